@@ -1,0 +1,64 @@
+"""Model families. One file each: `architecture(config)` from config.json, `table(arch)` of weight rows.
+
+To add one: write the file and list it in `FAMILIES`; loader, export, sync and tests pick it up.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from grpo_megatron.models.architecture import Architecture, UnsupportedModel
+from grpo_megatron.models.families import llama, mistral, qwen2, qwen3
+from grpo_megatron.models.mapping import Row
+
+FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder. Raises ValueError that names what is wrong with it."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"model folder {str(folder)!r}: cannot read config.json ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model folder {str(folder)!r}: config.json is not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model folder {str(folder)!r}: config.json is not an object")
+    return config
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Raises ValueError (UnsupportedModel for a family or feature that is not there)."""
+    return architecture_of(read_config(folder))
+
+
+def architecture_of(config: dict[str, Any]) -> Architecture:
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(f"model_type={model_type!r} is not supported (supported: {', '.join(sorted(FAMILIES))})")
+    return FAMILIES[model_type].architecture(config)  # type: ignore[no-any-return]
+
+
+def table_of(arch: Architecture) -> list[Row]:
+    """The weight table, in Megatron's local-spec names, with {layer} placeholders."""
+    return FAMILIES[arch.family].table(arch)  # type: ignore[no-any-return]
+
+
+def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model with its shape: the census of loads and syncs."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for row in table_of(arch):
+        layers = range(arch.num_layers) if "{layer}" in row.megatron else [0]
+        for layer in layers:
+            bound = row.at(layer)
+            shapes.update(zip(bound.hf, bound.hf_shapes(arch), strict=True))
+    return shapes

@@ -1,0 +1,170 @@
+"""The only file that knows whether it runs on CPU or CUDA: backend, seeds, memory, and Megatron-Core on CPU.
+
+Megatron-Core asks for CUDA in some twenty places even when every tensor lives on the host. `Device.megatron()` answers
+those calls from the CPU for the length of a `with` block; on CUDA it does nothing. Enter it around build, forward,
+backward, optimizer step, save and load; never around vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from grpo_megatron.config import ConfigError
+
+
+class Device:
+    """One rank's device. `kind` is "cpu" or "cuda"; `torch_device` is where its tensors live."""
+
+    def __init__(self, kind: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int | None = None) -> None:
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        self.kind = kind
+        if kind == "cuda":
+            if not torch.cuda.is_available():
+                raise ConfigError("trainer.device=cuda, but torch sees no CUDA device; set trainer.device=cpu or auto")
+            index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
+            torch.cuda.set_device(index)
+            self.torch_device = torch.device("cuda", index)
+        else:
+            self.torch_device = torch.device("cpu")
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def name(self) -> str:
+        """The marketing name, for the table of peak FLOP rates ("cpu" has none)."""
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
+
+    @property
+    def backend(self) -> str:
+        """The torch.distributed backend of the device's own groups."""
+        return "nccl" if self.is_cuda else "gloo"
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def empty_cache(self) -> None:
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    def memory_gib(self) -> dict[str, float]:
+        """Peak memory of this rank in GiB (2**30), under the field's metric names."""
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux reports KiB
+        if not self.is_cuda:
+            return {"perf/cpu_memory_used_gb": host}
+        return {
+            "perf/cpu_memory_used_gb": host,
+            "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(self.torch_device) / 2**30,
+            "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(self.torch_device) / 2**30,
+        }
+
+    # -- random state: vLLM reseeds every generator of its host process, and `generate` advances torch's ---------------
+
+    def rng_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if self.is_cuda:
+            state["cuda"] = torch.cuda.get_rng_state(self.torch_device)
+        return state
+
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if self.is_cuda:
+            torch.cuda.set_rng_state(state["cuda"], self.torch_device)
+
+    @contextlib.contextmanager
+    def preserve_rng(self) -> Iterator[None]:
+        """Leave every generator as it was found: a resumed run must not depend on what the engine drew."""
+        state = self.rng_state()
+        try:
+            yield
+        finally:
+            self.set_rng_state(state)
+
+    def megatron(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which Megatron-Core's own code must run. Re-entrant."""
+        return contextlib.nullcontext() if self.is_cuda else _megatron_on_cpu()
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Turns `device="cuda"` into the CPU, and makes `Tensor.type()` answer what Megatron's optimizers compare with."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and (type(device) is int or str(device).startswith("cuda")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and isinstance(out, str):
+            return out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+_depth = 0  # the patches are process-wide: the outermost context owns them
+
+
+@contextlib.contextmanager
+def _megatron_on_cpu() -> Iterator[None]:
+    global _depth
+    if _depth:
+        yield
+        return
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with _CudaToCpu():  # a mode is off inside its own handler, and backward() runs there: recompute needs it again
+            return engine(*args, **kwargs)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def get_rng(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    cuda = {
+        "current_device": lambda: "cpu",
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": get_rng,
+        "set_rng_state": set_rng,
+    }
+    _depth += 1
+    try:
+        with (
+            mock.patch.multiple(torch.cuda, **cuda),
+            mock.patch.multiple(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
+            mock.patch.multiple(megatron_random, _get_cuda_rng_state=get_rng, _set_cuda_rng_state=set_rng),
+            mock.patch.object(torch.autograd, "_engine_run_backward", backward),
+            _CudaToCpu(),
+        ):
+            yield
+    finally:
+        _depth -= 1

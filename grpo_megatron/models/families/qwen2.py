@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value; small sizes tie their embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_megatron.models.architecture import Architecture, common_settings
+from grpo_megatron.models.mapping import Row, decoder_table
+
+
+def architecture(config: dict[str, Any]) -> Architecture:
+    return Architecture(
+        family="qwen2",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=True,
+        sliding_window=config.get("sliding_window") if config.get("use_sliding_window") else None,
+        **common_settings(config),
+    )
+
+
+def table(arch: Architecture) -> list[Row]:
+    return decoder_table(qkv_bias=True, tied=arch.tied)

@@ -1,0 +1,140 @@
+"""Mesh: the frozen grid of ranks. Training layout tp x pp x dp and rollout layout (blocks of rollout_tp), one object.
+
+Megatron's default order makes tensor-parallel ranks contiguous, then data-parallel, then pipeline:
+rank = tp_rank + tp * (dp_rank + dp * pp_rank). vLLM's tensor-parallel blocks are contiguous too, so an engine spans
+neighbouring tensor- and data-parallel ranks, and pipeline stages only when rollout_tp exceeds tp * dp.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.device import Device
+
+
+class RankError(RuntimeError):
+    """Something failed on at least one rank; raised on every rank with every rank's message."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes, this rank's place, and the groups that our own code communicates over.
+
+    `control` is a gloo group of the whole world for small host-side messages, whatever the device is.
+    """
+
+    world_size: int
+    rank: int
+    tp: int
+    pp: int
+    dp: int
+    rollout_tp: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    control: Any
+    tp_group: Any
+    pp_group: Any
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def is_first_replica_rank(self) -> bool:
+        """True on one rank per data-parallel replica, one that holds the loss: who reports metrics."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def num_rollout_blocks(self) -> int:
+        return self.world_size // self.rollout_tp
+
+    @property
+    def rollout_block(self) -> int:
+        return self.rank // self.rollout_tp
+
+    @property
+    def is_block_leader(self) -> bool:
+        """True on the rank of a rollout block that speaks for it."""
+        return self.rank % self.rollout_tp == 0
+
+    def stage_rank(self, pp_rank: int) -> int:
+        """Global rank with this rank's tp and dp coordinates on pipeline stage `pp_rank`."""
+        return self.tp_rank + self.tp * (self.dp_rank + self.dp * pp_rank)
+
+    def agree(self, problem: str | None) -> None:
+        """Collective: raise RankError with all messages on every rank if any rank brings a problem."""
+        flag = torch.tensor(0 if problem is None else 1)
+        dist.all_reduce(flag, group=self.control)
+        if not flag:
+            return
+        problems: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(problems, problem, group=self.control)
+        raise RankError("; ".join(f"rank {r}: {p}" for r, p in enumerate(problems) if p is not None))
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+
+def build_mesh(device: Device, *, tp: int, pp: int, rollout_tp: int, timeout_s: float = 1800.0) -> Mesh:
+    """Join the world that torchrun described (or a world of one) and make Megatron's groups. Collective.
+
+    Sizes must have been validated: tp * pp and rollout_tp divide the world.
+    """
+    from megatron.core import parallel_state
+
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        _complete_environment()
+        dist.init_process_group(device.backend, timeout=timeout)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert world_size % (tp * pp) == 0 and world_size % rollout_tp == 0
+    with device.megatron():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+        )
+    return Mesh(
+        world_size=world_size,
+        rank=rank,
+        tp=tp,
+        pp=pp,
+        dp=world_size // (tp * pp),
+        rollout_tp=rollout_tp,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+
+
+def destroy_mesh() -> None:
+    """Leave the world: the next `build_mesh` in this process starts afresh."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _complete_environment() -> None:
+    """A process started without torchrun is a world of one."""
+    import socket
+
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )

@@ -1,0 +1,95 @@
+"""Real multi-rank worlds for tests: a fork server that has imported torch, Megatron and vLLM once starts N ranks fast.
+
+`run(function, 4, key=value)` calls the module-level `function(**kwargs)` on 4 ranks with torchrun's environment set, and
+returns the 4 results in rank order. A rank that raises, dies or outlives the deadline fails the test with its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+PRELOAD = ["torch", "numpy", "transformers", "tests.preload"]
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the server: one thread a rank makes logprobs batch-invariant
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _rank_main(function: Callable[..., Any], kwargs: dict[str, Any], env: dict[str, str], pipe: Any) -> None:
+    os.environ.update(env)
+    try:
+        result = ("ok", function(**kwargs))
+    except BaseException:  # noqa: BLE001 - the parent re-raises it with the rank's traceback
+        result = ("error", traceback.format_exc())
+    pipe.send(result)
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # vLLM and gloo threads have nothing left to say
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(function: Callable[..., Any], world_size: int, *, timeout_s: float = 240.0, **kwargs: Any) -> list[Any]:
+    """Call `function(**kwargs)` on `world_size` ranks; results in rank order."""
+    context = _context()
+    port = free_port()
+    processes, pipes = [], []
+    for rank in range(world_size):
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(function, kwargs, env, theirs), daemon=False)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        return _collect(processes, pipes, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _collect(processes: list[Any], pipes: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    while len(results) + len(errors) < len(pipes):
+        open_ranks = [r for r in range(len(pipes)) if r not in results and r not in errors]
+        ready = multiprocessing.connection.wait([pipes[r] for r in open_ranks], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"ranks {open_ranks} did not finish in time; errors so far: {errors}")
+        for rank in open_ranks:
+            if pipes[rank] in ready:
+                try:
+                    status, value = pipes[rank].recv()
+                except EOFError:
+                    status, value = "error", f"died with exit code {processes[rank].exitcode}"
+                (results if status == "ok" else errors)[rank] = value
+        if errors:
+            deadline = min(deadline, time.monotonic() + 15)  # the others may be waiting for the dead one
+    if errors:
+        raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
+    return [results[rank] for rank in range(len(pipes))]
