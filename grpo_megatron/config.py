@@ -52,7 +52,8 @@ class OptimConfig(Section):
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, gt=0)
     lr_warmup_steps: int = Field(0, ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"  # WSD: constant, then linear at the end
+    lr_wsd_decay_steps: int | None = Field(None, ge=1)  # WSD only: length of the linear end
     min_lr: float = Field(0.0, ge=0)
 
 
@@ -63,6 +64,7 @@ class MegatronConfig(Section):
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    transformer_impl: Literal["auto", "local"] = "auto"  # auto: Transformer Engine on CUDA where it is installed
     override_transformer_config: dict[str, Any] = {}  # passed to megatron.core's TransformerConfig unread
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import time
@@ -31,7 +32,7 @@ def _rank_main(function: Callable[..., Any], kwargs: dict[str, Any], env: dict[s
         result = ("ok", function(**kwargs))
     except BaseException:  # noqa: BLE001 - the parent re-raises it with the rank's traceback
         result = ("error", traceback.format_exc())
-    pipe.send(result)
+    pipe.send_bytes(pickle.dumps(result))  # not send(): torch would share memory with a process about to die
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -84,7 +85,7 @@ def _collect(processes: list[Any], pipes: list[Any], deadline: float) -> list[An
         for rank in open_ranks:
             if pipes[rank] in ready:
                 try:
-                    status, value = pipes[rank].recv()
+                    status, value = pickle.loads(pipes[rank].recv_bytes())
                 except EOFError:
                     status, value = "error", f"died with exit code {processes[rank].exitcode}"
                 (results if status == "ok" else errors)[rank] = value

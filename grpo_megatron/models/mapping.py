@@ -51,8 +51,10 @@ class Row(ABC):
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         """Whole Hugging Face tensors, in the order of `hf`, from every rank's parameter. They own their memory."""
 
-    def is_replicated(self) -> bool:
-        return False
+    @property
+    def split_dim(self) -> int | None:
+        """Dimension that tensor parallelism cuts, None for a replicated parameter."""
+        return 0
 
 
 def _rows(read: Read, name: str, tp_rank: int, tp: int) -> Tensor:
@@ -82,8 +84,9 @@ class Whole(Row):
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         return [shards[0].clone()]
 
-    def is_replicated(self) -> bool:
-        return True
+    @property
+    def split_dim(self) -> int | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,10 @@ class InputSplit(Row):
 
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         return [torch.cat(list(shards), dim=1)]
+
+    @property
+    def split_dim(self) -> int | None:
+        return 1
 
 
 @dataclass(frozen=True)

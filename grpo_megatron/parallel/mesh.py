@@ -82,12 +82,13 @@ class Mesh:
         dist.barrier(group=self.control)
 
 
-def build_mesh(device: Device, *, tp: int, pp: int, rollout_tp: int, timeout_s: float = 1800.0) -> Mesh:
+def build_mesh(device: Device, *, tp: int, pp: int, rollout_tp: int, seed: int = 42, timeout_s: float = 1800.0) -> Mesh:
     """Join the world that torchrun described (or a world of one) and make Megatron's groups. Collective.
 
     Sizes must have been validated: tp * pp and rollout_tp divide the world.
     """
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
@@ -101,6 +102,7 @@ def build_mesh(device: Device, *, tp: int, pp: int, rollout_tp: int, timeout_s: 
             pipeline_model_parallel_size=pp,
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
+        model_parallel_cuda_manual_seed(seed)  # Megatron's own generators, one a tensor-parallel rank
     return Mesh(
         world_size=world_size,
         rank=rank,

@@ -1,0 +1,75 @@
+"""Per-token estimates of the KL divergence from the reference, from the log-probabilities of the sampled tokens.
+
+With d = ref_logprobs - logprobs (Schulman, "Approximating KL divergence", 2020; k3: DeepSeekMath, arXiv 2402.03300):
+
+    name               value         gradient coefficient on logprobs
+    kl, k1             -d            1             unbiased value; as a loss its expected gradient is 0
+    abs                |d|           -sign(d)      diagnostic
+    mse, k2            d^2 / 2       -d            biased value, the reverse KL's gradient on-policy
+    low_var_kl, k3     e^d - 1 - d   1 - e^d       unbiased value, biased gradient
+    any of them + "+"  that value    -d            straight-through: value of the one, gradient of k2
+
+Only k3 is clamped (as in verl): d to +-20, then the value to at most 10 (it has no negative values to bound). The value
+clamp also switches k3's gradient off, for tokens more than about 13.6 times less likely than under the reference
+(e^d - 1 - d > 10 at d > 2.61) or e^11 times likelier: `actor/kl_clamp_frac` is the share of tokens whose value was cut.
+"k3+" keeps its gradient there. We compute e^d - 1 with expm1, exact where d is small, which is where training lives.
+
+A penalty has the contract of a policy loss: value and per-token metrics, elementwise, `[B, R]` in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.registry import Registry
+
+LOG_RATIO_CLAMP = 20.0
+VALUE_CLAMP = 10.0
+
+# (logprobs, ref_logprobs) -> (penalty, metrics by name); all [B, R]. The metrics are averaged over tokens.
+KlPenalty = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+kl_penalties: Registry[KlPenalty] = Registry("KL estimator")
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The log-ratio itself."""
+    return logprobs - ref_logprobs, {}
+
+
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The absolute log-ratio."""
+    return (logprobs - ref_logprobs).abs(), {}
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared log-ratio."""
+    return 0.5 * (logprobs - ref_logprobs).square(), {}
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Schulman's low-variance estimate, clamped; reports `actor/kl_clamp_frac`."""
+    d = (ref_logprobs - logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    value = torch.expm1(d) - d
+    return value.clamp(max=VALUE_CLAMP), {"actor/kl_clamp_frac": (value.detach() > VALUE_CLAMP).to(value.dtype)}
+
+
+def straight_through(penalty: KlPenalty) -> KlPenalty:
+    """The penalty's value with the gradient of k2."""
+
+    def value_with_gradient_of_k2(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        value, metrics = penalty(logprobs.detach(), ref_logprobs)
+        gradient, _ = k2(logprobs, ref_logprobs)
+        # In this order the bracket is exactly 0 and the value keeps every bit.
+        return value + (gradient - gradient.detach()), metrics
+
+    return value_with_gradient_of_k2
+
+
+_PENALTIES = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
+for _name, _penalty in _PENALTIES.items():
+    kl_penalties.register(_name)(_penalty)
+    kl_penalties.register(_name + "+")(straight_through(_penalty))

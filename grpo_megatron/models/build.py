@@ -1,0 +1,155 @@
+"""From an Architecture and a layout to a Megatron-Core model that scores tokens. Weights come from `weights.load_hf`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from grpo_megatron.config import MegatronConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.logprobs import vocab_parallel_logprobs
+from grpo_megatron.models.weights import bind, bound_rows
+from grpo_megatron.models.spec import has_transformer_engine, local_block_spec, te_block_spec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the last stage scores: hidden state `positions` [N] of the pack against `tokens` [N]."""
+
+    positions: Tensor
+    tokens: Tensor
+    temperature: float
+    chunk: int
+
+
+class ScoringModel(GPTModel):
+    """GPTModel whose last stage returns (log-probabilities [N], entropies [N]) instead of logits.
+
+    Only the scored positions reach the output head: prompt tokens cost no vocabulary-sized product.
+    """
+
+    real_vocab_size: int
+
+    def _postprocess(self, hidden_states: Tensor, labels: Targets, **unused: Any) -> Any:
+        """hidden_states [t (/tp under sequence parallelism), 1, h]."""
+        if not self.post_process:
+            return hidden_states
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)  # backward: all-reduce
+        return vocab_parallel_logprobs(
+            hidden.squeeze(1)[labels.positions],
+            weight,
+            labels.tokens,
+            vocab_size=self.real_vocab_size,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            group=parallel_state.get_tensor_model_parallel_group(),
+            temperature=labels.temperature,
+            chunk=labels.chunk,
+        )
+
+
+def transformer_config(arch: Architecture, megatron: MegatronConfig, dtype: str, on_cuda: bool) -> TransformerConfig:
+    """Every TransformerConfig field this project decides; `override_transformer_config` has the last word."""
+    torch_dtype = DTYPES[dtype]
+    settings: dict[str, Any] = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.ffn_hidden_size,
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": arch.num_query_groups,
+        "kv_channels": arch.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_eps,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "qk_layernorm": arch.qk_norm,
+        "hidden_dropout": 0.0,  # a policy that drops units cannot be compared with its own rollouts
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "sequence_parallel": megatron.use_sequence_parallel,
+        "params_dtype": torch_dtype,
+        "pipeline_dtype": torch_dtype,
+        "bf16": dtype == "bfloat16",
+        "perform_initialization": False,  # weights are always loaded
+        "use_cpu_initialization": not on_cuda,
+        "calculate_per_token_loss": True,  # plain-sum mode: token weights carry every denominator
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, even of dense models
+        "deallocate_pipeline_outputs": True,
+        "batch_p2p_comm": on_cuda,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        **megatron.override_transformer_config,
+    }
+    return TransformerConfig(**settings)
+
+
+def token_multiple(megatron: MegatronConfig) -> int:
+    """Packs are padded to a multiple of this many tokens: sequence parallelism cuts them over tp ranks."""
+    return math.lcm(1, megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1)
+
+
+def _mark_shards(model: torch.nn.Module, arch: Architecture) -> None:
+    """Say which parameters are cut over tensor-parallel ranks.
+
+    Megatron does so while it draws initial weights, which we skip; unmarked, the gradient norm (and so clipping) would
+    silently count the first rank's shards only.
+    """
+    rows = bound_rows(arch)
+    for name, (_, parameter) in bind(model, arch).items():
+        row = rows.get(name)  # a tied head is no row of its own
+        if row is None or row.split_dim is not None:
+            for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                if hasattr(parameter, attribute):
+                    delattr(parameter, attribute)
+            dim = 0 if row is None else row.split_dim
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+
+def build_model(arch: Architecture, megatron: MegatronConfig, dtype: str, device: Device) -> torch.nn.Module:
+    """This rank's stage and shard, weights not yet set. Collective over the model-parallel ranks."""
+    config = transformer_config(arch, megatron, dtype, device.is_cuda)
+    use_te = device.is_cuda and has_transformer_engine() and megatron.transformer_impl != "local"
+    with device.megatron():
+        model = ScoringModel(
+            config=config,
+            transformer_layer_spec=te_block_spec(config) if use_te else local_block_spec(config),
+            vocab_size=arch.padded_vocab_size(megatron.tensor_model_parallel_size),
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=arch.tied,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # a float works, and some models need one
+            rope_scaling=arch.rope_factor is not None,
+            rope_scaling_factor=arch.rope_factor or 1.0,
+            seq_len_interpolation_factor=arch.rope_linear_factor,
+        )
+        model.real_vocab_size = arch.vocab_size
+        _mark_shards(model, arch)
+        model.to(device.torch_device)
+        return Float16Module(config, model) if config.bf16 else model

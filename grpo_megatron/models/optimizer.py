@@ -1,0 +1,119 @@
+"""Megatron-Core's DDP, optimizer and learning-rate schedule, and the three repairs that loading needs without TE or Apex."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from grpo_megatron.config import MegatronConfig, OptimConfig
+from grpo_megatron.device import Device
+
+
+def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -> DistributedDataParallel:
+    """Gradients are summed, in float32, never averaged: the token weights carry every denominator."""
+    config = model.config
+    with device.megatron():
+        ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=megatron.overlap_grad_reduce,
+                overlap_param_gather=megatron.overlap_param_gather,
+                use_distributed_optimizer=megatron.use_distributed_optimizer,
+                average_in_collective=False,
+            ),
+            model,
+        )
+    config.finalize_model_grads_func = finalize_model_grads  # type: ignore[union-attr]
+    config.no_sync_func = ddp.no_sync  # type: ignore[union-attr]
+    return ddp
+
+
+def build_optimizer(
+    ddp: DistributedDataParallel, optim: OptimConfig, megatron: MegatronConfig, device: Device
+) -> MegatronOptimizer:
+    config = ddp.config
+    with device.megatron():
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                min_lr=optim.min_lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.betas[0],
+                adam_beta2=optim.betas[1],
+                adam_eps=optim.eps,
+                clip_grad=optim.clip_grad,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=megatron.use_distributed_optimizer,
+                overlap_param_gather=megatron.overlap_param_gather,
+            ),
+            [ddp],
+            use_gloo_process_groups=False,
+        )
+    config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Learning rate by optimizer step; call `step(1)` before each update, so that a warm-up never starts at 0."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=max(total_steps, optim.lr_warmup_steps + 1),
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        wsd_decay_steps=optim.lr_wsd_decay_steps,
+        lr_wsd_decay_style="linear",
+    )
+
+
+def each_optimizer(optimizer: MegatronOptimizer) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def prepare_for_load(optimizer: MegatronOptimizer) -> None:
+    """A fresh torch Adam has no state to load into; whatever this makes, the load overwrites."""
+    for one in each_optimizer(optimizer):
+        if isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer:
+            one._init_optimizer_states_with_dummy_values()
+
+
+def finish_load(optimizer: MegatronOptimizer) -> None:
+    """After a load every parameter shares one `step` tensor, and each update would advance it once per parameter."""
+    for one in each_optimizer(optimizer):
+        if getattr(one, "is_stub_optimizer", False):
+            continue
+        for state in one.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _install_step_repair() -> None:
+    """Loading hands torch's Adam no `step`, and Megatron then raises KeyError: hand it the one it has."""
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @torch.no_grad()
+    def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        original(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+
+
+_install_step_repair()

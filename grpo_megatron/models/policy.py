@@ -1,0 +1,168 @@
+"""Policy: the model that learns. Scores, updates, streams its weights; knows layouts, not algorithms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.algo.losses import LossInputs
+from grpo_megatron.config import ActorConfig, ModelConfig, OptimConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.build import build_model
+from grpo_megatron.models.forward import Pack, run, unpack
+from grpo_megatron.models.optimizer import build_optimizer, build_schedule, wrap_ddp
+from grpo_megatron.models.scorer import Scorer
+from grpo_megatron.models.weights import Bucket, hf_weights, load_hf, stage_owners
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.types import Batch
+
+# name -> (sum over tokens, count); count None: the sum over the mini-batch is the value itself
+MetricSums = dict[str, tuple[Tensor, Tensor | None]]
+LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
+
+
+class TooManySkippedSteps(RuntimeError):
+    """Updates stayed non-finite for `actor.max_skipped_steps` in a row."""
+
+
+class Policy(Scorer):
+    """Built on every rank at the same point; weights come from `model.path`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        actor: ActorConfig,
+        arch: Architecture,
+        mesh: Mesh,
+        device: Device,
+        *,
+        temperature: float = 1.0,
+    ) -> None:
+        self.actor, self.arch = actor, arch
+        inner = build_model(arch, actor.megatron, model.dtype, device)
+        load_hf(inner, Path(model.path), arch, mesh)
+        self.stage_of = stage_owners(inner, arch, mesh)
+        self.ddp = wrap_ddp(inner, actor.megatron, device)
+        super().__init__(self.ddp, actor.megatron, mesh, device, temperature, actor.logprob_chunk_size)
+        self.num_skipped_in_a_row = 0
+        self.set_optimizer(actor.optim, 1)
+
+    def set_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
+        """A fresh optimizer and schedule over the present weights (between the warm-up and GRPO)."""
+        self.optim = optim
+        self.optimizer = build_optimizer(self.ddp, optim, self.actor.megatron, self.device)
+        self.schedule = build_schedule(self.optimizer, optim, total_steps)
+
+    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[Bucket]:
+        """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
+        if self.actor.megatron.overlap_param_gather:
+            with self.device.megatron():
+                self.ddp.start_param_sync(force_sync=True)
+        return hf_weights(self.ddp, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
+
+    def update(self, batch: Batch, loss: LossFunction, *, epochs: int = 1) -> tuple[list[MetricSums], dict[str, float]]:
+        """One optimizer step a mini-batch, `epochs` times over the batch. Collective.
+
+        Returns this rank's metric sums, one dict a mini-batch, and numbers that are the same on every rank. A step whose
+        gradient is not finite on any rank is skipped on all, and counted. Raises TooManySkippedSteps.
+        """
+        sums: list[MetricSums] = []
+        norms: list[float] = []
+        skipped = 0
+        for _ in range(epochs):
+            for micro_batches in batch.schedule:
+                self.backward(batch, micro_batches, loss, sums)
+                norm = self._step()
+                norms.append(norm)
+                skipped += not math.isfinite(norm)
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        metrics = {
+            "actor/lr": float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else self.optim.lr,
+            "actor/skipped_updates": float(skipped),
+        }
+        if finite:
+            metrics["actor/grad_norm"] = sum(finite) / len(finite)
+        return sums, metrics
+
+    def backward(
+        self, batch: Batch, micro_batches: list[list[int]], loss: LossFunction, sums: list[MetricSums]
+    ) -> None:
+        """Gradients of one mini-batch into the model's buffers, summed over all ranks. Appends its metric sums."""
+        total: MetricSums = {}
+
+        def consume(current: Pack, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
+            if not current.rows:
+                return logprobs.sum() + entropy.sum(), None  # nothing, but connected to every parameter
+            value, metrics = loss(self._loss_inputs(batch, current, logprobs, entropy))
+            for name, (amount, count) in metrics.items():
+                old_amount, old_count = total.get(name, (0.0, None if count is None else 0.0))
+                new_count = None if count is None else old_count + count.detach()  # type: ignore[operator]
+                total[name] = (old_amount + amount.detach(), new_count)
+            return value, None
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        run(self.model, self.packs(batch, micro_batches), consume, device=self.device, forward_only=False)
+        sums.append(total)
+
+    def _loss_inputs(self, batch: Batch, current: Pack, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+        width = max(current.lengths)
+
+        def rows(tensor: Tensor) -> Tensor:
+            return tensor[current.rows, :width].to(logprobs.device)
+
+        new = unpack(logprobs, current.lengths, width)
+        return LossInputs(
+            logprobs=new,
+            entropy=unpack(entropy, current.lengths, width),
+            old_logprobs=new.detach() if batch.old_logprobs is None else rows(batch.old_logprobs),
+            rollout_logprobs=rows(batch.rollout_logprobs),
+            ref_logprobs=None if batch.ref_logprobs is None else rows(batch.ref_logprobs),
+            advantages=rows(batch.advantages),
+            mask=rows(batch.response_mask),
+            token_weights=rows(batch.token_weights),
+        )
+
+    @torch.no_grad()
+    def _step(self) -> float:
+        """Clip and step if every rank's gradient is finite, else do nothing. The gradient norm before clipping."""
+        with self.device.megatron():
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            if self._all_finite(norm):
+                self.schedule.step(1)
+                self.optimizer.step()
+                self.num_skipped_in_a_row = 0
+                return norm
+        self.num_skipped_in_a_row += 1
+        if self.num_skipped_in_a_row > self.actor.max_skipped_steps:
+            raise TooManySkippedSteps(
+                f"{self.num_skipped_in_a_row} updates in a row had a non-finite gradient "
+                f"(actor.max_skipped_steps={self.actor.max_skipped_steps}): lower actor.optim.lr or look at the data"
+            )
+        return math.inf
+
+    def _all_finite(self, norm: float) -> bool:
+        flag = torch.tensor(math.isfinite(norm))
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=self.mesh.control)
+        return bool(flag)
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """This rank's summed gradients by global Megatron name (tests and debugging; after `backward`)."""
+        from grpo_megatron.models.weights import bind
+
+        return {name: p.main_grad.clone() for name, (_, p) in bind(self.ddp, self.arch).items()}  # type: ignore[attr-defined]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beyond the sharded tensors."""
+        return {"schedule": self.schedule.state_dict(), "num_skipped_in_a_row": self.num_skipped_in_a_row}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self.num_skipped_in_a_row = state["num_skipped_in_a_row"]

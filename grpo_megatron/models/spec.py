@@ -1,0 +1,99 @@
+"""Which modules a layer is made of: Megatron-Core's local ones with our norm and attention, or Transformer Engine's.
+
+The local path runs anywhere, CPU included. The Transformer Engine path has not been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (arXiv:1910.07467) in float32. Megatron's torch wrapper refuses sequence parallelism.
+
+    The attribute on the weight is what makes Megatron sum its gradient over tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal grouped-query attention over packed sequences, one fused kernel call a sequence.
+
+    torch's scaled_dot_product_attention never materialises the [S, S] scores, and no position of another sequence, nor
+    padding between sequences, is computed. Megatron's own DotProductAttention does both and refuses packing.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams,
+        **kwargs: Any,
+    ) -> Tensor:
+        """query [t, H, d], key and value [t, G, d], all sequences end to end -> [t, H, d]."""
+        cuts = packed_seq_params.cu_seqlens_q
+        lengths = (cuts[1:] - cuts[:-1]).tolist()
+        out = []
+        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        for q, k, v in parts:
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or G, s, d]
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            out.append(o.squeeze(0).transpose(0, 1))  # [s, H, d]
+        return torch.cat(out)
+
+
+def has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Every layer of this stage and the final norm, from local modules. (Called with the model's config.)"""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return _block(layer, config, RMSNorm)
+
+
+def te_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The same from Transformer Engine: fused norms, THD attention, FP8-capable linears. Not run on a GPU yet."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return _block(layer, config, TENorm)
+
+
+def _block(layer: ModuleSpec, config: TransformerConfig, norm: type) -> TransformerBlockSubmodules:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)

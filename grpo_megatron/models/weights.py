@@ -1,0 +1,216 @@
+"""Hugging Face folder -> any tp x pp layout, and any layout -> the collective stream of Hugging Face tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import hf_shapes, table_of
+from grpo_megatron.models.mapping import Row, is_layered, local_name
+from grpo_megatron.parallel.mesh import Mesh
+
+Bucket = list[tuple[str, Tensor]]
+
+
+class WeightsError(ValueError):
+    """A Hugging Face folder whose tensors are not the model's: every wrong one is named."""
+
+
+class SafetensorsFolder:
+    """The safetensors files of a folder as one lazy name -> slice mapping. Nothing is read until a slice is taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._stack = ExitStack()
+        self._owner: dict[str, Any] = {}
+        files = self._files()
+        for file in files:
+            try:
+                handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{file}: not a readable safetensors file ({error})") from error
+            self._owner.update(dict.fromkeys(handle.keys(), handle))
+
+    def _files(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [self.folder / name for name in names]
+        else:
+            files = sorted(self.folder.glob("*.safetensors"))
+        missing = [str(file) for file in files if not file.exists()]
+        if missing or not files:
+            what = f"missing {', '.join(missing)}" if missing else "no *.safetensors file"
+            raise WeightsError(f"model folder {str(self.folder)!r}: {what}")
+        return files
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def slice(self, name: str) -> Any:
+        return self._owner[name].get_slice(name)
+
+    def check(self, expected: dict[str, tuple[int, ...]], optional: set[str]) -> None:
+        """Raise WeightsError that lists every missing, unexpected or misshapen tensor. Reads headers only."""
+        problems = [f"missing {name}" for name in expected if name not in self._owner and name not in optional]
+        known = set(expected) | optional
+        ignored = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote
+        problems += [f"unexpected {n}" for n in self._owner if n not in known and not n.endswith(ignored)]
+        for name, shape in expected.items():
+            if name in self._owner and tuple(self.slice(name).get_shape()) != shape:
+                problems.append(f"{name} has shape {tuple(self.slice(name).get_shape())}, expected {shape}")
+        if problems:
+            shown = "\n  ".join(problems[:20])
+            more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+            raise WeightsError(f"model folder {str(self.folder)!r} does not hold this model:\n  {shown}{more}")
+
+
+def check_hf(folder: Path, arch: Architecture) -> None:
+    """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
+    with SafetensorsFolder(folder) as files:
+        files.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set())
+
+
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside DDP and Float16Module."""
+    while hasattr(model, "module"):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def bind(model: torch.nn.Module, arch: Architecture) -> dict[str, tuple[str, torch.nn.Parameter]]:
+    """Global local-spec name -> (this model's own name, parameter), for every parameter of this rank.
+
+    Layer numbers are global, from each layer's own `layer_number`: uneven stages need no offset.
+    """
+    inner = bare(model)
+    numbers = [layer.layer_number - 1 for layer in inner.decoder.layers]  # type: ignore[union-attr]
+    bound: dict[str, tuple[str, torch.nn.Parameter]] = {}
+    for own_name, parameter in inner.named_parameters():
+        parts = own_name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(numbers[int(parts[2])])
+        bound[local_name(".".join(parts))] = (own_name, parameter)
+    return bound
+
+
+def bound_rows(arch: Architecture) -> dict[str, Row]:
+    """Megatron global name -> row, for the whole model, in stream order: embedding, layers, final norm, head."""
+    table = table_of(arch)
+    rows = [r for r in table if not is_layered(r) and "embedding" in r.megatron]
+    rows += [r.at(layer) for layer in range(arch.num_layers) for r in table if is_layered(r)]
+    rows += [r for r in table if not is_layered(r) and "embedding" not in r.megatron]
+    return {row.megatron: row for row in rows}
+
+
+@torch.no_grad()
+def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh) -> None:
+    """Fill this rank's parameters from a Hugging Face folder, reading only its own slices. Raises WeightsError.
+
+    A tied model on several stages holds its embedding again as the last stage's head; both are filled here.
+    """
+    rows = bound_rows(arch)
+    with SafetensorsFolder(folder) as files:
+        files.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set())
+        for name, (_, parameter) in bind(model, arch).items():
+            if name == "output_layer.weight" and arch.tied:
+                name = "embedding.word_embeddings.weight"
+            parameter.copy_(rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
+
+
+@torch.no_grad()
+def hf_weights(
+    model: torch.nn.Module, arch: Architecture, mesh: Mesh, bucket_bytes: int, stage_of: dict[str, int]
+) -> Iterator[Bucket]:
+    """Collective: every rank gets every Hugging Face tensor, whole, in buckets of about `bucket_bytes`.
+
+    Per bucket: the owning stage all-gathers its shards over tensor-parallel ranks, then broadcasts them to the other
+    stages. Tensors own their memory. `stage_of` says which stage owns each Megatron parameter (`stage_owners`).
+    Something wrong on one rank (a parameter missing or misshapen) is agreed on before any tensor moves: RankError.
+    """
+    own = bind(model, arch)
+    for bucket in _buckets(arch, mesh, bucket_bytes, stage_of, next(iter(own.values()))[1].element_size()):
+        stage = stage_of[bucket[0].megatron]
+        shapes = [row.local_shape(arch, mesh.tp) for row in bucket]
+        sizes = [_numel(shape) for shape in shapes]
+        flat, problem = None, None
+        if mesh.pp_rank == stage:
+            try:
+                flat = _flatten(bucket, shapes, own)
+            except (KeyError, ValueError) as error:
+                problem = f"cannot read weights: {error}"
+        mesh.agree(problem)
+        parameter = next(iter(own.values()))[1]
+        gathered = torch.empty(mesh.tp, sum(sizes), dtype=parameter.dtype, device=parameter.device)
+        if flat is not None:
+            dist.all_gather(list(gathered.unbind(0)), flat, group=mesh.tp_group)
+        if mesh.pp > 1:
+            dist.broadcast(gathered, mesh.stage_rank(stage), group=mesh.pp_group)
+        parts = gathered.split(sizes, dim=1)
+        out: Bucket = []
+        for row, part, shape in zip(bucket, parts, shapes, strict=True):
+            shards = [shard.view(shape) for shard in part.unbind(0)]
+            out += list(zip(row.hf, row.merge(shards, arch), strict=True))
+        del gathered, parts
+        yield out
+
+
+def stage_owners(model: torch.nn.Module, arch: Architecture, mesh: Mesh) -> dict[str, int]:
+    """Collective: Megatron name -> the first pipeline stage that holds it (tied copies are left to the first)."""
+    names: list[list[str]] = [[] for _ in range(mesh.pp)]
+    dist.all_gather_object(names, list(bind(model, arch)), group=mesh.pp_group)
+    owners: dict[str, int] = {}
+    for stage, held in enumerate(names):
+        for name in held:
+            owners.setdefault(name, stage)
+    missing = [name for name in bound_rows(arch) if name not in owners]
+    if missing:
+        raise WeightsError(f"no pipeline stage holds {', '.join(missing[:10])} ({len(missing)} in all)")
+    return owners
+
+
+def _buckets(
+    arch: Architecture, mesh: Mesh, bucket_bytes: int, stage_of: dict[str, int], itemsize: int
+) -> Iterator[list[Row]]:
+    """Cut the stream into runs of one stage, each about `bucket_bytes` whole (never less than one parameter)."""
+    bucket: list[Row] = []
+    size = 0
+    for row in bound_rows(arch).values():
+        bytes_ = _numel(row.local_shape(arch, mesh.tp)) * mesh.tp * itemsize
+        if bucket and (size + bytes_ > bucket_bytes or stage_of[row.megatron] != stage_of[bucket[0].megatron]):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(row)
+        size += bytes_
+    yield bucket
+
+
+def _flatten(
+    bucket: list[Row], shapes: list[tuple[int, ...]], own: dict[str, tuple[str, torch.nn.Parameter]]
+) -> Tensor:
+    parts = []
+    for row, shape in zip(bucket, shapes, strict=True):
+        parameter = own[row.megatron][1]
+        if tuple(parameter.shape) != shape:
+            raise ValueError(f"{row.megatron} has shape {tuple(parameter.shape)}, expected {shape}")
+        parts.append(parameter.detach().reshape(-1))
+    return torch.cat(parts)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out

@@ -1,0 +1,226 @@
+"""vLLM as a RolloutEngine inside the training process: every rank runs one worker of its block's engine, no server.
+
+Weights never come from a file: the engine is built with dummy ones and unusable until `load_weights`. Everything that
+vLLM 0.32 does silently or fatally is refused before it is reached: it samples from partial and NaN weights, hangs for
+ever when asked to generate asleep or after an interrupted update, and cannot be repaired after an exception inside one.
+`vllm_process.py` has the other half: how vLLM gets into the process and out again.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_megatron.config import RolloutConfig
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.rollout import vllm_process
+from grpo_megatron.rollout.engine import Bucket, Completion, Request, checked
+
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0  # below: vLLM silently raises it; above: it refuses
+
+
+class VllmEngine:
+    """`RolloutEngine` over vLLM. One per process; built on every rank at the same point, after the process group.
+
+    `model_path` needs only a config.json. `expected` maps every Hugging Face name of a full push to its shape;
+    `eos_token_ids` end a response; `max_model_len` bounds prompt plus response. `dtype` is "float32" or "bfloat16".
+    Raises ConfigError for `rollout.engine_kwargs` that would break the contract with the trainer.
+    """
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        rollout: RolloutConfig,
+        mesh: Mesh,
+        device: Device,
+        *,
+        dtype: str,
+        max_model_len: int,
+        eos_token_ids: list[int],
+        expected: dict[str, tuple[int, ...]],
+    ) -> None:
+        self._mesh, self._device, self._expected = mesh, device, expected
+        self._max_model_len, self._eos_token_ids = max_model_len, tuple(eos_token_ids)
+        self._sleeps = rollout.free_cache_engine
+        self._version: int | None = None
+        self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
+        self._broken: str | None = None  # why nothing but a new engine helps
+        self._llm, self._sampling_params = vllm_process.build(
+            model_path, rollout, mesh, device, dtype=dtype, max_model_len=max_model_len
+        )
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def load_weights(self, stream: Iterator[Bucket], version: int) -> None:
+        """See RolloutEngine. Collective over the world: buckets carry the same names on every rank.
+
+        A push that fails before vLLM has choked on it leaves an engine that the next full push makes good again; one
+        that fails inside vLLM leaves a broken engine, and every later call says so.
+        """
+        self._version = None
+        self._mesh.agree(self._broken or ("the engine's weights are asleep" if "weights" in self._asleep else None))
+        self._attempt(self._llm.start_weight_update)
+        try:
+            for bucket in checked(stream, self._expected, self._mesh):
+                self._attempt(functools.partial(self._llm.update_weights, {"update_info": {"tensors": bucket}}))
+        except RankError:
+            self._abandon_update()
+            raise
+        self._attempt(functools.partial(self._finish_update, version))
+        self._version = version
+
+    def _attempt(self, call: Callable[[], Any]) -> None:
+        """Do what cannot be undone; a failure on any rank breaks the engine on all. Collective. Raises RankError."""
+        problem = None
+        try:
+            with torch.no_grad(), vllm_process.eager_on_cpu(self._device):
+                call()
+        except Exception as error:
+            problem = f"vLLM failed in a weight update ({type(error).__name__}: {error})"
+        try:
+            self._mesh.agree(problem)
+        except RankError as error:
+            self._broken = f"the engine is broken and must be built anew: {error}"
+            raise
+
+    def _finish_update(self, version: int) -> None:
+        self._llm.finish_weight_update(weight_version=str(version))
+        if not self._llm.reset_prefix_cache():  # cached keys of the old weights: errors of 0.2 in mean logprob
+            raise RuntimeError("the prefix cache could not be reset")
+        self._device.synchronize()  # the stream's owner may now reuse its memory
+
+    def _abandon_update(self) -> None:
+        """Close vLLM's bracket so that a later push can open one. What it has loaded so far is garbage."""
+        if self._broken is not None:
+            return
+        try:
+            self._llm.finish_weight_update(weight_version="invalid")
+        except Exception as error:
+            self._broken = f"the engine is broken and must be built anew: {type(error).__name__}: {error}"
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: list[Request], version: int, *, progress: bool = False) -> list[Completion]:
+        """See RolloutEngine. `progress` draws a bar on this rank. Raises ValueError for a request vLLM would alter."""
+        self._require_ready()
+        if version != self._version:
+            raise RuntimeError(f"generate asks for weights of version {version}, the engine has {self._version}")
+        params = [self._params(request) for request in requests]
+        outputs = self._run([list(r.prompt_ids) for r in requests], params, progress)
+        return [_completion(output.outputs[0]) for output in outputs]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """See RolloutEngine. A sequence must leave room for one token; needs [max_num_batched_tokens, V] of memory."""
+        self._require_ready()
+        for ids in sequences:
+            if not 1 <= len(ids) < self._max_model_len:
+                raise ValueError(f"cannot score {len(ids)} tokens: max_model_len is {self._max_model_len}")
+        params = self._sampling_params(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )
+        outputs = self._run(sequences, [params] * len(sequences), progress=False)
+        return [list(output.prompt_logprobs.logprobs) for output in outputs]
+
+    def _require_ready(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        if self._asleep:
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
+        if self._version is None:
+            raise RuntimeError("the engine has no complete set of weights: call load_weights first")
+
+    def _params(self, request: Request) -> Any:
+        if len(request.prompt_ids) + request.max_tokens > self._max_model_len:
+            raise ValueError(
+                f"prompt of {len(request.prompt_ids)} + max_tokens {request.max_tokens} exceeds max_model_len "
+                f"{self._max_model_len}"
+            )
+        if request.temperature != 0 and not _MIN_TEMPERATURE <= request.temperature <= _MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature {request.temperature} is outside vLLM's {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE} (or 0)"
+            )
+        return self._sampling_params(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed,
+            stop_token_ids=[*self._eos_token_ids, *request.stop_token_ids],
+            logprobs=0,  # of the drawn token only
+            flat_logprobs=True,
+            detokenize=False,
+        )
+
+    def _run(self, prompts: list[list[int]], params: list[Any], progress: bool) -> list[Any]:
+        if not prompts:
+            return []
+        try:
+            with self._device.preserve_rng(), vllm_process.eager_on_cpu(self._device):
+                tokens = [{"prompt_token_ids": ids} for ids in prompts]
+                outputs: list[Any] = self._llm.generate(tokens, params, use_tqdm=progress)
+        except BaseException as error:  # an interrupt too: what is left in vLLM's queue would answer the next call
+            self._version = None
+            self._broken = f"the engine is broken and must be built anew: {type(error).__name__}: {error}"
+            raise
+        return outputs
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Free weights and KV cache (level 2). Nothing happens when `rollout.free_cache_engine` is off.
+
+        On CPU no memory is freed, but the same calls are refused until waking. The GPU path was not run on a GPU yet.
+        """
+        if not self._sleeps or self._asleep:
+            return
+        self._version = None
+        self._asleep = {"weights", "kv_cache"}
+        if self._device.is_cuda:
+            self._llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        """First half of waking, before `load_weights`. The GPU path was not run on a GPU yet."""
+        self._wake("weights")
+
+    def wake_kv_cache(self) -> None:
+        """Second half: after `load_weights`, when the trainer's copies are gone. Not run on a GPU yet."""
+        if "weights" in self._asleep:
+            raise RuntimeError("wake_kv_cache before wake_weights: the weights are to be loaded in between")
+        self._wake("kv_cache")
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            if self._device.is_cuda:
+                self._llm.wake_up(tags=[part])
+            self._asleep.discard(part)
+
+    def shutdown(self) -> None:
+        """Release the worker and vLLM's process groups; the world's own group lives on. Collective, idempotent."""
+        if self._llm is None:
+            return
+        self._version, self._broken = None, "the engine has been shut down"
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        vllm_process.leave_groups()
+        gc.collect()
+        self._device.empty_cache()
+
+
+def _completion(output: Any) -> Completion:
+    token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
+    if output.finish_reason not in ("stop", "length") or len(logprobs) != len(token_ids):
+        raise RuntimeError(
+            f"vLLM gave up on a response: finish_reason {output.finish_reason!r}, {len(token_ids)} tokens, "
+            f"{len(logprobs)} logprobs"
+        )
+    return Completion(token_ids, logprobs, output.finish_reason)

@@ -1,0 +1,187 @@
+"""How vLLM 0.32 gets into a training process, quietly and without traces, and out again. The only importer of vllm.
+
+It imports late: `import vllm` takes seconds and rewrites the environment. One worker per process (external_launcher);
+weights arrive through a WeightTransferEngine of ours that takes Hugging Face tensors by reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import glob
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_megatron.config import ConfigError, RolloutConfig
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.rollout.engine import Bucket
+
+# Loggers whose every warning is expected here: no tokenizer on purpose; on CPU no Triton, no compilation.
+_NOISE = ("vllm.renderers.base",)
+_CPU_NOISE = (
+    "vllm.triton_utils",
+    "vllm.engine.arg_utils",
+    "vllm.config.vllm",
+    "vllm.platforms.cpu",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+def build(
+    model_path: Path | str, rollout: RolloutConfig, mesh: Mesh, device: Device, *, dtype: str, max_model_len: int
+) -> tuple[Any, Any]:
+    """(vllm.LLM with dummy weights, vllm.SamplingParams). Collective over the world, after the process group.
+
+    Raises ConfigError for `rollout.engine_kwargs` that would break the contract with the trainer.
+    """
+    if not device.is_cuda:
+        _remove_own_leftovers(mesh)
+    with _host_as_found(device):
+        vllm = _import_vllm(device)
+        arguments = _arguments(rollout, mesh, device)
+        llm = vllm.LLM(model=str(model_path), dtype=dtype, max_model_len=max_model_len, **arguments)
+        llm.init_weight_transfer_engine({"init_info": {}})
+    return llm, vllm.SamplingParams
+
+
+def _arguments(rollout: RolloutConfig, mesh: Mesh, device: Device) -> dict[str, Any]:
+    """vllm.LLM's arguments. The user's `engine_kwargs` may add to them, and replace the tunable ones."""
+    executor, transfer = _classes()
+    fixed: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": mesh.rollout_tp,
+        "distributed_executor_backend": "external_launcher" if device.is_cuda else executor,
+        "seed": rollout.seed,  # must agree within a block; samples have seeds of their own
+        "logprobs_mode": "processed_logprobs",  # vLLM's default is before temperature: not what was drawn from
+        "generation_config": "vllm",  # vLLM's default is the model folder's temperature and top_p, silently
+        "weight_transfer_config": transfer,
+    }
+    tunable: dict[str, Any] = {
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+    }
+    if device.is_cuda:  # not run on a GPU yet
+        fixed["enable_sleep_mode"] = rollout.free_cache_engine
+        tunable["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        tunable["enforce_eager"] = rollout.enforce_eager
+    else:
+        fixed["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
+        tunable["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE
+    clash = sorted({"model", "dtype", "max_model_len", *fixed} & rollout.engine_kwargs.keys())
+    if clash:
+        raise ConfigError(f"rollout.engine_kwargs: {', '.join(clash)} cannot be set here; the trainer depends on it")
+    return {**tunable, **rollout.engine_kwargs, **fixed}
+
+
+def _import_vllm(device: Device) -> Any:
+    """`import vllm`, quietly unless the user has set VLLM_LOGGING_LEVEL: warnings and errors only."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an executor class does not see to it, as the string does
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers from a thread
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+        for name in _NOISE if device.is_cuda else _NOISE + _CPU_NOISE:
+            logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm
+    return vllm
+
+
+@functools.cache
+def _classes() -> tuple[type, Any]:
+    """Our two pieces of vLLM, made late: a rank's executor on CPU, and the transfer that takes tensors as they are."""
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer import base
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import reload
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class RankExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            env = os.environ  # tcp://: vLLM's shared memory is then named after the port, so jobs do not collide
+            return f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}", int(env["RANK"]), int(env["LOCAL_RANK"])
+
+    @dataclasses.dataclass
+    class Nothing(base.WeightTransferInitInfo):
+        pass
+
+    @dataclasses.dataclass
+    class Tensors(base.WeightTransferUpdateInfo):
+        tensors: Bucket
+
+    class InProcess(base.WeightTransferEngine[Nothing, Tensors]):
+        """Full Hugging Face tensors by reference; each worker cuts out its own shard, layer by layer."""
+
+        init_info_cls, update_info_cls = Nothing, Tensors
+
+        def init_transfer_engine(self, init_info: Nothing) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            reload.initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: Tensors) -> None:
+            model: Any = self.model
+            model.load_weights(iter(update_info.tensors))
+
+        def finish_weight_update(self) -> None:
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            pass
+
+    WeightTransferEngineFactory.register_engine("grpo_megatron", InProcess)
+    return RankExecutor, WeightTransferConfig(backend="grpo_megatron")
+
+
+@contextlib.contextmanager
+def _host_as_found(device: Device) -> Iterator[None]:
+    """Undo what building an engine does to its process: reseeded generators, torchrun's LOCAL_WORLD_SIZE overwritten,
+    an LD_PRELOAD that every child would inherit, threads reduced or `torch.set_num_threads` made a no-op."""
+    env = {key: os.environ.get(key) for key in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        with device.preserve_rng():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        for key, value in env.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def eager_on_cpu(device: Device) -> contextlib.AbstractContextManager[Any]:
+    """On CPU, vLLM's few compiled helpers run as Python: no C++ compiler needed, no 20 s before the first token."""
+    return contextlib.nullcontext() if device.is_cuda else torch.compiler.set_stance("force_eager")
+
+
+def _remove_own_leftovers(mesh: Mesh) -> None:
+    """Remove shared memory that a killed run on this very port has left; vLLM would refuse to start. Collective."""
+    if os.environ["LOCAL_RANK"] == "0":
+        for path in glob.glob(f"/dev/shm/{os.environ['MASTER_PORT']}-*-cpushm_*"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    mesh.barrier()
+
+
+def leave_groups() -> None:
+    """Destroy vLLM's process groups but not the world they were made in, so that another engine can be built."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:  # destroy_distributed_environment would take torch's own world with it
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None

@@ -1,0 +1,298 @@
+"""Sinks: where a step's metrics go. A console line, metrics.jsonl, TensorBoard, Weights & Biases.
+
+Only rank 0 writes; on other ranks `Sinks` holds no sink and every call does nothing. A resumed run repeats the steps
+after its checkpoint, so no sink keeps two of one step: jsonl drops the lines from `first_step` on, TensorBoard purges
+them, and a wandb run that is continued ignores steps that it has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from grpo_megatron.config import ConfigError, TrainerConfig
+
+METRICS_FILE = "metrics.jsonl"
+VALIDATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/mean@\d+")
+
+
+class Sink:
+    """One destination. A sink without a place for text ignores notes."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Sinks:
+    """All sinks of the run as one. A context manager: leaving it closes them."""
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics, once per step and in order of steps."""
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def note(self, text: str) -> None:
+        """Show text to whoever watches the console; it may have several lines."""
+        for sink in self._sinks:
+            sink.note(text)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise ConfigError if a logger's package is missing. Cheap and local: for every rank, before any process group."""
+    for package in sorted({"tensorboard", "wandb"}.intersection(names)):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"trainer.logger={list(names)}: the package {package!r} does not import ({error}); "
+                f"pip install {package}, or take {package!r} out of trainer.logger"
+            ) from error
+
+
+def build_sinks(
+    config: TrainerConfig,
+    *,
+    rank: int = 0,
+    first_step: int = 0,
+    run_config: Mapping[str, Any] | None = None,
+    stream: TextIO | None = None,
+) -> Sinks:
+    """The sinks of `trainer.logger` under `trainer.output_dir`; none on ranks other than 0.
+
+    `first_step`: the step this run starts with; what an earlier run wrote from there on is dropped. `run_config` is
+    recorded with a wandb run. `stream`: the console, standard output by default. Raises ConfigError on every rank if a
+    package is missing.
+    """
+    check_loggers(config.logger)
+    if rank != 0:
+        return Sinks()
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    sinks: list[Sink] = []
+    for name in dict.fromkeys(config.logger):
+        if name == "console":
+            sinks.append(ConsoleSink(config.total_training_steps, first_step, stream))
+        elif name == "jsonl":
+            sinks.append(JsonlSink(config.output_dir / METRICS_FILE, first_step))
+        elif name == "tensorboard":
+            sinks.append(TensorBoardSink(config.output_dir / "tensorboard", first_step))
+        else:
+            sinks.append(WandbSink(config.output_dir, first_step, run_config))
+    return Sinks(sinks)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl in file order. A line that a crash cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+class JsonlSink(Sink):
+    """One JSON object per step: {"step": 3, "critic/score/mean": 0.25, ...}. NaN and infinities become null."""
+
+    def __init__(self, path: Path, first_step: int = 0) -> None:
+        if path.exists():
+            self._truncate(path, first_step)
+        self._file = path.open("a")
+
+    @staticmethod
+    def _truncate(path: Path, first_step: int) -> None:
+        """Keep steps < first_step. The old file stays whole until the new one is on disk."""
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("w") as file:
+            for row in read_metrics(path):
+                if row["step"] < first_step:
+                    file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **row}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink(Sink):
+    """Scalars under the metrics' own names. `tensorboard --logdir OUTPUT_DIR/tensorboard`."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink(Sink):
+    """A run named after the output folder. Its id is kept there: a resumed run continues it, one from step 0 is new.
+
+    The project is WANDB_PROJECT, by default "grpo_megatron"; WANDB_MODE=offline needs no network.
+    """
+
+    def __init__(self, output_dir: Path, first_step: int = 0, run_config: Mapping[str, Any] | None = None) -> None:
+        wandb = importlib.import_module("wandb")
+        id_file = output_dir / "wandb_run_id"
+        if first_step == 0 or not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "grpo_megatron"),
+            name=output_dir.resolve().name,
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=str(output_dir),
+            config=dict(run_config or {}),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the console line. `decimals` None: scientific notation."""
+
+    title: str
+    metric: str
+    decimals: int | None
+    legend: str
+
+    def cell(self, metrics: Mapping[str, float]) -> str:
+        value = metrics.get(self.metric)
+        if value is None:
+            return "-"
+        if not math.isfinite(value) or (value == 0 and self.decimals is None):
+            return f"{value:g}"
+        if self.decimals is None or abs(value) >= 1e7 or 0 < abs(value) < 0.5 * 10.0**-self.decimals:
+            return f"{value:.1e}"  # fixed notation would not fit, or would read 0.0000
+        return f"{value:,.{self.decimals}f}"
+
+
+COLUMNS = (
+    Column("reward", "critic/score/mean", 4, "mean score of the samples drawn in this step; should rise"),
+    Column("val acc", "val acc", 4, "accuracy on the validation set, in steps that evaluate"),
+    Column("resp len", "response_length/mean", 1, "mean response length, tokens"),
+    Column("entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores"),
+    Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning"),
+    Column("clipped", "actor/pg_clipfrac", 4, "share of tokens whose gradient the ratio clip removed"),
+    Column(
+        "logp gap", "training/rollout_logp_diff_mean", None, "mean |log-prob trainer - engine| per token; tiny is good"
+    ),
+    Column("s/step", "timing_s/step", 1, "wall seconds of the step, evaluation and saving included"),
+    Column("tok/s", "perf/throughput", 0, "prompt + response tokens per second and device"),
+)
+WIDTH = 11  # of a column: 6 + 9 * 11 = 105 characters a line
+ROWS_PER_HEADER = 20
+
+
+class ConsoleSink(Sink):
+    """One aligned line per step. On a terminal it scrolls above a progress bar; into a file it is lines alone."""
+
+    def __init__(self, total_steps: int, first_step: int = 0, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._rows = 0
+        self._bar: Any = None
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=total_steps, initial=first_step, desc="GRPO", unit="step", file=self._stream, dynamic_ncols=True
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._rows == 0:
+            self.note("\n".join(f"  {c.title:<10} {c.legend}" for c in COLUMNS) + "\n")
+        if self._rows % ROWS_PER_HEADER == 0:
+            self.note(f"{'step':>6}" + "".join(f"{c.title:>{WIDTH}}" for c in COLUMNS))
+        self._rows += 1
+        accuracies = [value for name, value in metrics.items() if VALIDATION_ACCURACY.fullmatch(name)]
+        if accuracies:
+            metrics = {**metrics, "val acc": sum(accuracies) / len(accuracies)}
+        self.note(f"{step:>6}" + "".join(f"{c.cell(metrics):>{WIDTH}}" for c in COLUMNS))
+        if self._bar is not None:
+            self._bar.update(step + 1 - self._bar.n)
+
+    def note(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def format_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """Aligned plain text: numbers to the right, floats with 4 decimals, None as "-".
+
+    Raises ValueError for a row that is not as long as the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"table row {list(row)} has {len(row)} cells, the header {list(header)} has {len(header)}")
+    cells = [[_cell(value) for value in row] for row in rows]
+    lines = []
+    widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
+    numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(header))]
+    for line in [list(header), ["-" * width for width in widths], *cells]:
+        aligned = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, widths, numeric, strict=True)]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def print_table(rows: Sequence[Sequence[object]], header: Sequence[str], stream: TextIO | None = None) -> None:
+    """Print `format_table(rows, header)`, for example accuracy before and after training."""
+    print(format_table(rows, header), file=stream or sys.stdout, flush=True)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,167 @@
+"""Advantage estimators against hand arithmetic and published vectors.
+
+[1,0,0,1]: mean 1/2, squared deviations 4 * 1/4 = 1, std sqrt(1/3) = 0.5773503, 0.5 / 0.5773513 = 0.8660239.
+[1,1,1,0]: mean 3/4, squared deviations 3/16 + 9/16 = 3/4, std 1/2: 0.25 / 0.500001 = 0.4999990, -0.75 / 0.500001.
+One winner among n, any gap g: deviations g(n-1)/n and -g/n, std g/sqrt(n), so the winner gets (n-1)/sqrt(n) (minus the
+epsilon's share): 7/sqrt(8) = 2.4748737 for 8. No sample can ever get more, which bounds every group.
+[1, 1.00001]: deviations 5e-6, std 5e-6 * sqrt(2): 5e-6 / (7.0710678e-6 + 1e-6) = 0.6194967.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.config import AlgorithmConfig
+from grpo_megatron.types import GroupTable
+
+NAN = math.nan
+QUICK = settings(deadline=None, derandomize=True, max_examples=100)
+
+
+def make_table(groups: list[list[float]]) -> GroupTable:
+    rows = [(p, i, reward) for p, group in enumerate(groups) for i, reward in enumerate(group)]
+    n = len(rows)
+    return GroupTable(
+        prompt_index=[p for p, _, _ in rows],
+        index=[i for _, i, _ in rows],
+        reward=[reward for _, _, reward in rows],
+        prompt_length=[2] * n,
+        response_length=[3] * n,
+        truncated=[False] * n,
+        holder=[0] * n,
+    )
+
+
+def estimate(groups: list[list[float]], name: str = "grpo", by_std: bool = True) -> list[float]:
+    config = AlgorithmConfig(adv_estimator=name, norm_adv_by_std_in_grpo=by_std)
+    values = advantage_estimators.get(name)(make_table(groups), config)
+    assert all(isinstance(value, float) for value in values)
+    return values  # type: ignore[return-value]
+
+
+def float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "by_std", "expected"),
+    [
+        ("grpo", True, [0.8660239, -0.8660239, -0.8660239, 0.8660239, 0.4999990, 0.4999990, 0.4999990, -1.4999970]),
+        ("grpo", False, [0.5, -0.5, -0.5, 0.5, 0.25, 0.25, 0.25, -0.75]),
+        ("rloo", True, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3, -1.0]),
+    ],
+)
+def test_published_vectors(name: str, by_std: bool, expected: list[float]) -> None:
+    assert estimate([[1, 0, 0, 1], [1, 1, 1, 0]], name, by_std) == pytest.approx(expected, abs=1e-7)
+
+
+def test_near_equal_groups_do_not_cancel() -> None:
+    expected = [-0.6194967, 0.6194967] * 2
+    assert estimate([[1, 1.00001], [2, 2.00001]]) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.9, 0.7, 0.35, 1e9, -1e-30])
+@pytest.mark.parametrize("n", [2, 6, 7, 8])
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_equal_rewards_give_exactly_zero(reward: float, n: int, name: str) -> None:
+    assert estimate([[reward] * n], name) == [0.0] * n
+
+
+def test_one_winner_does_not_explode() -> None:
+    assert estimate([[0.35] * 7 + [0.95]]) == pytest.approx([-0.3535517] * 7 + [2.4748621], abs=1e-6)
+    assert estimate([[1, 0, 0, 0]]) == pytest.approx([1.4999970, -0.4999990, -0.4999990, -0.4999990], abs=1e-7)
+    # Float32 rewards: the seven are the same float32 number, so the same float64 number.
+    assert max(map(abs, estimate([[float32(0.35)] * 7 + [float32(0.95)]]))) < 3
+
+
+def test_population_vector_with_our_ddof() -> None:
+    # [-1, 1]: std sqrt(2): 1 / 1.4142146 = 0.7071063 (the population form would give 1); [4, 4] gives 0.
+    assert estimate([[-1, 1], [4, 4]]) == pytest.approx([-0.7071063, 0.7071063, 0, 0], abs=1e-7)
+
+
+def test_leave_one_out_baselines() -> None:
+    # Baselines [2.5, 2, 1.5] and [5.5, 5, 4.5], subtracted from the rewards.
+    assert estimate([[1, 2, 3], [4, 5, 6]], "rloo") == pytest.approx([-1.5, 0, 1.5] * 2, abs=1e-12)
+
+
+def test_unscorable_samples_leave_the_statistics() -> None:
+    assert estimate([[1, NAN, 3]], "rloo") == pytest.approx([-2, 0, 2])  # baselines 3 and 1
+    with_nan, without = estimate([[1, NAN, 0, 0, 1]]), estimate([[1, 0, 0, 1]])
+    assert with_nan == [without[0], 0.0, *without[1:]]
+    assert estimate([[1, math.inf, 0, 0, 1]]) == with_nan
+    assert estimate([[1.0], [NAN, 1.0], [NAN, NAN], [1.0, 1.0, NAN]]) == [0.0] * 8
+
+
+def test_unknown_estimator_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown advantage estimator 'grop'; did you mean 'grpo'\?"):
+        advantage_estimators.get("grop")
+
+
+rewards = st.floats(-100, 100, width=32)
+# Tenths: sums of them depend on the order unless they are correctly rounded.
+tenths = st.integers(-50, 50).map(lambda k: k / 10)
+groups_of_rewards = st.lists(st.lists(tenths | rewards | st.just(NAN), min_size=1, max_size=9), min_size=1, max_size=4)
+
+
+@QUICK
+@given(groups=groups_of_rewards, data=st.data(), name=st.sampled_from(["grpo", "rloo"]))
+def test_order_of_samples_and_groups_does_not_change_a_bit(
+    groups: list[list[float]], data: st.DataObject, name: str
+) -> None:
+    orders = [data.draw(st.permutations(range(len(group)))) for group in groups]
+    places = data.draw(st.permutations(range(len(groups))))
+    values = iter(estimate(groups, name))
+    expected = [[next(values) for _ in group] for group in groups]
+    permuted = iter(estimate([[groups[p][i] for i in orders[p]] for p in places], name))
+    for p in places:
+        for i in orders[p]:
+            assert next(permuted).hex() == expected[p][i].hex()
+
+
+eighths = st.lists(st.integers(-64, 64).map(lambda k: k / 8), min_size=2, max_size=8)
+
+
+@QUICK
+@given(group=eighths, shift=st.integers(-1000, 1000))
+def test_shift_of_rewards_changes_nothing(group: list[float], shift: int) -> None:
+    # Multiples of 1/8 are shifted without rounding; only the mean rounds, at 1e-13 of 1000.
+    shifted = [reward + shift for reward in group]
+    for name, by_std in [("grpo", True), ("grpo", False), ("rloo", True)]:
+        assert estimate([shifted], name, by_std) == pytest.approx(estimate([group], name, by_std), abs=1e-11)
+
+
+@QUICK
+@given(group=eighths, scale=st.sampled_from([0.5, 3.0, 1000.0]))
+def test_scale_of_rewards(group: list[float], scale: float) -> None:
+    scaled = [reward * scale for reward in group]
+    for name, by_std in [("grpo", False), ("rloo", True)]:
+        expected = [scale * value for value in estimate([group], name, by_std)]
+        assert estimate([scaled], name, by_std) == pytest.approx(expected, rel=1e-12, abs=1e-9)
+    # With the std: unchanged but for the epsilon. The smallest std of unequal eighths is 1/8 / sqrt(8) = 0.044, times
+    # 0.5 for the smallest scale, so epsilon moves a value of at most 2.5 by less than 2.5 * 1e-6 / 0.022 = 1.2e-4.
+    assert estimate([scaled]) == pytest.approx(estimate([group]), abs=1.2e-4)
+
+
+@QUICK
+@given(base=st.floats(0.015625, 100, width=32), steps=st.lists(st.integers(0, 2), min_size=2, max_size=16))
+def test_near_equal_float32_rewards_never_exceed_the_bound(base: float, steps: list[int]) -> None:
+    # Rewards a few float32 steps apart: noise of other people's arithmetic. (n-1)/sqrt(n) is the exact bound.
+    group = [float32(base * (1 + step * 2**-23)) for step in steps]
+    n = len(group)
+    values = estimate([group])
+    assert max(map(abs, values)) <= (n - 1) / math.sqrt(n)
+    assert abs(math.fsum(values)) < 1e-6
+
+
+@QUICK
+@given(groups=st.lists(st.lists(rewards, min_size=1, max_size=9), min_size=1, max_size=4))
+def test_advantages_of_a_group_sum_to_zero(groups: list[list[float]]) -> None:
+    for group in groups:
+        for name in ("grpo", "rloo"):
+            assert abs(math.fsum(estimate([group], name))) < 1e-6

@@ -1,0 +1,300 @@
+"""Policy losses and their composition: values, gradients and metrics by hand; masks; finite differences.
+
+The clip vector: A = [1, -1, 2], rho = [.5, 1, 1.5], clip .2. Losses max(-A rho, -A clip(rho)): max(-.5, -.8) = -.5;
+1; max(-3, -2.4) = -2.4; mean -.6333333. Dual clip 3: A = [1, -1, -4], rho = [.5, 1, 10]: -.5; 1; max(40, 4.8) = 40 ->
+min(40, 12) = 12; mean 4.1666667.
+
+The big vector (verl's): rho rows [1, 1.5, .5, 1.25] with A = 1 and [1, 1.5, .5, 4] with A = -1; clip .2 / .28, dual 3.
+Row 1: -1, -1.28 (clipped), -.5, -1.25. Row 2: 1, 1.5, max(.5, .8) = .8 (clipped), min(max(4, 1.28), 3) = 3 (dual).
+Sum 2.27; / 8 = .28375. d/dlogprob = loss * 1/8 where not clipped, 0 where clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_megatron.algo.kl import kl_penalties
+from grpo_megatron.algo.losses import LossInputs, MetricSum, policy_losses, total_loss
+from grpo_megatron.algo.token_weights import token_weights
+from grpo_megatron.config import ActorConfig
+
+RATIOS = [[1, 1.5, 0.5, 1.25], [1, 1.5, 0.5, 4]]
+
+
+def actor(**values: object) -> ActorConfig:
+    return ActorConfig.model_validate({"use_kl_loss": False, "kl_loss_coef": 0.0} | values)
+
+
+def make_inputs(
+    logprobs: list[list[float]] | Tensor,
+    *,
+    old: float | Tensor = -1.0,
+    rollout: float | Tensor = -1.0,
+    ref: float | Tensor | None = None,
+    advantages: list[list[float]] | Tensor | float = 0.0,
+    mask: list[list[int]] | Tensor | None = None,
+    mode: str = "token-mean",
+    norm_length: float = 4,
+) -> LossInputs:
+    """Float64 [B, R] inputs; a number fills its tensor. Entropy is logprobs^2 / 2 for a gradient, NaN where masked."""
+    current = torch.as_tensor(logprobs, dtype=torch.float64)
+    if not current.requires_grad:
+        current.requires_grad_()
+
+    def full(value: object) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.float64).expand(current.shape)
+
+    keep = torch.ones_like(current, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+    lengths = keep.sum(-1).tolist()
+    weights = token_weights(mode, lengths, [True] * len(lengths), norm_length)
+    return LossInputs(
+        logprobs=current,
+        entropy=(0.5 * current.masked_fill(~keep, 0.0).square()).masked_fill(~keep, math.nan),
+        old_logprobs=full(old),
+        rollout_logprobs=full(rollout),
+        ref_logprobs=None if ref is None else full(ref),
+        advantages=full(advantages),
+        mask=keep,
+        token_weights=torch.tensor(weights, dtype=torch.float64)[:, None].expand(current.shape),
+    )
+
+
+def ratio_inputs(ratios: list[list[float]], advantages: list[list[float]], **values: object) -> LossInputs:
+    return make_inputs(torch.tensor(ratios, dtype=torch.float64).log() - 1, advantages=advantages, **values)  # type: ignore[arg-type]
+
+
+def run(
+    inputs: LossInputs, config: ActorConfig, loss: str = "vanilla", kl: str | None = None
+) -> tuple[Tensor, dict[str, MetricSum]]:
+    penalty = None if kl is None else kl_penalties.get(kl)
+    return total_loss(inputs, config, policy_losses.get(loss), penalty)
+
+
+def value(metric: MetricSum) -> float:
+    return float(metric.total) if metric.num_tokens is None else float(metric.total / metric.num_tokens)
+
+
+def test_clip_vector() -> None:
+    inputs = ratio_inputs([[0.5, 1, 1.5]], [[1, -1, 2]])
+    config = actor()
+    per_token, _ = policy_losses.get("vanilla")(inputs, config)
+    assert per_token[0].tolist() == pytest.approx([-0.5, 1, -2.4])
+    assert run(inputs, config)[0].item() == pytest.approx(-0.6333333, abs=1e-7)
+    # On-policy: every ratio 1, the loss is minus the mean advantage.
+    on_policy, metrics = run(ratio_inputs([[1, 1, 1]], [[1, -1, 2]]), config)
+    assert on_policy.item() == pytest.approx(-2 / 3)
+    assert value(metrics["actor/pg_clipfrac"]) == value(metrics["actor/ppo_kl"]) == 0
+
+
+def test_dual_clip_vector() -> None:
+    inputs = ratio_inputs([[0.5, 1, 10]], [[1, -1, -4]])
+    per_token, metrics = policy_losses.get("vanilla")(inputs, actor(clip_ratio_c=3.0))
+    assert per_token[0].tolist() == pytest.approx([-0.5, 1, 12])
+    assert metrics["actor/pg_clipfrac_lower"].tolist() == [[False, False, True]]
+    assert run(inputs, actor(clip_ratio_c=3.0))[0].item() == pytest.approx(4.1666667, abs=1e-7)
+    off, _ = policy_losses.get("vanilla")(inputs, actor(clip_ratio_c=None))
+    assert off[0].tolist() == pytest.approx([-0.5, 1, 40])
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 0.28375),
+        ("seq-mean-token-mean", 0.28375),
+        ("seq-mean-token-sum", 1.135),
+        ("seq-mean-token-sum-norm", 0.28375),
+        ("token-sum", 2.27),
+    ],
+)
+def test_big_vector(mode: str, expected: float) -> None:
+    config = actor(clip_ratio_high=0.28, clip_ratio_c=3.0)
+    inputs = ratio_inputs(RATIOS, [[1] * 4, [-1] * 4], mode=mode)
+    loss, metrics = run(inputs, config)
+    assert loss.item() == pytest.approx(expected, abs=1e-9)
+    assert value(metrics["actor/pg_loss"]) == pytest.approx(expected, abs=1e-9)
+    assert value(metrics["actor/pg_clipfrac"]) == 0.25
+    assert value(metrics["actor/pg_clipfrac_lower"]) == 0.125
+    assert value(metrics["actor/ppo_kl"]) == pytest.approx(-0.1292592, abs=1e-7)  # -mean log rho, log 1.40625^3 / 8
+    if mode == "token-mean":
+        (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+        assert gradient[0].tolist() == pytest.approx([-0.125, 0, -0.0625, -0.15625])
+        assert gradient[1].tolist() == pytest.approx([0.125, 0.1875, 0, 0])
+
+
+def test_log_ratio_is_clamped_and_reported_unclamped() -> None:
+    inputs = make_inputs([[100.0]], old=0.0, advantages=1.0)
+    per_token, metrics = policy_losses.get("vanilla")(inputs, actor(clip_ratio_high=1e12))
+    assert per_token.item() == pytest.approx(-math.exp(20))
+    assert metrics["actor/ppo_kl"].item() == -100
+    assert metrics["actor/ratio_clamp_frac"].item() is True
+
+
+def test_sft_is_the_negative_log_likelihood() -> None:
+    inputs = make_inputs([[-1.0, -2.0, -9.0]], advantages=123.0, mask=[[1, 1, 0]])
+    loss, _ = run(inputs, actor(), "sft")
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    assert loss.item() == 1.5
+    assert gradient.tolist() == [[-0.5, -0.5, 0.0]]
+
+
+def test_kl_only_loss() -> None:
+    # k3 of d = ref - cur = [-1, 0, 1]: 1/e, 0, e - 2; mean 0.3620537, times 0.1.
+    inputs = make_inputs([[0.0, -1.0, -2.0]], old=-1.0, ref=-1.0)
+    loss, metrics = run(inputs, actor(kl_loss_coef=0.1), kl="low_var_kl")
+    assert loss.item() == pytest.approx(0.0362054, abs=1e-7)
+    assert value(metrics["actor/kl_loss"]) == pytest.approx(0.3620537, abs=1e-7)
+    assert value(metrics["actor/kl_clamp_frac"]) == 0
+    # Coefficient 0: a metric only, even where it is infinite.
+    infinite = make_inputs([[0.0]], old=0.0, ref=-math.inf)
+    assert run(infinite, actor(kl_loss_coef=0.0), kl="k2")[0].item() == 0
+
+
+def test_entropy_bonus() -> None:
+    inputs = make_inputs([[-1.0, -2.0]])  # entropies 0.5 and 2
+    loss, metrics = run(inputs, actor(entropy_coeff=0.1))
+    assert loss.item() == pytest.approx(-0.125)
+    assert value(metrics["actor/entropy_loss"]) == 1.25
+
+
+@pytest.mark.parametrize(("gap", "coefficient"), [(0.5, 0.8919728), (-0.5, 0.8502851)])
+def test_gradient_coefficient_of_grpo(gap: float, coefficient: float) -> None:
+    # DeepSeekMath eq. 21 at rho = 1: GC = A + beta (e^gap - 1), gap = ref - current: .8660239 + .04 (e^.5 - 1) =
+    # .8919728. With seq-mean-token-mean, d loss / d logprob = -GC / (N_seq n_i): lengths 3 and 1, N_seq 2.
+    inputs = make_inputs(
+        [[-1.0] * 3] * 2, ref=-1.0 + gap, advantages=0.8660239, mask=[[1, 1, 1], [1, 0, 0]], mode="seq-mean-token-mean"
+    )
+    loss, _ = run(inputs, actor(kl_loss_coef=0.04), kl="k3")
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    assert gradient[0].tolist() == pytest.approx([-coefficient / 6] * 3, abs=1e-7)
+    assert gradient[1].tolist() == pytest.approx([-coefficient / 2, 0, 0], abs=1e-7)
+
+
+@pytest.mark.parametrize("poison", [math.nan, -math.inf, math.inf, 1e30])
+@pytest.mark.parametrize("loss_name", ["vanilla", "sft"])
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "k3+"])
+def test_masked_entries_never_reach_value_or_gradient(poison: float, loss_name: str, kl: str) -> None:
+    config = actor(kl_loss_coef=0.1, entropy_coeff=0.1)
+    clean = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    expected, expected_metrics = run(make_inputs(clean, ref=-2.0, advantages=1.0), config, loss_name, kl)
+    (expected_gradient,) = torch.autograd.grad(expected, clean)
+
+    leaf = torch.tensor([[-1.0, -2.0, poison]], dtype=torch.float64, requires_grad=True)
+
+    def row(number: float) -> Tensor:
+        return torch.tensor([[number, number, poison]], dtype=torch.float64)
+
+    inputs = make_inputs(leaf, old=row(-1), rollout=row(-1), ref=row(-2), advantages=row(1), mask=[[1, 1, 0]])
+    inputs = replace(inputs, token_weights=row(0.5))
+    loss, metrics = run(inputs, config, loss_name, kl)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert loss.item() == expected.item()
+    assert gradient.tolist() == [[*expected_gradient[0].tolist(), 0.0]]
+    assert {name: value(m) for name, m in metrics.items()} == {name: value(m) for name, m in expected_metrics.items()}
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 1)])
+def test_nothing_in_the_loss_is_zero_with_zero_gradient(shape: tuple[int, int]) -> None:
+    leaf = torch.full(shape, -math.inf, requires_grad=True)
+    inputs = make_inputs(leaf.double(), ref=-1.0, advantages=1.0, mask=torch.zeros(shape))
+    loss, metrics = run(inputs, actor(kl_loss_coef=0.1, entropy_coeff=0.1), kl="k3")
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert loss.item() == 0
+    assert gradient.tolist() == torch.zeros(shape).tolist()
+    assert all(float(metric.total) == 0 for metric in metrics.values())
+
+
+def test_infinite_rollout_and_old_logprobs_keep_the_loss_finite() -> None:
+    # The engine gives -inf to a token its own truncated distribution excludes; exp(20) bounds what old can do.
+    for values in ({"rollout": -math.inf}, {"old": -math.inf}):
+        inputs = make_inputs([[-1.0, -2.0]], advantages=[[1.0, -1.0]], **values)  # type: ignore[arg-type]
+        loss, _ = run(inputs, actor())
+        (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+        assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+
+
+def test_a_user_loss_has_the_same_protection() -> None:
+    def reinforce(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, dict[str, Tensor]]:
+        # log(0) = -inf where masked: the user's own doing.
+        return inputs.advantages.log() - inputs.advantages * inputs.logprobs, {"mine": inputs.logprobs}
+
+    inputs = make_inputs([[-3.0, math.nan]], advantages=1.0, mask=[[1, 0]])
+    loss, metrics = total_loss(inputs, actor(), reinforce, None)
+    assert loss.item() == 3
+    assert value(metrics["mine"]) == -3
+
+
+def test_wrong_shapes_do_not_broadcast() -> None:
+    inputs = make_inputs([[-1.0, -2.0]] * 2)
+    with pytest.raises(AssertionError, match="advantages is"):
+        replace(inputs, advantages=torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize("kl", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize("loss_name", ["vanilla", "sft"])
+def test_gradient_is_the_derivative(loss_name: str, kl: str) -> None:
+    torch.manual_seed(1)
+    old, ref = -torch.rand(2, 4, 6, dtype=torch.float64) * 2
+    # Ratios from e^-1.5 to e^1.5: inside, above and below the clip, and beyond the dual clip at c = 2.
+    current = (old + 3 * torch.rand(4, 6, dtype=torch.float64) - 1.5).requires_grad_()
+    advantages = torch.randn(4, 6, dtype=torch.float64)
+    config = actor(clip_ratio_c=2.0, kl_loss_coef=0.3, entropy_coeff=0.2)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        return run(make_inputs(logprobs, old=old, ref=ref, advantages=advantages), config, loss_name, kl)[0]
+
+    assert torch.autograd.gradcheck(loss, (current,))
+    _, metrics = run(make_inputs(current, old=old, ref=ref, advantages=advantages), config, "vanilla", kl)
+    assert value(metrics["actor/pg_clipfrac"]) > 0 and value(metrics["actor/pg_clipfrac_lower"]) > 0
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    owners=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+    mode=st.sampled_from(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]),
+    seed=st.integers(0, 1000),
+)
+def test_splitting_rows_changes_neither_loss_nor_gradient_nor_metrics(
+    lengths: list[int], owners: list[int], mode: str, seed: int
+) -> None:
+    """Rows over micro-batches (or ranks), each trimmed to its own width: sums of all shares equal the whole."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(1, *lengths))
+
+    def draw() -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    config = actor(kl_loss_coef=0.1, entropy_coeff=0.01)
+    leaf = draw().requires_grad_()
+    mask = [[int(t < n) for t in range(shape[1])] for n in lengths]
+    whole = make_inputs(leaf, old=draw(), rollout=draw(), ref=draw(), advantages=draw(), mask=mask, mode=mode)
+    expected, expected_metrics = run(whole, config, kl="k3")
+    (expected_gradient,) = torch.autograd.grad(expected, leaf, retain_graph=True)
+
+    gradient = torch.zeros(shape, dtype=torch.float64)
+    total = 0.0
+    metrics: dict[str, list[MetricSum]] = {}
+    for owner in range(4):
+        rows = [row for row in range(len(lengths)) if owners[row] == owner]
+        width = max([1, *(lengths[row] for row in rows)])
+        share = replace(whole, **{name: tensor[rows, :width] for name, tensor in vars(whole).items()})
+        loss, share_metrics = run(share, config, kl="k3")
+        gradient += torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+        total += loss.item()
+        for name, metric in share_metrics.items():
+            metrics.setdefault(name, []).append(metric)
+
+    assert total == pytest.approx(expected.item(), abs=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-12)
+    for name, expected_metric in expected_metrics.items():
+        assert sum(float(m.total) for m in metrics[name]) == pytest.approx(float(expected_metric.total), abs=1e-12)
+        if expected_metric.num_tokens is not None:
+            num_tokens = [int(m.num_tokens) for m in metrics[name] if m.num_tokens is not None]
+            assert sum(num_tokens) == int(expected_metric.num_tokens)

@@ -1,0 +1,263 @@
+"""The plan: who trains on what. By hand, by invariants, and by the exactness of the loss under any plan.
+
+Balance bound: when the heaviest rank got its last sequence it was the lightest, so heaviest - lightest <= one sequence.
+Packing bound (first fit, no cap on sequences): a micro-batch is opened only when its first sequence fits nowhere, so
+any two micro-batches of a rank hold more than the cap together, as far as both are not empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.algo.kl import kl_penalties
+from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
+from grpo_megatron.algo.plan import make_plan, supervised_plan
+from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.types import GroupTable, Plan
+
+NAN = math.nan
+QUICK = settings(deadline=None, derandomize=True, max_examples=100)
+
+
+def make_table(groups: list[list[tuple[float, int, int]]]) -> GroupTable:
+    """Groups of (reward, prompt tokens, response tokens)."""
+    rows = [(p, i, *sample) for p, group in enumerate(groups) for i, sample in enumerate(group)]
+    return GroupTable(
+        prompt_index=[row[0] for row in rows],
+        index=[row[1] for row in rows],
+        reward=[row[2] for row in rows],
+        prompt_length=[row[3] for row in rows],
+        response_length=[row[4] for row in rows],
+        truncated=[False] * len(rows),
+        holder=[0] * len(rows),
+    )
+
+
+def plan_of(table: GroupTable, dp: int = 1, algorithm: AlgorithmConfig | None = None, **values: Any) -> Plan:
+    return make_plan(
+        table,
+        algorithm or AlgorithmConfig(),
+        ActorConfig.model_validate(values),
+        dp=dp,
+        train_batch_size=4,
+        max_response_length=64,
+    )
+
+
+def rows_of(plan: Plan, mini: int) -> list[list[int]]:
+    """Rows of each rank in one mini-batch."""
+    return [[row for micro in schedule[mini] for row in micro] for schedule in plan.schedules]
+
+
+def test_by_hand() -> None:
+    # Lengths 10, 7, 6, 5 on two ranks, longest first to the lightest: {10, 5} = 15 and {7, 6} = 13.
+    # Cap 12: rank 0 packs {10}, {5}; rank 1 {7}, {6}, as 13 > 12. With cap 13 rank 1 needs one and gets an empty one.
+    table = make_table([[(1, 2, 5), (0, 2, 8), (1, 2, 4), (0, 2, 3)]])
+    plan = plan_of(table, dp=2, ppo_max_token_len_per_gpu=12)
+    assert plan.schedules == [[[[1], [3]]], [[[0], [2]]]]
+    assert plan_of(table, dp=2, ppo_max_token_len_per_gpu=13).schedules == [[[[1], [3]]], [[[0, 2], []]]]
+    assert plan.advantages == pytest.approx([0.8660239, -0.8660239, 0.8660239, -0.8660239], abs=1e-7)
+    assert plan.token_weights == [1 / 20] * 4
+    assert plan.owner() == {0: 1, 1: 0, 2: 1, 3: 0}
+    # Before balancing the first two rows (17 tokens) and the last two (11) would have been the ranks' shares.
+    assert {k: v for k, v in plan.metrics.items() if k.startswith("global_seqlen")} == {
+        "global_seqlen/min": 11,
+        "global_seqlen/max": 17,
+        "global_seqlen/minmax_diff": 6,
+        "global_seqlen/balanced_min": 13,
+        "global_seqlen/balanced_max": 15,
+        "global_seqlen/mean": 14,
+    }
+
+
+def test_dropped_rows_count_nowhere() -> None:
+    # Out: an unscorable sample (9 tokens) and an empty response. In: 3 + 1 + 2 tokens of three sequences.
+    table = make_table([[(1, 2, 3), (NAN, 2, 9), (0, 2, 1)], [(1, 2, 0), (0, 2, 2)]])
+    assert plan_of(table).owner() == {0: 0, 2: 0, 4: 0}
+    assert plan_of(table).token_weights == [1 / 6, 0, 1 / 6, 0, 1 / 6]
+    by_sequence = plan_of(table, loss_agg_mode="seq-mean-token-mean").token_weights
+    assert by_sequence == pytest.approx([1 / 9, 0, 1 / 3, 0, 1 / 6])
+    # The empty response keeps its place in the statistics of its prompt: [1, 0] -> +-.5 / (sqrt(.5) + 1e-6).
+    assert plan_of(table).advantages[4] == pytest.approx(-0.7071058, abs=1e-7)
+    assert plan_of(table).advantages[1] == 0
+
+
+def test_norm_length() -> None:
+    table = make_table([[(1, 2, 3), (0, 2, 5)]])
+    mode = "seq-mean-token-sum-norm"
+    assert plan_of(table, loss_agg_mode=mode).token_weights == [1 / (2 * 64)] * 2
+    assert plan_of(table, loss_agg_mode=mode, loss_scale_factor=10).token_weights == [1 / (2 * 10)] * 2
+
+
+def test_mini_batches_are_prompts_in_order_with_their_own_counts() -> None:
+    table = make_table([[(1, 1, 1), (0, 1, 3)], [(1, 1, 2), (0, 1, 2)], [(1, 1, 5), (0, 1, 5)]])
+    plan = plan_of(table, ppo_mini_batch_size=2)
+    assert [sorted(rows_of(plan, mini)[0]) for mini in range(2)] == [[0, 1, 2, 3], [4, 5]]
+    assert plan.token_weights == [1 / 8] * 4 + [1 / 10] * 2
+
+
+def test_a_mini_batch_with_nothing_to_learn_from_is_no_optimizer_step() -> None:
+    table = make_table([[(NAN, 1, 1), (0, 1, 0)], [(1, 1, 2), (0, 1, 2)]])
+    assert plan_of(table, dp=2, ppo_mini_batch_size=1).schedules == [[[[2]]], [[[3]]]]
+    nothing = plan_of(make_table([[(NAN, 1, 1)]]), dp=2)
+    assert nothing.schedules == [[], []]
+    assert nothing.token_weights == [0]
+    assert plan_of(make_table([]), dp=2).schedules == [[], []]
+
+
+def test_group_metrics() -> None:
+    groups: list[list[float]] = [[1, 0], [1, 1], [0, 0], [0, NAN], [1, 0]]
+    metrics = plan_of(make_table([[(reward, 1, 1) for reward in group] for group in groups])).metrics
+    assert metrics["critic/zero_variance_ratio"] == pytest.approx(3 / 5)
+    assert metrics["critic/all_best_ratio"] == pytest.approx(1 / 5)
+    assert metrics["critic/all_worst_ratio"] == pytest.approx(2 / 5)
+    assert metrics["critic/unscorable_ratio"] == pytest.approx(1 / 10)
+
+
+def short(table: GroupTable, config: AlgorithmConfig) -> list[float]:
+    return [0.0]
+
+
+def per_token(table: GroupTable, config: AlgorithmConfig) -> list[list[float]]:
+    return [[0.5] * n for n in table.response_length]
+
+
+def per_prompt_token(table: GroupTable, config: AlgorithmConfig) -> list[list[float]]:
+    return [[0.5] * n for n in table.prompt_length]
+
+
+def not_finite(table: GroupTable, config: AlgorithmConfig) -> list[float]:
+    return [NAN] * len(table)
+
+
+def test_a_users_estimator_is_checked() -> None:
+    table = make_table([[(1, 2, 3), (0, 2, 5)]])
+
+    def run(function: object) -> Plan:
+        name = f"{__name__}:{getattr(function, '__name__', '')}"
+        return plan_of(table, algorithm=AlgorithmConfig(adv_estimator=name))
+
+    assert run(per_token).advantages == [[0.5] * 3, [0.5] * 5]
+    with pytest.raises(ValueError, match="returned 1 advantages for 2 samples"):
+        run(short)
+    with pytest.raises(ValueError, match="2 advantages for table row 0, whose response has 3 tokens"):
+        run(per_prompt_token)
+    with pytest.raises(ValueError, match=r"returned nan for table row 0 \(reward 1\)"):
+        run(not_finite)
+
+
+def test_supervised_plan() -> None:
+    plan = supervised_plan([(2, 3), (2, 0), (4, 5)], ActorConfig(ppo_max_token_len_per_gpu=8), 2)
+    assert plan.schedules == [[[[2]]], [[[0]]]]
+    assert plan.advantages == [1.0, 1.0, 1.0]
+    assert plan.token_weights == [1 / 8, 0, 1 / 8]
+    assert plan.metrics["global_seqlen/balanced_max"] == 9
+
+
+samples = st.tuples(st.sampled_from([0.0, 1.0, NAN]), st.integers(1, 10), st.integers(0, 40))
+tables = st.lists(st.lists(samples, min_size=1, max_size=6), min_size=1, max_size=7).map(make_table)
+layouts = st.fixed_dictionaries(
+    {
+        "dp": st.integers(1, 4),
+        "ppo_max_token_len_per_gpu": st.integers(8, 120),
+        "ppo_micro_batch_size_per_gpu": st.none() | st.integers(1, 3),
+    }
+)
+
+
+@QUICK
+@given(table=tables, layout=layouts, mini=st.none() | st.integers(1, 8))
+def test_invariants(table: GroupTable, layout: dict[str, Any], mini: int | None) -> None:
+    plan = plan_of(table, ppo_mini_batch_size=mini, **layout)
+    lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
+    cap, max_sequences = layout["ppo_max_token_len_per_gpu"], layout["ppo_micro_batch_size_per_gpu"]
+    kept = [row for row in range(len(table)) if table.response_length[row] > 0 and not math.isnan(table.reward[row])]
+
+    # Every kept row is owned exactly once; dropped rows are nowhere and weigh nothing.
+    num_minis = len(plan.schedules[0])
+    owned = [row for m in range(num_minis) for rows in rows_of(plan, m) for row in rows]
+    assert sorted(owned) == kept
+    assert [row for row, weight in enumerate(plan.token_weights) if weight > 0] == kept
+
+    # Mini-batches hold whole prompts, in order.
+    prompts = [{table.prompt_index[row] for rows in rows_of(plan, m) for row in rows} for m in range(num_minis)]
+    assert all(max(a) < min(b) for a, b in itertools.pairwise(prompts))
+    assert all(max(p) - min(p) < (mini or 4) for p in prompts)
+
+    for m in range(num_minis):
+        minis = [schedule[m] for schedule in plan.schedules]
+        assert len({len(micros) for micros in minis}) == 1
+        assert any(micros[-1] for micros in minis)  # no padding that every rank shares
+        for micros in minis:
+            filled = [micro for micro in micros if micro]
+            loads = [sum(lengths[row] for row in micro) for micro in filled]
+            assert all(load <= cap or len(micro) == 1 for load, micro in zip(loads, filled, strict=True))
+            assert max_sequences is None or all(len(micro) <= max_sequences for micro in filled)
+            if max_sequences is None and len(filled) > 1:
+                assert sum(sorted(loads)[:2]) > cap
+        rank_loads = [sum(lengths[row] for row in rows) for rows in rows_of(plan, m)]
+        longest = max(lengths[row] for rows in rows_of(plan, m) for row in rows)
+        assert max(rank_loads) - min(rank_loads) <= longest
+        total = sum(plan.token_weights[row] * table.response_length[row] for rows in rows_of(plan, m) for row in rows)
+        assert total == pytest.approx(1)
+
+    assert plan_of(table, ppo_mini_batch_size=mini, **layout) == plan
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(table=tables, layout=layouts, mode=st.sampled_from(["token-mean", "seq-mean-token-mean"]))
+def test_layout_changes_neither_loss_nor_gradient(table: GroupTable, layout: dict[str, Any], mode: str) -> None:
+    """One shared parameter vector, trained by plan: any dp and any packing equals one rank with one micro-batch."""
+    generator = torch.Generator().manual_seed(0)
+    width = max(1, *table.response_length)
+    features = torch.randn(len(table), width, 3, generator=generator, dtype=torch.float64)
+    old = -torch.rand(len(table), width, generator=generator, dtype=torch.float64)
+    actor = ActorConfig(kl_loss_coef=0.1)
+
+    def column(values: Any, rows: list[int]) -> torch.Tensor:
+        return torch.tensor([values[row] for row in rows], dtype=torch.float64)[:, None].expand(-1, width)
+
+    def accumulate(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
+        """Loss and gradient of each optimizer step, summed over ranks and micro-batches."""
+        parameter = torch.full((3,), 0.1, dtype=torch.float64, requires_grad=True)
+        losses, gradients = [], []
+        for mini in range(len(plan.schedules[0])):
+            total, gradient = 0.0, torch.zeros(3, dtype=torch.float64)
+            for micro in [micro for schedule in plan.schedules for micro in schedule[mini]]:
+                lengths = torch.tensor([table.response_length[row] for row in micro], dtype=torch.long)
+                logprobs = -(features[micro] @ parameter).exp()  # [B, R]
+                loss, _ = total_loss(
+                    LossInputs(
+                        logprobs=logprobs,
+                        entropy=torch.zeros_like(logprobs),
+                        old_logprobs=old[micro],
+                        rollout_logprobs=old[micro],
+                        ref_logprobs=old[micro],
+                        mask=torch.arange(width) < lengths[:, None],
+                        advantages=column(plan.advantages, micro),
+                        token_weights=column(plan.token_weights, micro),
+                    ),
+                    actor,
+                    policy_losses.get("vanilla"),
+                    kl_penalties.get("k3"),
+                )
+                total += loss.item()
+                gradient += torch.autograd.grad(loss, parameter)[0]
+            losses.append(total)
+            gradients.append(gradient)
+        return losses, gradients
+
+    losses, gradients = accumulate(plan_of(table, ppo_mini_batch_size=2, loss_agg_mode=mode, **layout))
+    reference = plan_of(table, ppo_mini_batch_size=2, loss_agg_mode=mode, ppo_max_token_len_per_gpu=10**9)
+    expected_losses, expected_gradients = accumulate(reference)
+    assert losses == pytest.approx(expected_losses, abs=1e-12)
+    assert len(gradients) == len(expected_gradients)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)

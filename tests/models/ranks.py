@@ -1,0 +1,102 @@
+"""What the ranks of the model tests run (module-level, so that the fork server can find them)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import make_batch
+
+# name -> (world, tp, pp, sequence parallel)
+LAYOUTS: dict[str, tuple[int, int, int, bool]] = {
+    "1": (1, 1, 1, False),
+    "DP2": (2, 1, 1, False),
+    "TP2": (2, 2, 1, False),
+    "TP2+SP": (2, 2, 1, True),
+    "PP2": (2, 1, 2, False),
+    "TP2xPP2+SP": (4, 2, 2, True),
+    "DP2xTP2": (4, 2, 1, False),
+    "TP4": (4, 4, 1, True),
+    "PP4": (4, 1, 4, False),
+}
+
+
+def build(folder: Path, tp: int, pp: int, sp: bool, *, dtype: str = "float32", temperature: float = 1.0, **actor: Any) -> Any:
+    from grpo_megatron.config import ActorConfig, ModelConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.policy import Policy
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    megatron = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "sequence_parallel": sp,
+        **actor.pop("megatron", {}),
+    }
+    device = Device("cpu")
+    mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=1)
+    config = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": 7, **actor})
+    model = ModelConfig(path=folder, dtype=dtype)
+    return Policy(model, config, read_architecture(folder), mesh, device, temperature=temperature)
+
+
+def share(count: int, dp_rank: int, dp: int) -> list[int]:
+    return list(range(count))[dp_rank::dp]
+
+
+def loss(inputs: Any) -> Any:
+    """Clipped surrogate + KL + entropy, composed by the real code."""
+    from grpo_megatron.algo.kl import kl_penalties
+    from grpo_megatron.algo.losses import policy_losses, total_loss
+    from grpo_megatron.config import ActorConfig
+
+    config = ActorConfig(kl_loss_coef=0.1, entropy_coeff=0.05)
+    return total_loss(inputs, config, policy_losses.get("vanilla"), kl_penalties.get("low_var_kl"))
+
+
+def logprobs(folder: Path, pairs: Any, layout: tuple[int, int, int, bool], temperature: float = 1.0) -> torch.Tensor:
+    _, tp, pp, sp = layout
+    policy = build(folder, tp, pp, sp, temperature=temperature)
+    batch = make_batch(pairs, [[[0, 1], [2], [], [3, 4, 5]]])
+    return policy.logprobs(batch)
+
+
+def update(
+    folder: Path, pairs: Any, layout: tuple[int, int, int, bool], micro: int, steps: int = 1, **actor: Any
+) -> dict[str, Any]:
+    """Gradients of the first backward and weights after `steps` updates, as whole Hugging Face tensors."""
+    _, tp, pp, sp = layout
+    # Adam's first step is lr * g / (|g| + eps): with a small eps, rounding picks the sign where g is almost zero.
+    optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
+    # Plain DDP leaves every rank the whole summed gradient to look at; the distributed optimizer only its own part.
+    distributed = actor.pop("distributed", True)
+    policy = build(folder, tp, pp, sp, optim=optim, megatron={"use_distributed_optimizer": distributed}, **actor)
+    rows = share(len(pairs), policy.mesh.dp_rank, policy.mesh.dp)
+    local = list(range(len(rows)))
+    micros = [local[i : i + micro] for i in range(0, len(local), micro)]
+    batch = make_batch(pairs, [micros], rows)
+    sums: list[Any] = []
+    policy.backward(batch, micros, loss, sums)
+    gradients = whole(policy, policy.named_gradients())
+    norms = [policy.update(batch, loss)[1]["actor/grad_norm"] for _ in range(steps)]
+    weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+    return {"gradients": gradients, "weights": weights, "norms": norms}
+
+
+def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Hugging Face tensors from every rank's Megatron tensors, by the rows' own merge. Collective, independent of weights.py."""
+    import torch.distributed as dist
+
+    from grpo_megatron.models.weights import bound_rows
+
+    everyone: list[Any] = [None] * policy.mesh.world_size
+    dist.all_gather_object(everyone, (policy.mesh.tp_rank, policy.mesh.pp_rank, policy.mesh.dp_rank, local))
+    out = {}
+    for name, row in bound_rows(policy.arch).items():
+        shards = {t: held[name] for t, _, d, held in everyone if d == 0 and name in held}
+        merged = row.merge([shards[t] for t in sorted(shards)], policy.arch)
+        out.update(zip(row.hf, merged, strict=True))
+    return out

@@ -1,0 +1,113 @@
+"""Tiny random models of every family, as Hugging Face folders, and batches to score. Real transformers writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "vocab_size": 101,  # odd: every layout pads it
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": {"model_type": "llama"},
+    "llama3": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_theta": 5e5, "original_max_position_embeddings": 8192, **LLAMA3_ROPE},
+        "tie_word_embeddings": True,
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+}
+
+
+def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, std: float = 0.08, **changes: Any) -> Path:
+    """Write a random float32 model; norms and biases are perturbed so that a lost one shows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {**COMMON, **FAMILIES[family], **changes}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else std * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_sequences(
+    count: int = 6, *, seed: int = 0, vocab: int = 101, longest: int = 40
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt, response) pairs of various lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    pairs = []
+    for _ in range(count):
+        prompt = torch.randint(0, vocab, (draw(1, 12),), generator=generator).tolist()
+        response = torch.randint(0, vocab, (draw(1, longest),), generator=generator).tolist()
+        pairs.append((prompt, response))
+    return pairs
+
+
+def make_batch(pairs: list[tuple[list[int], list[int]]], schedule: Any, rows: list[int] | None = None) -> Any:
+    """A Batch of `rows` of the pairs, with random but row-determined advantages, weights and old logprobs."""
+    from grpo_megatron.types import Batch
+
+    rows = list(range(len(pairs))) if rows is None else rows
+    width = max([len(pairs[r][1]) for r in rows], default=1)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    columns = {name: torch.zeros(len(rows), width) for name in ("rollout", "advantages", "weights", "old", "ref")}
+    for i, row in enumerate(rows):
+        n = len(pairs[row][1])
+        mask[i, :n] = True
+        generator = torch.Generator().manual_seed(1000 + row)
+        draws = torch.randn(5, n, generator=generator)
+        columns["rollout"][i, :n] = -4.6 + 0.1 * draws[0]
+        columns["advantages"][i, :n] = draws[1, 0]
+        columns["weights"][i, :n] = 1 / sum(len(r) for _, r in pairs)
+        columns["old"][i, :n] = -4.6 + 0.3 * draws[3]
+        columns["ref"][i, :n] = -4.6 + 0.3 * draws[4]
+    return Batch(
+        tokens=[torch.tensor(pairs[r][0] + pairs[r][1]) for r in rows],
+        prompt_lengths=[len(pairs[r][0]) for r in rows],
+        response_mask=mask,
+        rollout_logprobs=columns["rollout"],
+        advantages=columns["advantages"],
+        token_weights=columns["weights"],
+        schedule=schedule,
+        old_logprobs=columns["old"],
+        ref_logprobs=columns["ref"],
+    )
+
+
+def transformers_logprobs(
+    folder: Path, pairs: list[tuple[list[int], list[int]]], temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """The oracle: response-token log-probabilities, one sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    out = []
+    with torch.no_grad():
+        for prompt, response in pairs:
+            logits = model(torch.tensor([prompt + response])).logits[0].float() / temperature
+            logp = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            out.append(logp.gather(1, torch.tensor(response)[:, None]).squeeze(1))
+    return out
