@@ -12,6 +12,7 @@ import math
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,8 +53,8 @@ def _two_ranks(rank: int, folder: str) -> None:
     if rank == 1:
         metrics.mean("only_on_1", 6.0, 4)
     metrics.when(rank == 0).sum("sequences", 5)  # rank 1 is a tensor-parallel copy of rank 0
-    with metrics.phase("wait"):
-        time.sleep(0.05 + 0.25 * rank)
+    with mock.patch("time.perf_counter", iter([0.0, 1.0 + rank]).__next__), metrics.phase("wait"):
+        pass
     mask = torch.ones(1, 2, dtype=torch.bool)
     share = slice(0, 2) if rank == 0 else slice(2, 4)
     rollout_mismatch(metrics, torch.tensor([OLD[share]]), torch.tensor([ROLLOUT[share]]), mask)
@@ -85,6 +86,7 @@ def test_every_rank_gets_the_same_numbers(reduced: list[dict[str, float]]) -> No
         ("constant", 7.0),
         ("only_on_1", 1.5),
         ("sequences", 5.0),  # 10 if the copy counted
+        ("timing_s/wait", 2.0),  # the slowest rank's; 1 and 2 seconds by a clock of our own
         ("p50", 4.0),  # 0 0 2 2 4 4 6 6 100 101: the fifth of ten
         ("p90", 100.0),  # the ninth
     ],
@@ -93,11 +95,9 @@ def test_global_value(reduced: list[dict[str, float]], name: str, value: float) 
     assert reduced[0][name] == pytest.approx(value, rel=1e-12)
 
 
-def test_omission_nan_and_slowest_rank(reduced: list[dict[str, float]]) -> None:
+def test_omission_and_nan(reduced: list[dict[str, float]]) -> None:
     assert "nowhere" not in reduced[0]
     assert math.isnan(reduced[0]["nan"])
-    assert 0.3 <= reduced[0]["timing_s/wait"] < 3  # rank 1 slept 0.3 s, the sum over ranks is 0.35 or more
-    assert reduced[0]["timing_s/wait"] == reduced[1]["timing_s/wait"]
 
 
 def test_mismatch_does_not_depend_on_the_placement_of_tokens(reduced: list[dict[str, float]]) -> None:

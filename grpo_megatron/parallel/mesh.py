@@ -64,6 +64,10 @@ class Mesh:
         """True on the rank of a rollout block that speaks for it."""
         return self.rank % self.rollout_tp == 0
 
+    def dp_rank_of(self, rank: int) -> int:
+        """Data-parallel coordinate of any global rank."""
+        return rank // self.tp % self.dp
+
     def stage_rank(self, pp_rank: int) -> int:
         """Global rank with this rank's tp and dp coordinates on pipeline stage `pp_rank`."""
         return self.tp_rank + self.tp * (self.dp_rank + self.dp * pp_rank)

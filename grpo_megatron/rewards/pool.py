@@ -188,7 +188,7 @@ class RewardPool:
         """Charge the item a dead worker was at, return the others to the queue, start another worker."""
         self._collect(worker)  # a verdict may have arrived while it was being killed
         self._show(worker)
-        tail = worker.log_tail.strip().rpartition("\n")[2]
+        tail = worker.log_tail.strip().rpartition("\n")[2][-200:]
         message += f" (last output: {tail})" if tail else ""
         if not worker.ready:
             self._failed_starts += 1

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh, RankError
@@ -83,7 +81,7 @@ class VllmEngine:
         """Do what cannot be undone; a failure on any rank breaks the engine on all. Collective. Raises RankError."""
         problem = None
         try:
-            with torch.no_grad(), vllm_process.eager_on_cpu(self._device):
+            with vllm_process.inside(self._device):
                 call()
         except Exception as error:
             problem = f"vLLM failed in a weight update ({type(error).__name__}: {error})"
@@ -165,7 +163,7 @@ class VllmEngine:
         if not prompts:
             return []
         try:
-            with self._device.preserve_rng(), vllm_process.eager_on_cpu(self._device):
+            with self._device.preserve_rng(), vllm_process.inside(self._device):
                 tokens = [{"prompt_token_ids": ids} for ids in prompts]
                 outputs: list[Any] = self._llm.generate(tokens, params, use_tqdm=progress)
         except BaseException as error:  # an interrupt too: what is left in vLLM's queue would answer the next call

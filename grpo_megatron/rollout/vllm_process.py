@@ -24,10 +24,10 @@ from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Bucket
 
-# Loggers whose every warning is expected here: no tokenizer on purpose; on CPU no Triton, no compilation.
-_NOISE = ("vllm.renderers.base",)
-_CPU_NOISE = (
-    "vllm.triton_utils",
+# Loggers whose every warning is expected here: no tokenizer on purpose, and buffers that no checkpoint holds.
+_NOISE = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
+_CPU_NOISE = (  # no Triton, no compilation
+    "vllm.triton_utils.importing",
     "vllm.engine.arg_utils",
     "vllm.config.vllm",
     "vllm.platforms.cpu",
@@ -44,7 +44,7 @@ def build(
     """
     if not device.is_cuda:
         _remove_own_leftovers(mesh)
-    with _host_as_found(device):
+    with _host_as_found(device), inside(device):
         vllm = _import_vllm(device)
         arguments = _arguments(rollout, mesh, device)
         llm = vllm.LLM(model=str(model_path), dtype=dtype, max_model_len=max_model_len, **arguments)
@@ -90,11 +90,17 @@ def _import_vllm(device: Device) -> Any:
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         for name in _NOISE if device.is_cuda else _NOISE + _CPU_NOISE:
-            logging.getLogger(name).setLevel(logging.ERROR)
+            logging.getLogger(name).addFilter(
+                _errors_only
+            )  # vLLM's configuration of logging resets levels, not filters
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import vllm
     return vllm
+
+
+def _errors_only(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 @functools.cache
@@ -163,9 +169,14 @@ def _host_as_found(device: Device) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def eager_on_cpu(device: Device) -> contextlib.AbstractContextManager[Any]:
-    """On CPU, vLLM's few compiled helpers run as Python: no C++ compiler needed, no 20 s before the first token."""
-    return contextlib.nullcontext() if device.is_cuda else torch.compiler.set_stance("force_eager")
+@contextlib.contextmanager
+def inside(device: Device) -> Iterator[None]:
+    """Around every call into vLLM. On CPU its few compiled helpers run as plain Python: no C++ compiler needed, and no
+    20 s before the first token; torch's deprecation warnings, which vLLM cannot heed, are not shown."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", FutureWarning)
+        with contextlib.nullcontext() if device.is_cuda else torch.compiler.set_stance("force_eager"):
+            yield
 
 
 def _remove_own_leftovers(mesh: Mesh) -> None:

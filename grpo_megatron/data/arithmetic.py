@@ -1,0 +1,131 @@
+"""The quickstart's generated task: a + b in word problems, a and b in 1..99, for a tiny model on two CPU cores.
+
+A response is worked, `<think>8+3=11,1+7+1=9</think><answer>91</answer>` (units, then tens with the carry), or bare,
+`<answer>91</answer>`. The warm-up teaches the worked form, then a habit of answering bare, which mostly fails; GRPO
+finds its way back. So what it learns is a mode, not new arithmetic. 10 % of the unordered pairs {a, b}, chosen by a hash
+without the seed, never occur in the warm-up or in training: validation is on those only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LARGEST = 99
+NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Zoe", "Leo", "Mia", "Sam", "Ida", "Kai", "Amy")
+NOUNS = ("apples", "books", "coins", "pens", "cards", "eggs", "stamps", "shells")
+SEPARATOR = "<sep>"  # closes the question
+TEMPLATES = (
+    "{name} has {a} {noun} and buys {b} more. How many?",
+    "{name} had {a} {noun} and found {b} more. How many now?",
+    "There are {a} {noun} here, {name} adds {b}. How many?",
+)
+
+WORKED_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 360, 60, 32, 0.6  # the warm-up's curriculum
+
+PAD, BOS, EOS, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+VOCABULARY_SIZE = 80
+TOKEN_PATTERN = r"</?\w+>|\d| ?[A-Za-z]+|[^A-Za-z0-9]"
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Whether the pair, in either order, is kept for validation."""
+    low, high = sorted((a, b))
+    return int.from_bytes(hashlib.sha256(f"{low}+{high}".encode()).digest()[:8], "big") % 10 == 0
+
+
+def worked_response(a: int, b: int) -> str:
+    """`<think>units,tens with the carry</think><answer>a + b</answer>`."""
+    units, carry = a % 10 + b % 10, (a % 10 + b % 10) // 10
+    tens = a // 10 + b // 10 + carry
+    thought = f"{a % 10}+{b % 10}={units},{a // 10}+{b // 10}+{carry}={tens}"
+    return f"<think>{thought}</think>{bare_response(a, b)}"
+
+
+def bare_response(a: int, b: int) -> str:
+    """`<answer>a + b</answer>`."""
+    return f"<answer>{a + b}</answer>"
+
+
+def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
+    """The warm-up's 420 x 32 rows {"prompt", "response"}, in the order of the curriculum: to be read unshuffled."""
+    draw = random.Random(f"{seed}/sft")
+    for step in range(WORKED_STEPS + MIXED_STEPS):
+        for _ in range(ROWS_PER_STEP):
+            prompt, a, b = _problem(draw, held_out=False)
+            bare = step >= WORKED_STEPS and draw.random() < BARE_SHARE
+            yield {"prompt": prompt, "response": bare_response(a, b) if bare else worked_response(a, b)}
+
+
+def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
+    """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others."""
+    draw = random.Random(f"{seed}/{'val' if held_out else 'train'}")
+    answers: dict[str, int] = {}
+    while len(answers) < count:
+        prompt, a, b = _problem(draw, held_out)
+        answers[prompt] = a + b
+    return [{"prompt": prompt, "answer": str(answer)} for prompt, answer in answers.items()]
+
+
+def build_tokenizer() -> Any:
+    """A transformers tokenizer of 80 entries: whole words, single digits, tags; decoding gives the text back exactly."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(_vocabulary())}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,  # it would join " ," and break the round trip
+    )
+
+
+def write_task(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
+    """Write sft.jsonl, train.jsonl, val.jsonl and tokenizer/ into the existing `folder`."""
+    files = {
+        "sft.jsonl": supervised_rows(seed),
+        "train.jsonl": problem_rows(seed, num_train, held_out=False),
+        "val.jsonl": problem_rows(seed, num_val, held_out=True),
+    }
+    for name, rows in files.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    build_tokenizer().save_pretrained(folder / "tokenizer")
+
+
+def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
+    """(prompt, a, b)."""
+    while True:
+        a, b = draw.randint(1, LARGEST), draw.randint(1, LARGEST)
+        if is_held_out(a, b) == held_out:
+            break
+    text = draw.choice(TEMPLATES).format(name=draw.choice(NAMES), noun=draw.choice(NOUNS), a=a, b=b)
+    return text + SEPARATOR, a, b
+
+
+def _vocabulary() -> list[str]:
+    """Special tokens, tags, digits, signs, then the words with the space before them as the templates use them."""
+    import re
+
+    tags = ("<think>", "</think>", "<answer>", "</answer>", SEPARATOR)
+    words = {
+        token
+        for template in TEMPLATES
+        for name in NAMES
+        for noun in NOUNS
+        for token in re.findall(TOKEN_PATTERN, template.format(name=name, noun=noun, a=1, b=1))
+    }
+    signs = "+=,.? "
+    tokens = [*SPECIAL_TOKENS, *tags, *"0123456789", *signs, *sorted(words - set("0123456789" + signs))]
+    assert len(tokens) <= VOCABULARY_SIZE
+    # filled up, so that every id the model can draw decodes
+    return tokens + [f"<unused{index}>" for index in range(VOCABULARY_SIZE - len(tokens))]

@@ -1,0 +1,188 @@
+"""Prompts: rows of a task's files -> token ids, by the tokenizer's chat template or as plain text.
+
+The warm-up's supervised rows go through the same rendering, so that both phases see the same prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.rows import read_rows, text_field
+from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.data.tasks import Question, Task, get_task, read_question
+from grpo_megatron.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+PromptSampler = Sampler[Prompt]
+
+
+def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
+    """The transformers tokenizer in folder `path`, with `data.chat_template` put in. Never asks the network.
+
+    Raises ConfigError: no such folder, no tokenizer in it, no end-of-sequence token, unreadable template.
+    """
+    if not Path(path).is_dir():
+        raise ConfigError(f"tokenizer folder {str(path)!r} does not exist (model.tokenizer_path, or else model.path)")
+    from transformers import AutoTokenizer  # seconds; only who loads a tokenizer pays for it
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds here
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise ConfigError(
+            f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer in {str(path)!r} has no eos_token, so that no response could end;"
+            " add it to its tokenizer_config.json"
+        )
+    if data.chat_template is not None:
+        try:
+            tokenizer.chat_template = data.chat_template.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error.strerror}") from error
+    return tokenizer
+
+
+def load_prompts(
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    reward_override: str | None = None,
+    max_model_length: int | None = None,
+    max_samples: int | None = None,
+) -> list[Prompt]:
+    """The prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
+
+    A prompt longer than data.max_prompt_length tokens, or than `max_model_length` - data.max_response_length, is dropped
+    and counted; with data.filter_overlong_prompts=false it is an error. `uid` is "source/file stem/row number" (from 0,
+    dropped rows counted). `max_samples` takes the first rows over all files. Raises ConfigError (a ValueError).
+    """
+    task = get_task(data.task)
+    reward = reward_override or task.reward
+    if reward is None:
+        raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
+    limit = _prompt_limit(data, max_model_length)
+    _check_files(files)
+    rows = [
+        (f"{task.name}/{Path(file).stem}/{number}", question, answer)
+        for file in files
+        for number, (question, answer) in enumerate(read_rows(file, task.read_row))
+    ][:max_samples]
+    texts = [_render(data, task, question, tokenizer, uid) for uid, question, _ in rows]
+    prompts = [
+        Prompt(uid, tuple(ids), text, answer, task.name, reward)
+        for (uid, _, answer), text, ids in zip(rows, texts, _encode_prompts(data, texts, tokenizer), strict=True)
+    ]
+    short = [len(prompt.token_ids) <= limit for prompt in prompts]
+    return _drop_overlong(data, prompts, short, f"prompts are longer than {limit} tokens", prompts)
+
+
+def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, response ids with the end-of-sequence token) of rows {"prompt", "response"}, in order.
+
+    Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
+    Raises ConfigError.
+    """
+    task = get_task(data.task)
+    _check_files(files)
+    rows = [
+        row
+        for file in files
+        for row in read_rows(file, lambda row: (read_question(row), text_field(row, "response")))
+    ]
+    texts = [_render(data, task, question, tokenizer, f"supervised row {n}") for n, (question, _) in enumerate(rows)]
+    prompts = _encode_prompts(data, texts, tokenizer)
+    eos = tokenizer.eos_token_id
+    responses = [
+        ids if ids[-1:] == [eos] else [*ids, eos]
+        for ids in tokenizer([response for _, response in rows], add_special_tokens=False)["input_ids"]
+    ]
+    pairs = list(zip(prompts, responses, strict=True))
+    short = [len(p) <= data.max_prompt_length and len(r) <= data.max_response_length for p, r in pairs]
+    what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"
+    return _drop_overlong(data, pairs, short, what, [])
+
+
+def _prompt_limit(data: DataConfig, max_model_length: int | None) -> int:
+    if max_model_length is None:
+        return data.max_prompt_length
+    room = max_model_length - data.max_response_length
+    if room < 1:
+        raise ConfigError(
+            f"data.max_response_length={data.max_response_length} leaves no room for a prompt: the model's longest"
+            f" sequence is {max_model_length} tokens; set it below that"
+        )
+    return min(data.max_prompt_length, room)
+
+
+def _check_files(files: Sequence[Path]) -> None:
+    if not files:
+        raise ConfigError("no data files; set data.train_files (data.val_files, sft.train_files)")
+    stems: dict[str, Path] = {}
+    for file in map(Path, files):
+        if file.stem in stems:
+            raise ConfigError(
+                f"data files {str(stems[file.stem])!r} and {str(file)!r} have the same name without extension, and a"
+                " prompt's uid is made of it; rename one"
+            )
+        stems[file.stem] = file
+
+
+def _render(data: DataConfig, task: Task, question: Question, tokenizer: Any, where: str) -> str:
+    """The prompt's text. Raises ConfigError when the template is missing or fails."""
+    if not data.apply_chat_template:
+        if data.system_prompt is not None:
+            raise ConfigError(
+                "data.system_prompt needs a chat template, and data.apply_chat_template is false; unset one of them"
+            )
+        if not isinstance(question, str):
+            raise ConfigError(f"{where} is a list of chat messages; set data.apply_chat_template=true")
+        return question
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            "the tokenizer has no chat template; set data.chat_template to a Jinja file (ChatML:"
+            " examples/templates/chatml.jinja), or data.apply_chat_template=false to use the text as it stands"
+        )
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+    system_prompt = task.system_prompt if data.system_prompt is None else data.system_prompt
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever the template raises
+        raise ConfigError(
+            f"the chat template fails on {where}: {type(error).__name__}: {error}"
+            ' (a template without system turns: set data.system_prompt="")'
+        ) from error
+
+
+def _encode_prompts(data: DataConfig, texts: list[str], tokenizer: Any) -> list[list[int]]:
+    # a template writes its special tokens itself; plain text gets the tokenizer's own (BOS of the Llama family)
+    encoded = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
+    if not data.apply_chat_template:  # a tokenizer that closes every text would end the response before it begins
+        encoded = [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in encoded]
+    for text, ids in zip(texts, encoded, strict=True):
+        if not ids:
+            raise ConfigError(f"the tokenizer makes no token of the prompt {text[:80]!r}")
+    return encoded
+
+
+def _drop_overlong(data: DataConfig, items: list[Any], short: list[bool], what: str, named: list[Prompt]) -> list[Any]:
+    dropped = short.count(False)
+    if not dropped:
+        return items
+    first = f" (the first: {named[short.index(False)].uid})" if named else ""
+    message = f"{dropped} of {len(items)} {what}{first}"
+    if dropped == len(items):
+        raise ConfigError(f"{message}: nothing is left; raise data.max_prompt_length")
+    if not data.filter_overlong_prompts:
+        raise ConfigError(f"{message}; raise data.max_prompt_length, or set data.filter_overlong_prompts=true")
+    logger.warning("%s and are dropped (data.filter_overlong_prompts)", message)
+    return [item for item, keep in zip(items, short, strict=True) if keep]
