@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 
 class ConfigError(ValueError):
@@ -20,7 +20,19 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def _not_zero(steps: int) -> int:
+    if steps == 0:
+        raise ValueError("every 0 steps has no meaning; set -1 for never")
+    return steps
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Frequency = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # in steps; -1: never
 
 
 class ModelConfig(Section):
@@ -48,7 +60,7 @@ class DataConfig(Section):
 class OptimConfig(Section):
     lr: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, gt=0)
     lr_warmup_steps: int = Field(0, ge=0)
@@ -118,7 +130,7 @@ class RolloutConfig(Section):
     free_cache_engine: bool = True  # GPU: sleep between rollouts
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: int = Field(512, ge=1)
-    probe_tolerance: float | None = Field(None, gt=0)  # max |logprob difference| after a sync; null = by dtype
+    probe_tolerance: float | None = Field(None, gt=0)  # mean |logprob difference| after a sync; null = by dtype
     engine_kwargs: dict[str, Any] = {}  # passed to vllm.LLM unread
     val_kwargs: ValKwargs = ValKwargs()
 
@@ -147,8 +159,8 @@ class SftConfig(Section):
 class TrainerConfig(Section):
     total_training_steps: int = Field(100, ge=0)
     output_dir: Path = Path("outputs/run")
-    save_freq: int = Field(20, ge=-1)  # steps between checkpoints; -1: never; the last step is saved unless -1
-    test_freq: int = Field(5, ge=-1)
+    save_freq: Frequency = 20  # steps between checkpoints; -1: never; the last step is saved unless -1
+    test_freq: Frequency = 5
     val_before_train: bool = True
     resume_mode: Literal["auto", "disable"] = "auto"
     max_actor_ckpt_to_keep: int | None = Field(3, ge=1)

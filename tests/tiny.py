@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 COMMON = {
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 112,
     "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,  # tensor parallel 4 has more ranks than groups
     "max_position_embeddings": 512,
     "vocab_size": 101,  # odd: every layout pads it
     "bos_token_id": 1,
@@ -29,11 +29,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "head_dim": 24, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+    "qwen3": {"model_type": "qwen3", "head_dim": 64, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
 }
 
 
-def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, std: float = 0.08, **changes: Any) -> Path:
+def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, std: float = 0.06, **changes: Any) -> Path:
     """Write a random float32 model; norms and biases are perturbed so that a lost one shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -72,6 +72,12 @@ class MetricSum(NamedTuple):
     total: Tensor  # []
     num_tokens: Tensor | None  # [], int64
 
+    def plus(self, other: MetricSum) -> MetricSum:
+        """The share of both micro-batches together."""
+        if self.num_tokens is None or other.num_tokens is None:
+            return MetricSum(self.total + other.total, None)
+        return MetricSum(self.total + other.total, self.num_tokens + other.num_tokens)
+
 
 # (inputs, config) -> (loss, metrics by name); all [B, R]. The metrics are averaged over unmasked tokens.
 PolicyLoss = Callable[[LossInputs, ActorConfig], tuple[Tensor, dict[str, Tensor]]]

@@ -2,8 +2,8 @@
 
 A response is worked, `<think>8+3=11,1+7+1=9</think><answer>91</answer>` (units, then tens with the carry), or bare,
 `<answer>91</answer>`. The warm-up teaches the worked form, then a habit of answering bare, which mostly fails; GRPO
-finds its way back. So what it learns is a mode, not new arithmetic. 10 % of the unordered pairs {a, b}, chosen by a hash
-without the seed, never occur in the warm-up or in training: validation is on those only.
+finds its way back. So what it learns is a mode, not new arithmetic. 10 % of the unordered pairs {a, b}, chosen by a
+hash that does not depend on the seed, never occur in the warm-up or in training: validation is on those only.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from grpo_megatron.config import ConfigError
 
 LARGEST = 99
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Zoe", "Leo", "Mia", "Sam", "Ida", "Kai", "Amy")
@@ -27,9 +30,10 @@ TEMPLATES = (
 
 WORKED_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 360, 60, 32, 0.6  # the warm-up's curriculum
 
-PAD, BOS, EOS, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+TAGS = ("<think>", "</think>", "<answer>", "</answer>", SEPARATOR)
+CHARACTERS = "0123456789+=,.? "  # a token each
 VOCABULARY_SIZE = 80
-TOKEN_PATTERN = r"</?\w+>|\d| ?[A-Za-z]+|[^A-Za-z0-9]"
 
 
 def is_held_out(a: int, b: int) -> bool:
@@ -62,7 +66,17 @@ def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
 
 
 def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
-    """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others."""
+    """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others.
+
+    Raises ConfigError when fewer than twice as many exist.
+    """
+    numbers = range(1, LARGEST + 1)
+    pairs = sum(is_held_out(a, b) == held_out for a in numbers for b in numbers)
+    most = pairs * len(TEMPLATES) * len(NAMES) * len(NOUNS) // 2  # beyond half of them drawing becomes slow
+    if not 0 < count <= most:
+        raise ConfigError(
+            f"cannot draw {count} different {'held-out' if held_out else 'training'} rows; at most {most}"
+        )
     draw = random.Random(f"{seed}/{'val' if held_out else 'train'}")
     answers: dict[str, int] = {}
     while len(answers) < count:
@@ -72,22 +86,22 @@ def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
 
 
 def build_tokenizer() -> Any:
-    """A transformers tokenizer of 80 entries: whole words, single digits, tags; decoding gives the text back exactly."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """A transformers tokenizer of 80 entries: whole words, single digits, tags; decoding gives the text back exactly.
 
-    vocabulary = {token: index for index, token in enumerate(_vocabulary())}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,  # it would join " ," and break the round trip
-    )
+    It is Qwen2's class with every word an added token, not a WordLevel model: for `model_type` qwen2, transformers 5
+    puts Qwen2Tokenizer in the place of any other class that the folder names, and would lose all words in silence.
+    Characters outside its vocabulary vanish.
+    """
+    from transformers import AddedToken, Qwen2Tokenizer
+
+    characters = CHARACTERS.replace(" ", "\u0120")  # how byte-level BPE writes a space
+    tokenizer = Qwen2Tokenizer(vocab={c: index for index, c in enumerate(characters)}, merges=[], **SPECIAL_TOKENS)
+    tokens = [*TAGS, *_words()]
+    num_unused = VOCABULARY_SIZE - len(tokenizer) - len(tokens)
+    assert num_unused >= 0
+    tokens += [f"<unused{index}>" for index in range(num_unused)]  # so that every id the model can draw decodes
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
+    return tokenizer
 
 
 def write_task(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
@@ -112,20 +126,9 @@ def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
     return text + SEPARATOR, a, b
 
 
-def _vocabulary() -> list[str]:
-    """Special tokens, tags, digits, signs, then the words with the space before them as the templates use them."""
-    import re
-
-    tags = ("<think>", "</think>", "<answer>", "</answer>", SEPARATOR)
-    words = {
-        token
-        for template in TEMPLATES
-        for name in NAMES
-        for noun in NOUNS
-        for token in re.findall(TOKEN_PATTERN, template.format(name=name, noun=noun, a=1, b=1))
-    }
-    signs = "+=,.? "
-    tokens = [*SPECIAL_TOKENS, *tags, *"0123456789", *signs, *sorted(words - set("0123456789" + signs))]
-    assert len(tokens) <= VOCABULARY_SIZE
-    # filled up, so that every id the model can draw decodes
-    return tokens + [f"<unused{index}>" for index in range(VOCABULARY_SIZE - len(tokens))]
+def _words() -> list[str]:
+    """The words of all problems, with the space before them as the templates use them."""
+    texts = (
+        template.format(name=name, noun=noun, a=1, b=1) for template in TEMPLATES for name in NAMES for noun in NOUNS
+    )
+    return sorted({word for text in texts for word in re.findall(" ?[A-Za-z]+", text)})

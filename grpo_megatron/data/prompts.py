@@ -6,6 +6,7 @@ The warm-up's supervised rows go through the same rendering, so that both phases
 from __future__ import annotations
 
 import logging
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
         try:
             tokenizer.chat_template = data.chat_template.read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot read data.chat_template={str(data.chat_template)!r}: {error.strerror}"
+            ) from error
     return tokenizer
 
 
@@ -60,8 +63,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """The prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
-    A prompt longer than data.max_prompt_length tokens, or than `max_model_length` - data.max_response_length, is dropped
-    and counted; with data.filter_overlong_prompts=false it is an error. `uid` is "source/file stem/row number" (from 0,
+    A prompt longer than data.max_prompt_length tokens, or `max_model_length` - data.max_response_length, is dropped and
+    counted; with data.filter_overlong_prompts=false it is an error. `uid` is "source/file stem/row number" (from 0,
     dropped rows counted). `max_samples` takes the first rows over all files. Raises ConfigError (a ValueError).
     """
     task = get_task(data.task)
@@ -81,7 +84,7 @@ def load_prompts(
         for (uid, _, answer), text, ids in zip(rows, texts, _encode_prompts(data, texts, tokenizer), strict=True)
     ]
     short = [len(prompt.token_ids) <= limit for prompt in prompts]
-    return _drop_overlong(data, prompts, short, f"prompts are longer than {limit} tokens", prompts)
+    return _drop_overlong(data, prompts, short, f"prompts are longer than {limit} tokens", [p.uid for p in prompts])
 
 
 def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
@@ -93,9 +96,7 @@ def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> 
     task = get_task(data.task)
     _check_files(files)
     rows = [
-        row
-        for file in files
-        for row in read_rows(file, lambda row: (read_question(row), text_field(row, "response")))
+        row for file in files for row in read_rows(file, lambda row: (read_question(row), text_field(row, "response")))
     ]
     texts = [_render(data, task, question, tokenizer, f"supervised row {n}") for n, (question, _) in enumerate(rows)]
     prompts = _encode_prompts(data, texts, tokenizer)
@@ -107,7 +108,7 @@ def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> 
     pairs = list(zip(prompts, responses, strict=True))
     short = [len(p) <= data.max_prompt_length and len(r) <= data.max_response_length for p, r in pairs]
     what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"
-    return _drop_overlong(data, pairs, short, what, [])
+    return _drop_overlong(data, pairs, short, what, [f"row {number}" for number in range(len(pairs))])
 
 
 def _prompt_limit(data: DataConfig, max_model_length: int | None) -> int:
@@ -155,7 +156,7 @@ def _render(data: DataConfig, task: Task, question: Question, tokenizer: Any, wh
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # whatever the template raises
         raise ConfigError(
             f"the chat template fails on {where}: {type(error).__name__}: {error}"
@@ -165,21 +166,29 @@ def _render(data: DataConfig, task: Task, question: Question, tokenizer: Any, wh
 
 def _encode_prompts(data: DataConfig, texts: list[str], tokenizer: Any) -> list[list[int]]:
     # a template writes its special tokens itself; plain text gets the tokenizer's own (BOS of the Llama family)
-    encoded = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
     if not data.apply_chat_template:  # a tokenizer that closes every text would end the response before it begins
         encoded = [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in encoded]
+    if texts:
+        _check_round_trip(texts[0], tokenizer)
     for text, ids in zip(texts, encoded, strict=True):
         if not ids:
             raise ConfigError(f"the tokenizer makes no token of the prompt {text[:80]!r}")
     return encoded
 
 
-def _drop_overlong(data: DataConfig, items: list[Any], short: list[bool], what: str, named: list[Prompt]) -> list[Any]:
+def _check_round_trip(text: str, tokenizer: Any) -> None:
+    """Warn when the tokenizer loses text: what a tokenizer class that does not fit its files does, without an error."""
+    back = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if "".join(unicodedata.normalize("NFKC", back).split()) != "".join(unicodedata.normalize("NFKC", text).split()):
+        logger.warning("the tokenizer (%s) turns %r into %r", type(tokenizer).__name__, text[:120], back[:120])
+
+
+def _drop_overlong(data: DataConfig, items: list[Any], short: list[bool], what: str, names: list[str]) -> list[Any]:
     dropped = short.count(False)
     if not dropped:
         return items
-    first = f" (the first: {named[short.index(False)].uid})" if named else ""
-    message = f"{dropped} of {len(items)} {what}{first}"
+    message = f"{dropped} of {len(items)} {what} (the first: {names[short.index(False)]})"
     if dropped == len(items):
         raise ConfigError(f"{message}: nothing is left; raise data.max_prompt_length")
     if not data.filter_overlong_prompts:

@@ -75,7 +75,7 @@ def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(content: bytes) -> Any:
-    """The JSON value, or the ValueError that says why it is none (given back: one bad line does not hide the others)."""
+    """The JSON value, or the ValueError that says why it is none: returned, so that it hides no other."""
     try:
         return json.loads(content)
     except UnicodeDecodeError:
@@ -87,4 +87,6 @@ def _parse(content: bytes) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a string", type(None): "null"}.get(type(value), type(value).__name__)
+    return {dict: "an object", list: "a list", str: "a string", type(None): "null"}.get(
+        type(value), type(value).__name__
+    )

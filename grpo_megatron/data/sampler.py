@@ -1,8 +1,8 @@
 """Sampler: which items step number s sees. A pure function of (seed, step), so a checkpoint needs the step only.
 
 The items are passed over again and again; pass (epoch) e has its own permutation, drawn from (seed, e). Step s takes
-positions s * batch_size ... (s + 1) * batch_size - 1 of that endless sequence: batches run across the borders of epochs,
-every item comes exactly once an epoch, and an item can come twice in one batch only where two epochs meet in it.
+positions s * batch_size ... (s + 1) * batch_size - 1 of that endless sequence: batches run across the borders of
+epochs, every item comes exactly once an epoch, and twice in one batch only where two epochs meet in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Sampler(Generic[T]):
-    """Batches of `batch_size` items. Without `shuffle` every epoch is in file order. Raises ValueError without items."""
+    """Batches of `batch_size` items; every epoch in file order without `shuffle`. Raises ValueError without items."""
 
     def __init__(self, items: Sequence[T], batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
         if not items or batch_size < 1:

@@ -1,4 +1,4 @@
-"""Tasks: a task owns how a row is read, its default system prompt, its reward and the label its samples are reported by.
+"""Tasks: a task owns the reading of its rows, its default system prompt, its reward and the label of its samples.
 
 A task names its reward, so training and evaluation share one extractor. To add one: a registered function without
 arguments that returns a `Task`, or "my.module:function" (or "my.module:TASK") as `data.task`.
@@ -32,7 +32,7 @@ tasks: Registry[Callable[[], Task]] = Registry("task")
 
 
 def get_task(name: str) -> Task:
-    """The task called `name` (`data.task`). Raises ValueError when there is none, or the name stands for something else."""
+    """The task called `name` (`data.task`). Raises ValueError when there is none, or it is something else."""
     entry: object = tasks.get(name)
     task = entry() if callable(entry) else entry
     if not isinstance(task, Task):
@@ -63,11 +63,11 @@ def gsm8k() -> Task:
 
     def read_row(row: dict[str, Any]) -> tuple[Question, str]:
         question, solution = text_field(row, "question"), text_field(row, "answer")
-        _, mark, gold = solution.rpartition("####")
+        _, mark, gold = map(str.strip, solution.rpartition("####"))
         if not mark:
             raise ValueError("field 'answer' has no #### before the final answer")
         read_gold(gold)
-        return question, gold.strip()
+        return question, gold
 
     instruction = "Reason step by step. End with one line that holds only #### and the final number, as in: #### 42"
     return Task("gsm8k", read_row, reward="gsm8k", system_prompt=instruction)
@@ -75,7 +75,7 @@ def gsm8k() -> Task:
 
 @tasks.register("arithmetic")
 def arithmetic() -> Task:
-    """The quickstart's sums, rows {"prompt", "answer"}; see data/arithmetic.py. Set data.apply_chat_template to false."""
+    """The quickstart's sums, rows {"prompt", "answer"}; see data/arithmetic.py. Needs data.apply_chat_template=false."""
 
     def read_row(row: dict[str, Any]) -> tuple[Question, str]:
         prompt, answer = text_field(row, "prompt"), text_field(row, "answer")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.losses import LossInputs
+from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.config import ActorConfig, ModelConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
@@ -22,8 +22,7 @@ from grpo_megatron.models.weights import Bucket, hf_weights, load_hf, stage_owne
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch
 
-# name -> (sum over tokens, count); count None: the sum over the mini-batch is the value itself
-MetricSums = dict[str, tuple[Tensor, Tensor | None]]
+MetricSums = dict[str, MetricSum]
 LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
 
 
@@ -100,10 +99,8 @@ class Policy(Scorer):
             if not current.rows:
                 return logprobs.sum() + entropy.sum(), None  # nothing, but connected to every parameter
             value, metrics = loss(self._loss_inputs(batch, current, logprobs, entropy))
-            for name, (amount, count) in metrics.items():
-                old_amount, old_count = total.get(name, (0.0, None if count is None else 0.0))
-                new_count = None if count is None else old_count + count.detach()  # type: ignore[operator]
-                total[name] = (old_amount + amount.detach(), new_count)
+            for name, part in metrics.items():
+                total[name] = total[name].plus(part) if name in total else part
             return value, None
 
         self.ddp.zero_grad_buffer()

@@ -1,4 +1,4 @@
-"""The quickstart's reward: the integer in `<answer>N</answer>` at the very end of the response is exact, or it is not."""
+"""The quickstart's reward: is the integer in `<answer>N</answer>`, at the very end of the response, exact?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arithmetic(completion: str, answer: str) -> dict[str, float]:
     """
     gold = int(answer)
     start = completion.rfind("<answer>")
-    match = _ANSWER.fullmatch(completion[start:]) if 0 <= start and len(completion) - start <= MAX_ANSWER else None
+    match = _ANSWER.fullmatch(completion[start:]) if start >= max(0, len(completion) - MAX_ANSWER) else None
     think = completion.find("<think>")
     think_end = completion.find("</think>", think) if think >= 0 else -1
     worked = think_end >= 0 and bool(completion[think + len("<think>") : think_end].strip())

@@ -15,7 +15,9 @@ def is_tagged(text: str) -> bool:
         return False
     think_end, answer_start = text.find("</think>"), text.find("<answer>")
     between = text[think_end + len("</think>") : answer_start]
-    return text.startswith("<think>") and text.endswith("</answer>") and think_end < answer_start and not between.strip()
+    return (
+        text.startswith("<think>") and text.endswith("</answer>") and think_end < answer_start and not between.strip()
+    )
 
 
 def is_hash_marked(text: str) -> bool:

@@ -1,12 +1,12 @@
 r"""Exact numeric answers: the one extractor of GSM8K training and evaluation, and two rewards on top of it.
 
-The last mark decides: `#### 18`, `<answer>18</answer>` or `\boxed{18}`, whichever comes last in the text. The number has
-to follow the mark at once; currency signs, markdown and LaTeX dressing, thousands commas and a percent sign are dropped,
-units may follow. Values are compared as exact fractions, so 12.50 = 25/2. What is not one plain number (`9 * 2`, `10-20`,
-`5e3`, `1,23`, a digit outside ASCII) is no answer. GSM8K: arXiv 2110.14168.
+The last mark decides: `#### 18`, `<answer>18</answer>` or `\boxed{18}`, whichever comes last in the text. The number
+has to follow the mark at once; currency signs, markdown and LaTeX dressing, thousands commas and a percent sign are
+dropped, units may follow. Values are compared as exact fractions, so 12.50 = 25/2. What is not one plain number
+(`9 * 2`, `10-20`, `5e3`, `1,23`, a digit outside ASCII) is no answer. GSM8K: arXiv 2110.14168.
 
-Departures from verl's `gsm8k` reward: it reads only the last 300 characters, wants one space after `####`, takes no `$`,
-compares strings, and knows only `####`; its "flexible" mode takes the last number of the text, marked or not.
+Departures from verl's `gsm8k` reward: it reads only the last 300 characters, wants one space after `####`, takes no
+`$`, compares strings, and knows only `####`; its "flexible" mode takes the last number of the text, marked or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW = 256  # characters read after a mark; bounds every regular expression be
 _SIGNS_AND_SPACES = str.maketrans({"\u2212": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)\s?(?=[0-9]{3}(?![0-9]))")  # LaTeX spellings of 1,234
 _NUMBER = re.compile(
-    r"""(?:\s | [*_`=~] | \\?\$ | [\u20ac\u00a3\u00a5] | \\\( | \\\[ | USD?(?=\s?\$))*    # $, euro, pound, yen; dressing
+    r"""(?:\s | [*_`=~] | \\?\$ | [\u20ac\u00a3\u00a5] | \\\( | \\\[ | USD?(?=\s?\$))*  # $, euro, pound, yen
         (?P<sign>[-+]?) (?:\\?\$|[\u20ac\u00a3\u00a5])?
         (?: \\[dt]?frac \s*\{ (?P<top>[0-9]+) \}\s*\{ (?P<bottom>[0-9]+) \}
           | (?P<mixed>[0-9]+)\s+(?P<mixed_top>[0-9]+)\s?/\s?(?P<mixed_bottom>[0-9]+)
@@ -94,7 +94,7 @@ def _boxed(text: str) -> Fraction | None:
 
 
 def read_gold(answer: str) -> Fraction:
-    """The reference answer as a number, marked or bare. Raises ValueError: a sample without one is unscorable, not wrong."""
+    """The reference answer as a number, marked or bare. Raises ValueError: without one a sample is unscorable, not wrong."""
     value = extract_answer(answer)
     value = parse_number(answer.strip()) if value is None else value
     if value is None:
@@ -113,7 +113,9 @@ def contains_number(text: str, value: Fraction) -> bool:
         spellings.append((f"{whole:,}".replace(",", ",?") if whole or not places else "0?") + decimals)
     sign = "-" if value < 0 else ""
     return bool(
-        re.search(rf"(?<![0-9.])(?<![0-9],){sign}\$?(?:{'|'.join(spellings)})(?![0-9]|\.[0-9]|,[0-9]{{3}}(?![0-9]))", text)
+        re.search(
+            rf"(?<![0-9.])(?<![0-9],){sign}\$?(?:{'|'.join(spellings)})(?![0-9]|\.[0-9]|,[0-9]{{3}}(?![0-9]))", text
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""RewardPool: rewards are computed in worker processes that may raise, hang, print or die, at the cost of that sample only.
+"""RewardPool: rewards run in worker processes that may raise, hang, print or die, at the cost of that sample only.
 
 Workers are started with `subprocess`, never forked from a process with threads or CUDA, and no `__main__` is imported
 again. Every item has a wall-clock deadline; a worker that misses it is killed with its process group and replaced. One
@@ -105,7 +105,7 @@ class RewardPool:
         return results
 
     def self_test(self) -> None:
-        """Score known right and wrong answers. Raises RuntimeError when a verdict is wrong: nothing would be learned."""
+        """Score known right and wrong answers. Raises RuntimeError for a wrong verdict: nothing could be learned."""
         results = self._score([item for item, _ in KNOWN_ANSWERS], {})
         for (item, expected), result in zip(KNOWN_ANSWERS, results, strict=True):
             if result.score != expected:

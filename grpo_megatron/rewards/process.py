@@ -19,7 +19,7 @@ MAX_REPLY = 1 << 20  # bytes of one line; a verdict has some hundred
 
 
 class WorkerProcess:
-    """Started by the constructor. `pending` holds (item number, reward name), oldest first: the worker is at the first."""
+    """Started by the constructor. `pending` holds (item number, reward name), oldest first; it works on the first."""
 
     def __init__(self) -> None:
         paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -33,7 +33,9 @@ class WorkerProcess:
             start_new_session=True,  # its own process group: killed together with whatever a reward has started
             bufsize=0,
         )
-        assert self._process.stdin and self._process.stdout and self._process.stderr
+        assert self._process.stdin
+        assert self._process.stdout
+        assert self._process.stderr
         self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
@@ -75,7 +77,7 @@ class WorkerProcess:
             self._outgoing.clear()
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """(verdicts that have arrived, whether more can come). Not after the end, nor after bytes that are no verdict."""
+        """(verdicts that have arrived, whether more can come). Bytes that are no verdict end it."""
         alive = True
         with contextlib.suppress(BlockingIOError):
             while alive and len(self._incoming) <= MAX_REPLY:

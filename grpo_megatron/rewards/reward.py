@@ -1,7 +1,7 @@
 """What a reward is: its registry, the check that a name can be used, and the reading of what it returned.
 
-A reward is `fn(completion: str, answer: str, **kwargs) -> float | dict`. A dict holds "score" and further numbers for
-metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}). Scores have no unit; larger is better. `kwargs` are `reward.kwargs`.
+A reward is `fn(completion: str, answer: str, **kwargs) -> float | dict`; `kwargs` are `reward.kwargs`. A dict holds
+"score" and further numbers for metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}). No units; larger is better.
 """
 
 from __future__ import annotations

@@ -203,13 +203,12 @@ class VllmEngine:
             self._asleep.discard(part)
 
     def shutdown(self) -> None:
-        """Release the worker and vLLM's process groups; the world's own group lives on. Collective, idempotent."""
+        """Release the worker and vLLM's process groups, before the world is left. Collective, idempotent."""
         if self._llm is None:
             return
         self._version, self._broken = None, "the engine has been shut down"
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
-        vllm_process.leave_groups()
         gc.collect()
         self._device.empty_cache()
 

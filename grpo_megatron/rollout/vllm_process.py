@@ -46,6 +46,7 @@ def build(
         _remove_own_leftovers(mesh)
     with _host_as_found(device), inside(device):
         vllm = _import_vllm(device)
+        vllm.v1.engine.core.cleanup_dist_env_and_memory = _leave_groups
         arguments = _arguments(rollout, mesh, device)
         llm = vllm.LLM(model=str(model_path), dtype=dtype, max_model_len=max_model_len, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
@@ -96,6 +97,7 @@ def _import_vllm(device: Device) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import vllm
+        import vllm.v1.engine.core
     return vllm
 
 
@@ -109,6 +111,7 @@ def _classes() -> tuple[type, Any]:
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer import base
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader import reload
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -142,6 +145,9 @@ def _classes() -> tuple[type, Any]:
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
+            for layer in self.model.modules():  # a tied head on CPU keeps its own packed copy, which no tensor renews
+                if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                    layer.quant_method.process_weights_after_loading(layer)
 
         def shutdown(self) -> None:
             pass
@@ -188,11 +194,13 @@ def _remove_own_leftovers(mesh: Mesh) -> None:
     mesh.barrier()
 
 
-def leave_groups() -> None:
-    """Destroy vLLM's process groups but not the world they were made in, so that another engine can be built."""
+def _leave_groups(shutdown_ray: bool = False) -> None:
+    """Stands in for vLLM's clean-up, which destroys torch's default group, and with it the trainer's world, whenever an
+    engine is shut down or garbage-collected. Destroys vLLM's own groups only."""
     from vllm.distributed import parallel_state
 
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:  # destroy_distributed_environment would take torch's own world with it
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None

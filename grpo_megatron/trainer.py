@@ -1,0 +1,367 @@
+"""Trainer: builds the parts, then runs the step. Every rank runs the same one; there is no controller.
+
+GRPO, arXiv:2402.03300: for each prompt draw a group of responses, score them, take each one's advantage over its group,
+and raise the probability of the better ones by a clipped policy gradient, with a KL term to a reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import yaml
+
+from grpo_megatron.algo.kl import kl_penalties
+from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
+from grpo_megatron.algo.plan import make_plan
+from grpo_megatron.checkpoint import Checkpoints, check_same_model
+from grpo_megatron.collector import Generator, score_metrics
+from grpo_megatron.colocation import DEFAULT_TOLERANCE, Colocation
+from grpo_megatron.config import Config
+from grpo_megatron.curves import plot
+from grpo_megatron.data.prompts import PromptSampler, load_prompts, load_supervised, load_tokenizer
+from grpo_megatron.device import Device
+from grpo_megatron.evaluate import Evaluator
+from grpo_megatron.flops import ModelShape, mfu_metrics, peak_tflops
+from grpo_megatron.metrics import Metrics, group_table_metrics, rollout_mismatch, throughput
+from grpo_megatron.models.export import save_hf
+from grpo_megatron.models.families import hf_shapes, read_architecture, read_config
+from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
+from grpo_megatron.models.reference import NoReference, Reference
+from grpo_megatron.parallel.exchange import exchange, gather_groups
+from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.vllm import VllmEngine
+from grpo_megatron.sinks import build_sinks, format_table, read_metrics
+from grpo_megatron.supervised import record_update, warm_up
+from grpo_megatron.types import Batch, GroupTable, Plan, Sample
+
+
+class Trainer:
+    """`config` must have passed `validate`. Build on every rank, then `run`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.output_dir = config.trainer.output_dir
+        self.device = Device(config.trainer.device)
+        torch.manual_seed(config.trainer.seed)
+        megatron = config.actor.megatron
+        self.mesh = build_mesh(
+            self.device,
+            tp=megatron.tensor_model_parallel_size,
+            pp=megatron.pipeline_model_parallel_size,
+            rollout_tp=config.rollout.tensor_model_parallel_size,
+            seed=config.trainer.seed,
+            timeout_s=config.trainer.timeout_s,
+        )
+        self.arch = read_architecture(config.model.path)
+        self.policy = Policy(
+            config.model, config.actor, self.arch, self.mesh, self.device, temperature=config.rollout.temperature
+        )
+        self.tokenizer_path = config.model.tokenizer_path or config.model.path
+        self.tokenizer = load_tokenizer(self.tokenizer_path, config.data)
+        self.max_length = config.data.max_prompt_length + config.data.max_response_length
+        self.engine = VllmEngine(
+            config.model.path,
+            config.rollout,
+            self.mesh,
+            self.device,
+            dtype=config.model.dtype,
+            max_model_len=self.max_length,
+            eos_token_ids=[self.tokenizer.eos_token_id],
+            expected=hf_shapes(self.arch),
+        )
+        tolerance = config.rollout.probe_tolerance or DEFAULT_TOLERANCE[config.model.dtype]
+        self.colocation = Colocation(
+            self.policy,
+            self.engine,
+            self.mesh,
+            tolerance=tolerance,
+            bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
+            max_length=self.max_length,
+        )
+        self.pool = self._build_pool() if self.mesh.is_block_leader else None
+        self.generator = Generator(self.engine, self.pool, self.tokenizer, self.mesh, config.rollout.seed)
+        self._load_data()
+        self.checkpoints = Checkpoints(self.output_dir, self.mesh, config.trainer.max_actor_ckpt_to_keep)
+        self.loss = self._build_loss()
+        self.metrics = Metrics(self.device.synchronize)
+        self.first_step = 0
+
+    # -- construction --------------------------------------------------------------------------------------------------
+
+    def _build_pool(self) -> RewardPool:
+        reward = self.config.reward
+        pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs)
+        pool.self_test()
+        return pool
+
+    def _load_data(self) -> None:
+        config, data = self.config, self.config.data
+        reward = config.reward.function
+        self.sampler = None
+        if config.trainer.total_training_steps:
+            prompts = load_prompts(data, data.train_files, self.tokenizer, reward, self.max_length)
+            self.sampler = PromptSampler(prompts, data.train_batch_size, data.shuffle, data.seed)
+        held_out = (
+            load_prompts(data, data.val_files, self.tokenizer, reward, self.max_length, data.val_max_samples)
+            if data.val_files
+            else []
+        )
+        self.evaluator = Evaluator(
+            self.generator, held_out, data, config.rollout, self.mesh, self.output_dir, config.trainer.num_logged_samples
+        )
+
+    def _build_loss(self) -> LossFunction:
+        actor = self.config.actor
+        policy_loss = policy_losses.get(actor.loss_mode)
+        penalty = kl_penalties.get(actor.kl_loss_type) if actor.use_kl_loss else None
+
+        def loss(inputs: LossInputs) -> tuple[torch.Tensor, MetricSums]:
+            return total_loss(inputs, actor, policy_loss, penalty)
+
+        return loss
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Warm up, train, evaluate, save. Resumes from the newest complete checkpoint of the output folder."""
+        try:
+            self._start()
+            with self.sinks:
+                self.train()
+                self._conclude()
+        finally:
+            self.close()
+
+    def train(self) -> None:
+        for step in range(self.first_step, self.config.trainer.total_training_steps):
+            with self.metrics.phase("step"):
+                with self.colocation.rollout(step, self.metrics):  # weights into the engine, checked; engine awake
+                    self.evaluate(step)
+                    samples = self.collect(step)  # prompts -> samples -> rewards
+                table = gather_groups(samples, self.mesh)  # every sample's reward, on every rank
+                plan = self.plan(table)  # advantages, token weights, who trains on what
+                batch = exchange(samples, table, plan, self.mesh)  # this replica's share, balanced by tokens
+                batch.old_logprobs = self.old_logprobs(batch)
+                batch.ref_logprobs = self.ref_logprobs(batch)
+                self.update(batch)  # mini-batches, clipping, optimizer
+                self.save(step + 1)
+            self.log(step, samples, table, plan, batch)
+
+    def collect(self, step: int) -> list[Sample]:
+        config = self.config
+        assert self.sampler is not None
+        return self.generator.draw(
+            self.sampler.batch(step),
+            config.rollout.n,
+            draw_id=step,
+            version=step,
+            max_tokens=config.data.max_response_length,
+            temperature=config.rollout.temperature,
+            metrics=self.metrics,
+        )
+
+    def plan(self, table: GroupTable) -> Plan:
+        config = self.config
+        with self.metrics.phase("adv"):
+            return make_plan(
+                table,
+                config.algorithm,
+                config.actor,
+                dp=self.mesh.dp,
+                train_batch_size=config.data.train_batch_size,
+                max_response_length=config.data.max_response_length,
+            )
+
+    def old_logprobs(self, batch: Batch) -> torch.Tensor:
+        with self.metrics.phase("old_log_prob"):
+            return self.policy.logprobs(batch)
+
+    def ref_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        with self.metrics.phase("ref"):
+            return self.reference.logprobs(batch)
+
+    def update(self, batch: Batch) -> None:
+        with self.metrics.phase("update_actor"):
+            sums, constants = self.policy.update(batch, self.loss, epochs=self.config.actor.ppo_epochs)
+        record_update(self.metrics, sums, constants, self.mesh.is_first_replica_rank)
+
+    def evaluate(self, step: int) -> None:
+        """Held-out problems before step `step`, when due. The result is logged with that step."""
+        trainer = self.config.trainer
+        first = step == 0 and trainer.val_before_train
+        due = trainer.test_freq > 0 and step > 0 and step % trainer.test_freq == 0
+        if self.evaluator.prompts and (first or due):
+            for name, value in self.evaluator.run(step, self.metrics).items():
+                self.metrics.constant(name, value)
+                self.evaluations.setdefault(name, {})[step] = value
+
+    def save(self, steps_done: int) -> None:
+        trainer = self.config.trainer
+        if trainer.save_freq == -1:
+            return
+        if steps_done % trainer.save_freq == 0 or steps_done == trainer.total_training_steps:
+            with self.metrics.phase("save_checkpoint"):
+                self.checkpoints.save(steps_done, self.policy, self.config)
+
+    def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:
+        """One exchange for all metrics of the step, then to the sinks."""
+        metrics, config = self.metrics, self.config
+        mine = metrics.when(self.mesh.is_first_replica_rank)
+        assert batch.old_logprobs is not None and self.sampler is not None
+        rollout_mismatch(mine, batch.old_logprobs, batch.rollout_logprobs, batch.response_mask)
+        mine.mean_of("critic/advantages/mean", batch.advantages[batch.response_mask])
+        packs = [rows for mini in batch.schedule for rows in mini]
+        padding = sum(-sum(batch.lengths[r] for r in rows) % self.policy.multiple for rows in packs)
+        mine.mean("perf/padding_ratio", padding, padding + sum(batch.lengths))
+        score_metrics(metrics.when(self.mesh.is_block_leader), samples)
+        group_table_metrics(metrics, table, config.data.max_response_length)
+        for name, value in {**plan.metrics, **self.device.memory_gib()}.items():
+            (metrics.max if name.startswith("perf/") else metrics.constant)(name, value)
+        metrics.constant("training/global_step", step)
+        metrics.constant("training/epoch", self.sampler.epoch(step))
+        metrics.constant("actor/kl_coef", config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0)
+        reduced = metrics.reduce(self.mesh.control)
+        lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
+        reduced |= throughput(reduced, sum(lengths), self.mesh.world_size)
+        reduced |= mfu_metrics(
+            reduced,
+            self.shape,
+            lengths,
+            num_devices=self.mesh.world_size,
+            peak=config.trainer.peak_tflops or peak_tflops(self.device.name),
+            num_epochs=config.actor.ppo_epochs,
+        )
+        self.sinks.log(step, reduced)
+
+    # -- before and after ----------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        config = self.config
+        self.shape = ModelShape.from_hf(read_config(config.model.path))
+        self.evaluations: dict[str, dict[int, float]] = {}
+        resumed = self.checkpoints.newest() if config.trainer.resume_mode == "auto" else None
+        if resumed is not None:
+            check_same_model(resumed, config)
+        self.policy.set_optimizer(config.actor.optim, self._num_updates())
+        if resumed is not None:
+            self.first_step = self.checkpoints.load(resumed, self.policy)
+        if self.mesh.rank == 0:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            dump = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+            (self.output_dir / "config.yaml").write_text(dump)
+        self.mesh.barrier()
+        self.sinks = build_sinks(
+            config.trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=config.model_dump(mode="json")
+        )
+        if resumed is not None:
+            self.sinks.note(f"resumed from {resumed}: {self.first_step} steps done")
+            self._recall_evaluations()
+        elif config.sft.steps:
+            self._warm_up()
+            self.policy.set_optimizer(config.actor.optim, self._num_updates())
+        self.reference = self._build_reference()
+
+    def _recall_evaluations(self) -> None:
+        """What the run evaluated before it was interrupted, for the table of before and after."""
+        with contextlib.suppress(FileNotFoundError):
+            for row in read_metrics(self.output_dir / "metrics.jsonl"):
+                for name in row:
+                    if name.startswith("val-"):
+                        self.evaluations.setdefault(name, {})[row["step"]] = row[name]
+
+    def _num_updates(self) -> int:
+        """Optimizer steps of the whole run, for the learning-rate schedule."""
+        config = self.config
+        minis = -(-config.data.train_batch_size // (config.actor.ppo_mini_batch_size or config.data.train_batch_size))
+        return max(1, config.trainer.total_training_steps * minis * config.actor.ppo_epochs)
+
+    def _warm_up(self) -> None:
+        config = self.config
+        rows = load_supervised(config.data, config.sft.train_files, self.tokenizer)
+        every = max(1, config.sft.steps // 10)
+
+        def report(step: int, metrics: dict[str, float]) -> None:
+            if (step + 1) % every == 0 or step + 1 == config.sft.steps:
+                self.sinks.note(
+                    f"warm-up {step + 1:5d}/{config.sft.steps}  loss {metrics['actor/pg_loss']:.4f}  "
+                    f"lr {metrics['actor/lr']:.2e}  {metrics['timing_s/step']:.2f} s/step"
+                )
+
+        warm_up(self.policy, rows, config.sft, config.actor, report)
+        self._save_hf(self._warmed_up)
+
+    @property
+    def _warmed_up(self) -> Path:
+        """The warmed-up model: what GRPO starts from, and its reference."""
+        return self.output_dir / "warmup"
+
+    def _build_reference(self) -> Reference | NoReference:
+        config = self.config
+        if not config.actor.use_kl_loss:
+            return NoReference()
+        default = self._warmed_up if config.sft.steps else config.model.path
+        return Reference(
+            config.ref.path or default,
+            config.model,
+            config.actor,
+            self.arch,
+            self.mesh,
+            self.device,
+            temperature=config.rollout.temperature,
+        )
+
+    def _save_hf(self, target: Path) -> None:
+        stream = self.policy.hf_weights(self.config.rollout.update_weights_bucket_megabytes)
+        save_hf(stream, self.config.model.path, self.tokenizer_path, target, self.mesh)
+
+    def _conclude(self) -> None:
+        """Evaluate the final weights, save them as a Hugging Face folder, draw the curves, print before and after."""
+        config, total = self.config, self.config.trainer.total_training_steps
+        if self.evaluator.prompts and (config.trainer.test_freq > 0 or config.trainer.val_before_train):
+            with self.colocation.rollout(total, self.metrics):
+                results = self.evaluator.run(total, self.metrics)
+            for name, value in results.items():
+                self.evaluations.setdefault(name, {})[total] = value
+            self.metrics.reduce(self.mesh.control)
+            self.sinks.log(total, results)
+        if config.trainer.save_hf_at_end:
+            self._save_hf(self.output_dir / "hf")
+        if self.mesh.rank == 0:
+            self._print_summary()
+
+    def _print_summary(self) -> None:
+        rows = [
+            [name, steps[min(steps)], steps[max(steps)]]
+            for name, steps in sorted(self.evaluations.items())
+            if len(steps) > 1
+        ]
+        if rows:
+            self.sinks.note("\n" + format_table(rows, ["held-out problems", "before", "after"]))
+        with contextlib.suppress(FileNotFoundError):  # no jsonl sink, no curves
+            plot(self.output_dir / "metrics.jsonl", self.output_dir / "curves.png")
+        self.sinks.note("\n" + "\n".join(_outputs(self.output_dir)))
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+        self.engine.shutdown()
+        destroy_mesh()
+
+
+def _outputs(folder: Path) -> Iterator[str]:
+    known = {
+        "hf": "the trained model, a Hugging Face folder",
+        "curves.png": "learning curves",
+        "metrics.jsonl": "every metric of every step",
+        "samples": "completions at each evaluation",
+        "checkpoints": "what a later run resumes from",
+        "tensorboard": "the same for TensorBoard",
+        "config.yaml": "the configuration as it was run",
+    }
+    for name, what in known.items():
+        if (folder / name).exists():
+            yield f"{folder / name}  {what}"

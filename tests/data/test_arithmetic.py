@@ -1,0 +1,121 @@
+"""The quickstart's data: right sums, held-out pairs kept apart, the curriculum, a tokenizer that loses nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.data.arithmetic import (
+    LARGEST,
+    MIXED_STEPS,
+    ROWS_PER_STEP,
+    VOCABULARY_SIZE,
+    WORKED_STEPS,
+    build_tokenizer,
+    is_held_out,
+    problem_rows,
+    supervised_rows,
+    worked_response,
+    write_task,
+)
+from grpo_megatron.rewards.arithmetic import arithmetic
+
+
+@pytest.fixture(scope="module")
+def supervised() -> list[dict[str, str]]:
+    return list(supervised_rows(0))
+
+
+def _numbers(prompt: str) -> tuple[int, int]:
+    a, b = map(int, re.findall("[0-9]+", prompt))
+    return a, b
+
+
+def test_worked_responses_show_units_then_tens_with_the_carry() -> None:
+    assert worked_response(18, 73) == "<think>8+3=11,1+7+1=9</think><answer>91</answer>"
+    assert worked_response(5, 2) == "<think>5+2=7,0+0+0=0</think><answer>7</answer>"
+    assert worked_response(99, 99) == "<think>9+9=18,9+9+1=19</think><answer>198</answer>"
+    for a in range(1, LARGEST + 1):
+        for b in range(1, LARGEST + 1):
+            thought = re.findall(r"([0-9+]+)=([0-9]+)", worked_response(a, b))
+            assert all(sum(map(int, left.split("+"))) == int(right) for left, right in thought)
+            assert int(thought[1][1]) * 10 + int(thought[0][1]) % 10 == a + b
+
+
+def test_a_tenth_of_the_pairs_is_held_out_in_both_orders() -> None:
+    pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(a, LARGEST + 1)]
+    assert 0.09 < sum(is_held_out(a, b) for a, b in pairs) / len(pairs) < 0.11
+    assert all(is_held_out(a, b) == is_held_out(b, a) for a, b in pairs)
+
+
+def test_the_curriculum(supervised: list[dict[str, str]]) -> None:
+    """360 steps of worked rows, then 60 with 60 % bare: 1920 rows, standard error 1.1 %."""
+    worked, mixed = supervised[: WORKED_STEPS * ROWS_PER_STEP], supervised[WORKED_STEPS * ROWS_PER_STEP :]
+    assert (len(worked), len(mixed)) == (360 * 32, 60 * 32) and MIXED_STEPS == 60
+    assert all(row["response"].startswith("<think>") for row in worked)
+    assert 0.55 < sum(row["response"].startswith("<answer>") for row in mixed) / len(mixed) < 0.65
+    for row in supervised:
+        a, b = _numbers(row["prompt"])
+        assert not is_held_out(a, b)
+        assert arithmetic(row["response"], str(a + b))["score"] == 1.0
+
+
+def test_problems_are_right_different_and_on_their_side_of_the_split() -> None:
+    for held_out in (False, True):
+        rows = problem_rows(0, 500, held_out)
+        assert len({row["prompt"] for row in rows}) == len(rows) == 500
+        for row in rows:
+            a, b = _numbers(row["prompt"])
+            assert int(row["answer"]) == a + b and is_held_out(a, b) == held_out
+    assert problem_rows(0, 5, True) == problem_rows(0, 9, True)[:5]
+    assert problem_rows(0, 5, True) != problem_rows(1, 5, True)
+    with pytest.raises(ValueError, match="cannot draw 1000000 different held-out rows; at most 1"):
+        problem_rows(0, 10**6, True)
+
+
+def test_the_tokenizer_round_trips_everything(supervised: list[dict[str, str]], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    build_tokenizer().save_pretrained(tmp_path)
+    # with a qwen2 config beside it, transformers chooses the class by model_type, not by tokenizer_config.json
+    for config in (None, {"model_type": "qwen2"}):
+        if config:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        _check_tokenizer(tokenizer, [row["prompt"] + row["response"] for row in supervised[-500:]])
+
+
+def _check_tokenizer(tokenizer: Any, texts: list[str]) -> None:
+    assert len(tokenizer) == VOCABULARY_SIZE == len(set(tokenizer.get_vocab().values()))
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id]
+    assert len(set(special)) == 4 and None not in special
+    for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
+        assert (
+            tokenizer.decode(ids) == text == tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
+        )
+        assert not set(special) & set(ids)
+        assert len(ids) <= 18 + 22  # prompt, response without <eos>
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("Tom has 23 apples<sep><think>")["input_ids"])
+    assert pieces == ["Tom", " has", "\u0120", "2", "3", " apples", "<sep>", "<think>"]
+    assert all(tokenizer.decode([index]) for index in range(VOCABULARY_SIZE))
+
+
+def test_files_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        write_task(tmp_path / name, seed, num_train=64, num_val=16)
+    for file in ("sft.jsonl", "train.jsonl", "val.jsonl", "tokenizer/tokenizer.json"):
+        a, b, c = ((tmp_path / name / file).read_bytes() for name in "abc")
+        assert a == b and (a != c) == file.endswith(".jsonl")
+    first = json.loads((tmp_path / "a" / "sft.jsonl").read_text().partition("\n")[0])
+    assert first == RECORDED
+
+
+RECORDED = {
+    "prompt": "There are 14 pens here, Ben adds 66. How many?<sep>",
+    "response": "<think>4+6=10,1+6+1=8</think><answer>80</answer>",
+}

@@ -1,0 +1,150 @@
+"""tools/prepare_data.py: folders that transformers loads, weights drawn by name, nothing overwritten by accident."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_megatron.data.arithmetic import build_tokenizer
+from tools import prepare_data
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT.parent / "shared" / "data" / "hf_configs"
+SMALL = [
+    *("--set", "vocab_size=80", "--set", "num_hidden_layers=1", "--set", "hidden_size=32"),
+    *("--set", "num_attention_heads=4", "--set", "num_key_value_heads=2", "--set", "intermediate_size=48"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def _model(*arguments: object) -> int:
+    return prepare_data.main(["model", *map(str, arguments)])
+
+
+def _load(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_quickstart_model_is_the_recipes(tmp_path: Path, tokenizer: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert _model(tmp_path / "m", "--preset", "quickstart", "--tokenizer", tokenizer, "--std", 0.05) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert type(model).__name__ == "Qwen2ForCausalLM" and model.dtype == torch.float32
+    assert sum(p.numel() for p in model.parameters()) == 404_608
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (17, 17)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:  # n draws: the standard deviation's standard error is 0.05 / sqrt(2 n)
+            assert abs(parameter.std().item() - 0.05) < 5 * 0.05 / (2 * parameter.numel()) ** 0.5, name
+            assert abs(parameter.mean().item()) < 5 * 0.05 / parameter.numel() ** 0.5, name
+        else:
+            assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0], name
+    text = "Tom has 23 apples and buys 45 more. How many?<sep>"
+    assert AutoTokenizer.from_pretrained(tmp_path / "m")(text) == AutoTokenizer.from_pretrained(tokenizer)(text)
+
+
+def test_weights_depend_on_seed_and_name_only(tmp_path: Path, tokenizer: str) -> None:
+    """Another depth changes no tensor that both models have."""
+    base = ("--preset", "quickstart", "--tokenizer", tokenizer)
+    assert _model(tmp_path / "a", *base) == _model(tmp_path / "b", *base, "--set", "num_hidden_layers=1") == 0
+    assert _model(tmp_path / "c", *base, "--seed", 1) == _model(tmp_path / "d", *base, "--std", 0.1) == 0
+    a, b, c, d = (_load(tmp_path / name) for name in "abcd")
+    assert b.keys() < a.keys() and all(torch.equal(a[name], b[name]) for name in b)
+    matrices = [name for name in a if a[name].dim() == 2]
+    assert not any(torch.equal(a[name], c[name]) for name in matrices)
+    assert all(torch.allclose(2 * a[name], d[name]) for name in matrices)
+    assert len({a[name].flatten()[0].item() for name in matrices}) == len(matrices)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.2-1B", "Mistral-7B-v0.1"])
+def test_real_configs_shrunk(tmp_path: Path, tokenizer: str, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = CONFIGS / f"{name}.json"
+    if not source.exists():
+        pytest.skip(f"real model configs not found under {CONFIGS}")
+    given = json.loads(source.read_text())
+    changes = [*SMALL, "--set", "tie_word_embeddings=false"] + ["--set", "head_dim=8"] * ("head_dim" in given)
+    assert _model(source, tmp_path / "m", "--tokenizer", tokenizer, *changes) == 0
+    written = json.loads((tmp_path / "m" / "config.json").read_text())
+    changed = {item.partition("=")[0] for item in changes[1::2]} | {"torch_dtype", "dtype"}
+    changed |= {"bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer's
+    assert {k: v for k, v in written.items() if k not in changed} == {
+        k: v for k, v in given.items() if k not in changed
+    }
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert model.dtype == torch.float32 and "lm_head.weight" in _load(tmp_path / "m")
+    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--set", "vocab_size=79"],
+            "vocab_size=79 does not fit the tokenizer in .* largest id is 79; add --set vocab_size=80",
+        ),
+        (["--set", "hiden_size=64"], "a qwen2 config has no key 'hiden_size'; did you mean 'hidden_size'"),
+        (["--set", "hidden_size"], "not of the form key=value"),
+        (["--set", "hidden_size.x=1"], "'hidden_size' is a value, not a table"),
+        (["--set", "model_type=qwem"], "transformers cannot build this config"),
+        (["--set", "hidden_act=swish9"], "transformers cannot build this config"),
+    ],
+)
+def test_mistakes_exit_with_2_and_leave_nothing(
+    tmp_path: Path, tokenizer: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    assert _model(tmp_path / "m", "--preset", "quickstart", "--tokenizer", tokenizer, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and re.search(message, error), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_replaced_only_on_request(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "m"
+    base: tuple[Any, ...] = (out, "--preset", "quickstart", "--tokenizer", tokenizer)
+    assert _model(*base) == 0
+    before = _load(out)
+    assert _model(*base, "--seed", 1) == 2
+    assert "exists; give another folder, or --force" in capsys.readouterr().err
+    assert _model(*base, "--seed", 1, "--force", "--set", "vocab_size=1") == 2  # fails: the old folder stays
+    assert all(torch.equal(tensor, before[name]) for name, tensor in _load(out).items())
+    assert _model(*base, "--seed", 1, "--force") == 0
+    assert not torch.equal(before["model.embed_tokens.weight"], _load(out)["model.embed_tokens.weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    (tmp_path / "precious").mkdir()
+    assert _model(tmp_path / "precious", *base[1:], "--force") == 2
+    assert "was not made by this command" in capsys.readouterr().err
+
+
+def test_the_arithmetic_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/prepare_data.py", "arithmetic", str(tmp_path / "out"), "--num-val", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"sft.jsonl", "train.jsonl", "val.jsonl", "tokenizer"}
+    assert len((tmp_path / "out" / "val.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize("arguments", [["m"], ["c.json", "m", "--preset", "quickstart"]])
+def test_either_a_config_or_a_preset(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        _model(*arguments, "--tokenizer", "x")

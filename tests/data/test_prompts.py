@@ -1,0 +1,191 @@
+"""Prompts from files: rendering, limits, uids; with the quickstart's tokenizer and, where present, Qwen's real one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config import DataConfig
+from grpo_megatron.data.arithmetic import build_tokenizer
+from grpo_megatron.data.prompts import PromptSampler, load_prompts, load_supervised, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared" / "data"
+CHATML = ROOT / "examples" / "templates" / "chatml.jinja"
+PLAIN = DataConfig(task="arithmetic", apply_chat_template=False)
+TEMPLATE = "{% for m in messages %}{{ '<sep>' if m['role'] == 'system' else '' }}{{ m['content'] }}{% endfor %}?"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return build_tokenizer()
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _sums(path: Path, lengths: list[int]) -> Path:
+    return _write(path, [{"prompt": "1" * length, "answer": "1"} for length in lengths])
+
+
+def test_a_prompt_carries_what_the_later_steps_need(tmp_path: Path, tokenizer: Any) -> None:
+    file = _write(tmp_path / "val.jsonl", [{"prompt": "Tom has 23 apples<sep>", "answer": "23"}])
+    (prompt,) = load_prompts(PLAIN, [file], tokenizer)
+    assert (prompt.uid, prompt.answer, prompt.source, prompt.reward) == (
+        "arithmetic/val/0",
+        "23",
+        "arithmetic",
+        "arithmetic",
+    )
+    assert prompt.text == "Tom has 23 apples<sep>" == tokenizer.decode(prompt.token_ids)
+    assert len(prompt.token_ids) == 7
+    (prompt,) = load_prompts(PLAIN, [file], tokenizer, reward_override="my.module:score")
+    assert prompt.reward == "my.module:score"
+
+
+def test_overlong_prompts_are_dropped_counted_and_keep_the_others_uids(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = _sums(tmp_path / "train.jsonl", [3, 9, 8, 10, 1])
+    data = PLAIN.model_copy(update={"max_prompt_length": 8})
+    prompts = load_prompts(data, [file], tokenizer)
+    assert [prompt.uid for prompt in prompts] == [f"arithmetic/train/{row}" for row in (0, 2, 4)]
+    assert "2 of 5 prompts are longer than 8 tokens (the first: arithmetic/train/1) and are dropped" in caplog.text
+    strict = data.model_copy(update={"filter_overlong_prompts": False})
+    with pytest.raises(ValueError, match="2 of 5 prompts are longer .*data.filter_overlong_prompts=true"):
+        load_prompts(strict, [file], tokenizer)
+    with pytest.raises(ValueError, match="5 of 5 prompts .*nothing is left; raise data.max_prompt_length"):
+        load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
+
+
+def test_the_models_longest_sequence_bounds_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    """128 positions - 120 for the response leave 8 for the prompt."""
+    file = _sums(tmp_path / "train.jsonl", [8, 9])
+    data = PLAIN.model_copy(update={"max_response_length": 120})
+    assert len(load_prompts(data, [file], tokenizer, max_model_length=128)) == 1
+    with pytest.raises(ValueError, match="max_response_length=120 leaves no room .*sequence is 120 tokens"):
+        load_prompts(data, [file], tokenizer, max_model_length=120)
+
+
+def test_several_files_and_a_maximum(tmp_path: Path, tokenizer: Any) -> None:
+    files = [_sums(tmp_path / "a.jsonl", [1, 2]), _sums(tmp_path / "b.jsonl", [3, 4])]
+    prompts = load_prompts(PLAIN, files, tokenizer, max_samples=3)
+    assert [prompt.uid for prompt in prompts] == ["arithmetic/a/0", "arithmetic/a/1", "arithmetic/b/0"]
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match="have the same name without extension"):
+        load_prompts(PLAIN, [files[0], _sums(tmp_path / "other" / "a.jsonl", [1])], tokenizer)
+    with pytest.raises(ValueError, match="no data files; set data.train_files"):
+        load_prompts(PLAIN, [], tokenizer)
+
+
+def test_errors_name_the_key_to_change(tmp_path: Path, tokenizer: Any) -> None:
+    file = _sums(tmp_path / "a.jsonl", [1])
+    chat = _write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}])
+    with pytest.raises(ValueError, match="no chat template; set data.chat_template .* data.apply_chat_template=false"):
+        load_prompts(DataConfig(task="arithmetic"), [file], tokenizer)
+    with pytest.raises(ValueError, match="data.task='jsonl' has no reward of its own; set reward.function"):
+        load_prompts(DataConfig(task="jsonl"), [file], tokenizer)
+    with pytest.raises(ValueError, match="jsonl/chat/0 is a list of chat messages"):
+        load_prompts(DataConfig(task="jsonl", apply_chat_template=False), [chat], tokenizer, "gsm8k")
+    with pytest.raises(ValueError, match="data.system_prompt needs a chat template"):
+        load_prompts(PLAIN.model_copy(update={"system_prompt": "x"}), [file], tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    try:
+        with pytest.raises(ValueError, match="template fails on jsonl/chat/0: TemplateError: no system role"):
+            load_prompts(DataConfig(task="jsonl"), [chat], tokenizer, "gsm8k")
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_system_prompts(tmp_path: Path, tokenizer: Any) -> None:
+    """The task's own, the config's instead, "" for none; a system turn in the row wins over all."""
+    rows = [[("user", "1")], [("system", "2"), ("user", "3")]]
+    file = _write(
+        tmp_path / "chat.jsonl",
+        [{"prompt": [{"role": r, "content": c} for r, c in turns], "answer": ""} for turns in rows],
+    )
+    tokenizer.chat_template = TEMPLATE
+    try:
+        for system_prompt, expected in [(None, "1?"), ("", "1?"), ("9", "<sep>91?")]:
+            data = DataConfig(task="jsonl", system_prompt=system_prompt)
+            prompts = load_prompts(data, [file], tokenizer, "gsm8k")
+            assert [prompt.text for prompt in prompts] == [expected, "<sep>23?"]
+            assert tokenizer.decode(prompts[1].token_ids) == "<sep>23?"
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_supervised_rows_end_with_eos_and_are_rendered_like_prompts(tmp_path: Path, tokenizer: Any) -> None:
+    file = _write(
+        tmp_path / "sft.jsonl",
+        [{"prompt": "1+1<sep>", "response": "<answer>2</answer>"}, {"prompt": "2<sep>", "response": "2<eos>"}],
+    )
+    pairs = load_supervised(PLAIN, [file], tokenizer)
+    assert [tokenizer.decode(prompt) for prompt, _ in pairs] == ["1+1<sep>", "2<sep>"]
+    assert [tokenizer.decode(response) for _, response in pairs] == ["<answer>2</answer><eos>", "2<eos>"]
+    short = PLAIN.model_copy(update={"max_response_length": 3})
+    assert len(load_supervised(short, [file], tokenizer)) == 1
+    with pytest.raises(ValueError, match="line 1: field 'response' is missing"):
+        load_supervised(PLAIN, [_sums(tmp_path / "x.jsonl", [1])], tokenizer)
+
+
+def test_a_tokenizer_that_loses_text_is_reported(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = _write(tmp_path / "val.jsonl", [{"prompt": "Paul has 2", "answer": "2"}])
+    load_prompts(PLAIN, [file], tokenizer)
+    assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2'" in caplog.text
+
+
+def test_a_sampler_of_prompts(tmp_path: Path, tokenizer: Any) -> None:
+    prompts = load_prompts(PLAIN, [_sums(tmp_path / "a.jsonl", [1, 2, 3])], tokenizer)
+    assert sorted(p.uid for p in PromptSampler(prompts, 3, seed=1).batch(7)) == [p.uid for p in prompts]
+
+
+def test_tokenizer_folders_that_cannot_be_used(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="does not exist .model.tokenizer_path"):
+        load_tokenizer(tmp_path / "gone", PLAIN)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no tokenizer in .*set model.tokenizer_path"):
+        load_tokenizer(tmp_path / "empty", PLAIN)
+    tokenizer.save_pretrained(tmp_path / "good")
+    with pytest.raises(ValueError, match="cannot read data.chat_template='gone.jinja'"):
+        load_tokenizer(tmp_path / "good", DataConfig(chat_template=Path("gone.jinja")))
+    loaded = load_tokenizer(tmp_path / "good", DataConfig(chat_template=CHATML))
+    assert loaded.chat_template == CHATML.read_text()
+    (tmp_path / "good" / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    with pytest.raises(ValueError, match="has no eos_token"):
+        load_tokenizer(tmp_path / "good", PLAIN)
+
+
+def test_real_gsm8k_with_qwens_real_tokenizer_in_chatml(tmp_path: Path) -> None:
+    source, questions = SHARED / "tokenizers" / "qwen" / "tokenizer.json", SHARED / "gsm8k" / "test.jsonl"
+    if not (source.exists() and questions.exists()):
+        pytest.skip(f"Qwen's tokenizer.json or GSM8K not found under {SHARED}")
+    shutil.copyfile(source, tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    )
+    data = DataConfig(task="gsm8k", chat_template=CHATML, max_prompt_length=512)
+    tokenizer = load_tokenizer(tmp_path, data)
+    prompts = load_prompts(data, [questions], tokenizer, max_samples=200)
+    assert len(prompts) == 200
+    first = prompts[0]
+    assert (first.uid, first.answer, first.reward, first.source) == ("gsm8k/test/0", "18", "gsm8k", "gsm8k")
+    assert first.text == (
+        "<|im_start|>system\nReason step by step. End with one line that holds only #### and the final number, as in:"
+        " #### 42<|im_end|>\n<|im_start|>user\n"
+        + json.loads(questions.read_text().splitlines()[0])["question"]
+        + "<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(first.token_ids) == first.text
+    im_start, im_end = 151644, 151645
+    assert [first.token_ids.count(token) for token in (im_start, im_end)] == [3, 2]
+    assert tokenizer.eos_token_id == im_end

@@ -1,0 +1,227 @@
+"""The numeric extractor: PEERS.md V17 (column "ours"), what must not count as an answer, real GSM8K, linear time."""
+
+from __future__ import annotations
+
+import json
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_megatron.rewards import rewards
+from grpo_megatron.rewards.arithmetic import arithmetic
+from grpo_megatron.rewards.gsm8k import contains_number, extract_answer, graded, gsm8k, parse_number, read_gold
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
+
+V17 = [
+    ("#### 1,234", "1234"),
+    ("#### -12.50", "-12.5"),
+    ("#### $18", "18"),
+    ("####7", "7"),
+    ("#### 3\nno, wait\n#### 4", "4"),
+    ("#### 5.", "5"),
+    ("#### 3/4", "3/4"),
+    ("#### 42" + " and so on" * 40, "42"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), V17)
+def test_extracts_the_vectors_of_v17(text: str, expected: str) -> None:
+    assert extract_answer(text) == Fraction(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>18</answer>", "18"),
+        ("<answer>\n $1,234.50 per week\n</answer>", "2469/2"),
+        (r"so \boxed{18}", "18"),
+        (r"so $\boxed 7$", "7"),
+        (r"\boxed{\frac{63}{400}}", "63/400"),
+        (r"\boxed{\$18\%}", "18"),
+        (r"\boxed{11,\! 111}", "11111"),
+        (r"\boxed{11{,}111}", "11111"),
+        (r"\fbox{12}", "12"),
+        (r"#### \boxed{18}", "18"),
+        ("#### **18**", "18"),
+        ("#### `18` dollars", "18"),
+        ("#### US$18", "18"),
+        ("#### -$5", "-5"),
+        ("#### $-5", "-5"),
+        ("#### \u22125", "-5"),
+        ("#### +5", "5"),
+        ("#### \u20ac.50", "1/2"),
+        ("#### 50%", "50"),
+        ("#### 1 1/2", "3/2"),
+        ("#### 3 / 4 of it", "3/4"),
+        ("#### 007", "7"),
+        ("#### 18, not 19", "18"),
+        ("#### 18<|im_end|>", "18"),
+        ("#### 18.\n", "18"),
+        ("####\n18", "18"),
+        ("#### 18 km - that is all", "18"),
+        # the last mark of any kind decides
+        (r"#### 1 then \boxed{2}", "2"),
+        (r"\boxed{2} then #### 1", "1"),
+        ("#### Step 1: think\n<answer>5</answer>", "5"),
+    ],
+)
+def test_drops_dressing_and_units(text: str, expected: str) -> None:
+    assert extract_answer(text) == Fraction(expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "42",
+        "The answer is 42.",
+        "####",
+        "#### none",
+        "#### 42\n####",  # the last mark decides, and it has no number
+        "#### the answer is 42",
+        "<answer>42",
+        r"\boxed{42",
+        "#### 9 * 2",
+        "#### 9 + 9 = 18",
+        "#### 18 = 9 * 2",
+        "#### 2**3",
+        "#### 2^3",
+        "#### 10-20",
+        "#### 10:30",
+        "#### 1/2/3",
+        "#### 3/0",
+        "#### 1.2.3",
+        "#### 1,23",
+        "#### 12,34,567",
+        "#### 18 19",
+        "#### 5e3",
+        "#### 1e999999999",
+        "#### 0x1F",
+        "#### 1_000",
+        "#### " + "9" * 5000,
+        "#### \uff14\uff12",  # full-width digits
+        "#### 4\uff12",
+        "#### \u0664\u0662",  # Arabic-Indic digits
+        "#### 5\u00bd",
+        "#### 5\u00b2",
+        "#### \u00b2",
+    ],
+)
+def test_gives_no_answer_when_there_is_no_plain_number(text: str) -> None:
+    assert extract_answer(text) is None
+    assert gsm8k(text, "42") == {"score": 0.0, "acc": 0.0, "extracted": 0.0}
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 6))
+def test_every_decimal_comes_back_exactly(number: int, places: int) -> None:
+    value = Fraction(number, 10**places)
+    whole, rest = divmod(abs(number), 10**places)
+    text = f"{'-' if number < 0 else ''}{whole:,}" + (f".{rest:0{places}d}" if places else "")
+    assert extract_answer(f"so it is\n#### ${text} in all") == value
+    assert gsm8k(f"<answer>{text}</answer>", str(value))["score"] == 1.0
+    assert gsm8k(rf"\boxed{{{text}}}", str(value + 1))["score"] == 0.0
+
+
+@given(st.text(st.sampled_from("#<answer>/\\boxed{} 0159.,-+*$%\u0665\u00bd\n"), max_size=60))
+def test_any_text_is_graded_without_an_exception(text: str) -> None:
+    for name in rewards.names():
+        rewards.get(name)(text, "42")
+        rewards.get(name)("####" + text, "42")
+        rewards.get(name)("<answer>" + text + "</answer>", "42")
+
+
+def test_a_wrong_reference_is_an_error_not_a_zero() -> None:
+    assert read_gold("1,234") == read_gold("so it is\n#### 1,234") == 1234
+    with pytest.raises(ValueError, match="'many' is not a number"):
+        gsm8k("#### 42", "many")
+
+
+def test_graded_rewards_the_reference_in_the_text() -> None:
+    assert graded("#### 42", "42")["score"] == 1.0
+    assert graded("it is 42, I think", "42")["score"] == 0.5
+    assert graded("it is 42, I think\n#### 43", "42") == {"score": 0.5, "acc": 0.0, "extracted": 1.0}
+    assert graded("it is 142 or 421 or 4.2 or 42.5 or 42,000", "42")["score"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "contained"),
+    [
+        ("5", "5", True),
+        ("$5.00.", "5", True),
+        ("5.01", "5", False),
+        ("is 1,234.", "1234", True),
+        ("is 1234", "1234", True),
+        ("is 1,234", "234", False),
+        ("is 1,234", "1", False),
+        ("1, 2, 3", "2", True),
+        ("10.5", "1/2", False),
+        ("0.50", "1/2", True),
+        (".5", "1/2", True),
+        ("1/2", "1/2", True),
+        ("1 / 3", "1/3", True),
+        ("it is -7", "-7", True),
+        ("it is 7", "-7", False),
+        ("0", "0", True),
+        ("0.0", "0", True),
+    ],
+)
+def test_contained_means_a_number_of_its_own(text: str, number: str, contained: bool) -> None:
+    assert contains_number(text, Fraction(number)) == contained
+
+
+def test_parse_number_wants_the_number_first() -> None:
+    assert parse_number("18 apples") == 18
+    assert parse_number("apples 18") is None
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_reference_solution_of_real_gsm8k_is_right(split: str) -> None:
+    path = GSM8K / f"{split}.jsonl"
+    if not path.exists():
+        pytest.skip(f"real GSM8K not found at {path}")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == {"train": 7473, "test": 1319}[split]
+    for row in rows:
+        gold = row["answer"].rpartition("####")[2].strip()
+        assert gsm8k(row["answer"], gold)["score"] == 1.0
+        assert gsm8k(row["answer"] + "1", gold)["score"] == 0.0  # a digit more
+
+
+MEGABYTES_10 = 10_000_000
+ADVERSARIAL = {
+    name: (piece * (MEGABYTES_10 // len(piece)))[:MEGABYTES_10]
+    for name, piece in {
+        "hashes": "#",
+        "tags": "<answer>",
+        "closed tags": "<answer></answer>",
+        "boxes": "\\boxed{",
+        "zeros": "0",
+        "decimals": "0." + "0" * 5000,
+        "groups": "1,000",
+        "golds": "42.00",
+        "spaces": " ",
+        "newlines": "\n",
+        "minus": "-",
+        "thoughts": "<think>",
+        "fractions": "42/",
+        "unicode digits": "\u0665",
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_ten_megabytes_take_linear_time(name: str) -> None:
+    """Each of these reads 10 MB a few times (some 10 ms each); quadratic time would be hours."""
+    text = ADVERSARIAL[name]
+    start = time.process_time()
+    for reward in rewards.names():
+        rewards.get(reward)(text, "42")
+    for prefix in ("####", "<answer>", "\\boxed{"):
+        extract_answer(prefix + text + "</answer>")
+    arithmetic("<think>" + text, "42")
+    assert time.process_time() - start < 10.0

@@ -1,0 +1,83 @@
+"""Names and results of rewards, and what importing the package costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_megatron.rewards import check_reward, rewards
+from grpo_megatron.rewards.reward import read_result
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_built_in_rewards() -> None:
+    assert rewards.names() == ["arithmetic", "format", "graded", "gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8", "unknown reward 'gsm8'; did you mean 'gsm8k'"),
+        ("no_such_module:score", "cannot import module 'no_such_module'"),
+        ("json:no_such_function", "has no attribute 'no_such_function'"),
+        ("json:decoder", "is module, not a function"),
+        ("__main__:score", "a worker process cannot import __main__"),
+        ("raising_module:score", "importing it raised ZeroDivisionError"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_a_clear_error(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        check_reward(name)
+
+
+def test_kwargs_are_checked_against_the_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_reward.py").write_text("def score(completion, answer, bonus=0.0): return bonus")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_reward("my_reward:score")
+    check_reward("my_reward:score", {"bonus": 1.0})
+    with pytest.raises(ValueError, match="with kwargs bonsu: got an unexpected keyword argument 'bonsu'"):
+        check_reward("my_reward:score", {"bonsu": 1.0})
+
+
+@pytest.mark.parametrize("returned", [1, True, 1.0, np.float32(1.0), np.int64(1), Decimal(1), {"score": 1}])
+def test_any_finite_number_is_a_score(returned: object) -> None:
+    assert read_result(returned) == (1.0, {})
+
+
+def test_further_entries_are_numbers_too() -> None:
+    assert read_result({"score": 0.5, "acc": True, "length": 3}) == (0.5, {"acc": 1.0, "length": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "the reward is NoneType, not a number"),
+        ("1.0", "the reward is str, not a number"),
+        (float("nan"), "the reward is nan, not a finite number"),
+        ({"score": float("inf")}, "entry 'score' is inf"),
+        ({"acc": 1.0}, r"a dict without 'score' \(keys: acc\)"),
+        ({"score": 1.0, "pred": "42"}, "entry 'pred' is str, not a number"),
+        ({"score": 1.0, **{str(n): n for n in range(65)}}, "returned 66 entries"),
+    ],
+)
+def test_anything_else_is_an_error(returned: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_result(returned)
+
+
+def test_workers_import_neither_torch_nor_transformers_nor_pydantic() -> None:
+    code = (
+        "import sys, grpo_megatron.rewards.worker, grpo_megatron.rewards.pool;"
+        "print([m for m in ('torch', 'transformers', 'tokenizers', 'pydantic', 'yaml', 'numpy') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"

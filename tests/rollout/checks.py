@@ -1,0 +1,140 @@
+"""Checks of what a live engine draws, scores and loads; `test_vllm.py` runs them in several worlds.
+
+Each begins with its own push of weights and can fail on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from grpo_megatron.rollout.engine import Completion, Request, sample_seed
+from tests.rollout import tiny
+from tests.rollout.worlds import World, raises, requests, rng_state
+
+
+def logprobs_equal_transformers(world: World) -> None:
+    model = world.push(1, 0)
+    world.assert_samples_from(model, requests())
+
+
+def logprobs_equal_transformers_at_temperature(world: World) -> None:
+    model = world.push(1, 0)
+    world.assert_samples_from(model, requests(temperature=0.7))
+    greedy = world.draw(requests(4, temperature=0.0, max_tokens=5))
+    for request, completion in zip(requests(4), greedy, strict=True):
+        assert completion.token_ids[0] == int(model(torch.tensor([request.prompt_ids])).logits[0, -1].argmax())
+
+
+def seeds_alone_decide_the_draws(world: World) -> None:
+    world.push(1, 0)
+    some = requests(6)
+    together = world.draw(some)
+    assert world.draw(some) == together
+    assert [world.draw([request])[0] for request in some] == together  # bitwise with one thread
+    assert world.draw(some[::-1]) == together[::-1]
+    others = world.draw([replace(some[1], seed=sample_seed(0, 0, "prompt 1", index)) for index in range(1, 5)])
+    assert len({tuple(c.token_ids) for c in [together[1], *others]}) == 5  # same prompt, other samples
+
+
+def responses_end_with_their_stop_token(world: World) -> None:
+    world.push(1, 0)
+    completions = world.draw(requests(32, max_tokens=40))
+    for completion in completions:
+        stops = [t for t, token in enumerate(completion.token_ids) if token in tiny.EOS]
+        stopped = completion.finish_reason == "stop"
+        assert stops == ([len(completion.token_ids) - 1] if stopped else [])
+        assert stopped or len(completion.token_ids) == 40
+        assert len(completion.logprobs) == len(completion.token_ids)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    assert {c.token_ids[-1] for c in completions if c.finish_reason == "stop"} == set(tiny.EOS)
+    whole = next(
+        c for c in completions if c.finish_reason == "length"
+    )  # the same draws up to a stop of the request's own
+    request = requests(32, max_tokens=40)[completions.index(whole)]
+    cut = whole.token_ids.index(whole.token_ids[9]) + 1
+    stopped_early = world.draw([replace(request, stop_token_ids=(whole.token_ids[9],))])[0]
+    assert stopped_early == Completion(whole.token_ids[:cut], whole.logprobs[:cut], "stop")
+
+
+def requests_that_vllm_would_alter_are_refused(world: World) -> None:
+    world.push(1, 0)
+    long = tuple([1] * (tiny.MAX_MODEL_LEN - 10))
+    assert len(world.draw([Request((1,), 0, max_tokens=1), Request(long, 0, max_tokens=10)])) == 2
+    for request in [Request(long, 0, 11), Request((1,), 0, 5, temperature=0.005), Request((1,), 0, 5, temperature=2.5)]:
+        raises(ValueError, "exceeds max_model_len|temperature", lambda r=request: world.draw([*requests(3), r]))
+    raises(ValueError, "cannot score 384", lambda: world.engine.score([[1] * 384]))
+    assert world.engine.score([[1]]) == [[]] and world.engine.generate([], 0) == [] and world.engine.score([]) == []
+    world.assert_samples_from(world.models[1], requests(3))  # nothing was left in the queue
+
+
+def generators_of_the_host_are_untouched(world: World) -> None:
+    world.push(1, 0)
+    before = rng_state()
+    world.draw(requests(3))
+    world.engine.score([[1, 2, 3]])
+    assert rng_state() == before
+
+
+def new_weights_change_the_samples(world: World) -> None:
+    first = world.push(1, 0)
+    world.assert_samples_from(first, requests())
+    before = world.draw(requests())
+    second = world.push(2, 1)
+    assert world.engine.version == 1
+    world.assert_samples_from(second, requests())
+    assert [c.token_ids for c in world.draw(requests())] != [c.token_ids for c in before]
+    world.push(1, 2)
+    assert world.draw(requests()) == before
+
+
+def order_of_the_stream_does_not_matter(world: World) -> None:
+    model = world.models[1]
+    reverse = [[pair] for bucket in tiny.buckets(model)[::-1] for pair in bucket[::-1]]
+    world.engine.load_weights(iter(reverse), 0)
+    world.assert_samples_from(model, requests(4))
+
+
+def a_push_forgets_cached_prefixes(world: World) -> None:
+    request = Request(tuple((5 * t + t * t) % tiny.VOCAB for t in range(300)), 0, max_tokens=8)  # > 2 blocks of 128
+
+    def error_after(push: Callable[[], Any]) -> float:
+        world.push(1, 0)
+        world.draw([request])  # fills the cache
+        model = push()
+        completion = world.draw([request])[0]
+        theirs = tiny.logprobs(model, list(request.prompt_ids), completion.token_ids)
+        return float((torch.tensor(completion.logprobs) - theirs).abs().max())
+
+    def push_without_reset() -> Any:
+        with mock.patch.object(world.engine._llm, "reset_prefix_cache", lambda: True):
+            return world.push(2, 1)
+
+    assert error_after(lambda: world.push(2, 1)) <= 1e-5
+    assert error_after(push_without_reset) > 1e-2  # the line above can fail: the old prefix would be used
+
+
+def reloads_of_the_same_weights_change_nothing(world: World) -> None:
+    world.push(1, 0)
+    before = world.draw(requests())
+    for version in range(1, 21):
+        world.push(1, version)
+    assert world.draw(requests()) == before
+
+
+def blocks_answer_for_themselves(world: World) -> None:
+    """Ranks draw different requests, or none, and the draws are those of one rank that draws all of them."""
+    model = world.push(1, 0)
+    everything = world.draw(requests())
+    share = slice(0, 5) if world.mesh.rank == 0 else slice(5, 12)
+    assert world.draw(requests()[share]) == everything[share]
+    if world.mesh.rank == 1:
+        world.assert_samples_from(model, requests(3))
+    else:
+        assert world.draw([]) == []
+    assert world.push(2, 1) is world.models[2]  # and they still meet
+    world.assert_samples_from(world.models[2], requests(2 + world.mesh.rank))

@@ -1,0 +1,147 @@
+"""Checks of what a live engine refuses and survives: bad pushes, stale versions, sleep, a failure inside vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.rollout.engine import Bucket
+from tests.rollout import tiny
+from tests.rollout.worlds import World, raises, requests
+
+
+def _drop(buckets: list[Bucket]) -> Iterator[Bucket]:
+    yield from buckets[:-1]
+    yield buckets[-1][:-1]
+
+
+def _unknown(buckets: list[Bucket]) -> Iterator[Bucket]:
+    yield buckets[0]
+    yield [*buckets[1], ("model.layers.9.weight", torch.zeros(3))]
+
+
+def _shape(buckets: list[Bucket]) -> Iterator[Bucket]:
+    yield from buckets[:-1]
+    yield [(name, tensor[..., :-1]) for name, tensor in buckets[-1]]
+
+
+def _nan(buckets: list[Bucket]) -> Iterator[Bucket]:
+    buckets[2][1][1].view(-1)[3] = float("nan")
+    yield from buckets
+
+
+def _twice(buckets: list[Bucket]) -> Iterator[Bucket]:
+    yield from buckets
+    yield buckets[0][:1]
+
+
+def _raise(buckets: list[Bucket]) -> Iterator[Bucket]:
+    yield from buckets[:2]
+    raise OSError("the policy is out of order")
+
+
+FAULTS = {
+    "missing": (_drop, "1 of .* tensors are missing, |streams differ"),
+    "unknown": (_unknown, "model.layers.9.weight is not a tensor of this model"),
+    "shape": (_shape, "has shape .*, not "),
+    "nan": (_nan, "has non-finite values"),
+    "twice": (_twice, "arrived twice"),
+    "raise": (_raise, "OSError: the policy is out of order"),
+}
+
+
+def _fault(world: World, name: str, where: str) -> None:
+    """A bad push raises on every rank and leaves no usable weights; the next good push makes all well."""
+    make, words = FAULTS[name]
+    world.push(1, 0)
+    before = world.draw(requests(3, max_tokens=6))
+    good = tiny.buckets(world.models[2])
+    bad_here = where == "all" or world.mesh.rank == world.mesh.world_size - 1
+    raises(RankError, words, lambda: world.engine.load_weights(make(good) if bad_here else iter(good), 1))
+    assert world.engine.version is None
+    for version in (0, 1):
+        raises(RuntimeError, "no complete set of weights", lambda v=version: world.engine.generate(requests(1), v))
+    raises(RuntimeError, "no complete set of weights", lambda: world.engine.score([[1, 2]]))
+    world.push(1, 2)
+    assert world.draw(requests(3, max_tokens=6)) == before
+
+
+class Fault:
+    """A check: bad push `name` on "all" ranks or the "last". (Sent to the ranks by pickle, which a closure is not.)"""
+
+    def __init__(self, name: str, where: str) -> None:
+        self.name, self.where = name, where
+        self.__name__ = f"push_with_{name}_on_{where}"
+
+    def __call__(self, world: World) -> None:
+        _fault(world, self.name, self.where)
+
+
+ON_ALL = [Fault(name, "all") for name in FAULTS]
+ON_LAST = [Fault(name, "last") for name in FAULTS]
+
+
+def stale_version_is_refused(world: World) -> None:
+    world.push(1, 7)
+    raises(RuntimeError, "version 6, the engine has 7", lambda: world.engine.generate(requests(1), 6))
+    raises(RuntimeError, "version 8, the engine has 7", lambda: world.engine.generate([], 8))
+    assert len(world.engine.generate(requests(1), 7)) == 1
+
+
+def asleep_it_refuses_work(world: World) -> None:
+    model = world.push(1, 0)
+    engine = world.engine
+    engine.sleep()
+    engine.sleep()
+    assert engine.version is None
+    raises(RuntimeError, "asleep", lambda: engine.generate(requests(1), 0))
+    raises(RuntimeError, "asleep", lambda: engine.score([[1, 2]]))
+    raises(RankError, "asleep", lambda: world.push(1, 1))
+    raises(RuntimeError, "wake_kv_cache before wake_weights", engine.wake_kv_cache)
+    engine.wake_weights()
+    raises(RuntimeError, "asleep .kv_cache.", lambda: engine.generate(requests(1), 0))
+    world.push(1, 2)
+    raises(RuntimeError, "asleep .kv_cache.", lambda: engine.generate(requests(1), 2))
+    engine.wake_kv_cache()
+    world.assert_samples_from(model, requests(3))
+    engine.sleep()
+    engine.wake_weights()
+    engine.wake_kv_cache()
+    raises(RuntimeError, "no complete set of weights", lambda: engine.generate(requests(1), 2))
+
+
+def engine_kwargs_that_the_trainer_depends_on_are_refused(world: World) -> None:
+    kwargs = {"logprobs_mode": "raw_logprobs", "max_num_seqs": 4}
+    raises(ConfigError, "rollout.engine_kwargs: logprobs_mode cannot", lambda: world.build(engine_kwargs=kwargs))
+
+
+def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
+    """The last check of a world: afterwards only a new engine helps, and it works in the same process."""
+    engine, llm = world.engine, world.engine._llm
+    update, calls = llm.update_weights, []
+
+    def fail_on_last_rank(request: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3 and world.mesh.rank == world.mesh.world_size - 1:
+            raise MemoryError("no room")
+        update(request)
+
+    with mock.patch.object(llm, "update_weights", fail_on_last_rank):
+        raises(RankError, "vLLM failed in a weight update .MemoryError: no room", lambda: world.push(1, 0))
+    for call in (lambda: engine.generate(requests(1), 0), lambda: engine.score([[1]]), lambda: world.push(1, 1)):
+        raises(RuntimeError, "must be built anew", call)
+    engine.shutdown()
+    engine.shutdown()
+    raises(RuntimeError, "shut down", lambda: engine.generate(requests(1), 0))
+    raises(RankError, "shut down", lambda: world.push(1, 0))  # the ranks can still talk: vLLM would have left them apart
+    world.engine = world.build(free_cache_engine=False, engine_kwargs={"max_num_seqs": 3})
+    assert world.engine._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 3
+    world.assert_samples_from(world.push(2, 3), requests(4))
+    world.engine.sleep()  # nothing: rollout.free_cache_engine is off
+    assert len(world.engine.generate(requests(1), 3)) == 1
+    world.engine.shutdown()

@@ -1,0 +1,173 @@
+"""A world with a live engine, and how its checks are run: once started, all checks in turn, each reported by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_megatron.config import RolloutConfig
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import build_mesh
+from grpo_megatron.rollout.engine import Completion, Request, sample_seed
+from grpo_megatron.rollout.vllm import VllmEngine
+from tests.rollout import tiny
+
+
+class World:
+    """What a check works with: an engine over random models of one kind, and the models themselves."""
+
+    def __init__(self, kind: str, folder: str, tp: int, facts: dict[str, Any]) -> None:
+        self.kind, self.folder = kind, folder
+        self.device = Device("cpu")
+        self.mesh = build_mesh(self.device, tp=1, pp=1, rollout_tp=tp)
+        self.models = {seed: tiny.model(kind, seed) for seed in (1, 2)}
+        own, foreign = leftover(os.environ["MASTER_PORT"]), leftover(f"1{os.environ['MASTER_PORT']}")
+        before = host_state()
+        facts["own_leftover_before"] = own.exists()
+        self.mesh.barrier()
+        try:
+            self.engine = self.build()
+            facts["own_leftover_after"], facts["foreign_leftover_after"] = own.exists(), foreign.exists()
+        finally:
+            self.mesh.barrier()
+            foreign.unlink(missing_ok=True)
+        after = host_state()
+        facts["host_changes"] = [key for key in before if before[key] != after[key]]
+
+    def build(self, **kwargs: Any) -> VllmEngine:
+        return VllmEngine(
+            self.folder,
+            RolloutConfig(tensor_model_parallel_size=self.mesh.rollout_tp, **kwargs),
+            self.mesh,
+            self.device,
+            dtype="float32",
+            max_model_len=tiny.MAX_MODEL_LEN,
+            eos_token_ids=tiny.EOS,
+            expected=tiny.shapes(self.kind),
+        )
+
+    def push(self, seed: int, version: int) -> Any:
+        """Load the weights of model `seed`, which is returned."""
+        self.engine.load_weights(iter(tiny.buckets(self.models[seed])), version)
+        return self.models[seed]
+
+    def draw(self, requests: list[Request]) -> list[Completion]:
+        assert self.engine.version is not None
+        return self.engine.generate(requests, self.engine.version)
+
+    def assert_samples_from(self, model: Any, requests: list[Request]) -> None:
+        """Generated log-probabilities, and scores of the same text, are the model's."""
+        completions = self.draw(requests)
+        ours = [value for completion in completions for value in completion.logprobs]
+        theirs = [
+            tiny.logprobs(model, list(r.prompt_ids), c.token_ids, r.temperature)
+            for r, c in zip(requests, completions, strict=True)
+        ]
+        tiny.assert_close(ours, torch.cat(theirs))
+        text = [[*r.prompt_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
+        scores = [value for sequence in self.engine.score(text) for value in sequence]
+        tiny.assert_close(scores, torch.cat([tiny.logprobs(model, ids[:1], ids[1:]) for ids in text]))
+
+
+def requests(count: int = 12, **kwargs: Any) -> list[Request]:
+    """Prompts of several lengths, a seed for each."""
+    return [
+        Request(
+            tuple((7 * i + 3 * t + 20) % tiny.VOCAB for t in range(1 + i % 5)),
+            sample_seed(0, 0, f"prompt {i}", 0),
+            **{"max_tokens": 16, **kwargs},
+        )
+        for i in range(count)
+    ]
+
+
+def raises(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    """`call` raises `error` with `words`, within seconds."""
+    start = time.monotonic()
+    with pytest.raises(error, match=words):
+        call()
+    assert time.monotonic() - start < 10
+
+
+# -- one rank's life ---------------------------------------------------------------------------------------------------
+
+
+def serve(kind: str, folder: str, tp: int, checks: list[Callable[[World], None]]) -> dict[str, Any]:
+    """Build the engine, run the checks; what each left behind: None, or its traceback. Then facts about the host."""
+    facts: dict[str, Any] = {}
+    start = time.monotonic()
+    with _console() as console:
+        world = World(kind, folder, tp, facts)
+        world.push(1, 0)
+        facts["draws"] = world.draw(requests())
+    facts |= {"console": console(), "seconds": time.monotonic() - start, "alive": [time.time()]}
+    if os.environ.get("TIMES"): print("start", kind, tp, facts["seconds"])
+    reports: dict[str, str | None] = {}
+    for check in checks:
+        begin = time.monotonic()
+        try:
+            check(world)
+            reports[check.__name__] = None
+        except Exception:
+            reports[check.__name__] = traceback.format_exc()
+        if os.environ.get("TIMES"): print(world.mesh.rank, check.__name__, f"{time.monotonic()-begin:.2f}")
+    facts["alive"].append(time.time())
+    return {"reports": reports, **facts}
+
+
+@contextlib.contextmanager
+def _console() -> Iterator[Callable[[], str]]:
+    """What this process writes to the file descriptors 1 and 2, by whatever means; shown if the block fails."""
+    with tempfile.TemporaryFile("w+") as file:
+        kept = [os.dup(1), os.dup(2)]
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        text = ""
+        try:
+            yield lambda: text
+        except BaseException:
+            file.seek(0)
+            os.write(kept[1], file.read().encode())
+            raise
+        finally:
+            os.dup2(kept[0], 1)
+            os.dup2(kept[1], 2)
+            file.seek(0)
+            text = file.read()
+
+
+def rng_state() -> list[bytes]:
+    """The three generators, comparable."""
+    numpy = np.random.get_state()
+    return [repr(random.getstate()).encode(), repr(numpy).encode(), torch.get_rng_state().numpy().tobytes()]
+
+
+def host_state() -> dict[str, Any]:
+    """What building an engine must not change in its process."""
+    return {
+        "rng": rng_state(),
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE"),
+        "LD_PRELOAD": os.environ.get("LD_PRELOAD"),
+        "num_threads": torch.get_num_threads(),
+        "set_num_threads": torch.set_num_threads,
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+    }
+
+
+def leftover(port: str, ranks: str = "0-1") -> Path:
+    """Shared memory as a killed run on `port` leaves it, under the name that vLLM is about to create."""
+    path = Path(f"/dev/shm/{port}-tp:0-[{ranks}]-cpushm_0")
+    path.write_bytes(b"left by a killed run")
+    return path

@@ -1,0 +1,223 @@
+"""Make what a run starts from: the quickstart's generated data, or a Hugging Face folder with random weights.
+
+    python tools/prepare_data.py arithmetic OUT --seed 0
+    python tools/prepare_data.py model OUT --preset quickstart --tokenizer DATA/tokenizer --seed 0 --std 0.05
+    python tools/prepare_data.py model CONFIG_JSON OUT --tokenizer DIR --set num_hidden_layers=2 --set hidden_size=64
+
+OUT is written under a temporary name beside it and renamed when complete; --force replaces an existing one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.arithmetic import VOCABULARY_SIZE, write_task
+from grpo_megatron.data.prompts import load_tokenizer
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quickstart": {  # 405 k parameters: learns data/arithmetic.py in a minute on two cores
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 128,
+        "initializer_range": 0.05,
+        "intermediate_size": 384,
+        "max_position_embeddings": 128,
+        "model_type": "qwen2",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": VOCABULARY_SIZE,
+    },
+}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def write_model(
+    raw: dict[str, Any], out: Path, tokenizer_dir: Path, seed: int, std: float, overrides: list[str]
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer's files into the existing folder `out`.
+
+    Every tensor of two or more dimensions is normal(0, std) in float32, drawn from (seed, its name); the others keep
+    the architecture's initial value (biases 0, norms 1; Gemma's norms 0, which means 1). config.json is `raw` with the
+    overrides, dtype float32, and the tokenizer's special ids. Raises ConfigError.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    tokenizer = load_tokenizer(tokenizer_dir, DataConfig())
+    if "model_type" not in raw:
+        raise ConfigError("the model config has no model_type; is it a Hugging Face config.json?")
+    raw = copy.deepcopy(raw)
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = "float32"  # what is written here; loaders believe the config
+    for role in ("bos", "eos", "pad"):
+        if getattr(tokenizer, f"{role}_token_id") is not None:
+            raw[f"{role}_token_id"] = getattr(tokenizer, f"{role}_token_id")
+    _apply_overrides(raw, overrides)
+    needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)  # ids may have gaps
+    if raw.get("vocab_size", needed) < needed:
+        raise ConfigError(
+            f"vocab_size={raw['vocab_size']} does not fit the tokenizer in {str(tokenizer_dir)!r}, whose largest id is"
+            f" {needed - 1}; add --set vocab_size={needed}"
+        )
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(raw)), dtype=torch.float32)
+    except Exception as error:  # sizes that do not fit each other fail in many ways
+        raise ConfigError(f"transformers cannot build this config: {type(error).__name__}: {error}") from error
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # tied tensors come once, by their first name
+            if parameter.dim() >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=_generator(seed, name)) * std)
+    model.save_pretrained(out, max_shard_size="1000GB")
+    (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # transformers leaves it 0600
+    for file in TOKENIZER_FILES:
+        if (tokenizer_dir / file).exists():
+            shutil.copyfile(tokenizer_dir / file, out / file)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {model.config.vocab_size}")
+
+
+def _generator(seed: int, name: str) -> Any:
+    import torch
+
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _apply_overrides(raw: dict[str, Any], overrides: list[str]) -> None:
+    """`key=value` or `table.key=value`, the value in JSON or else a string. Raises ConfigError for an unknown key."""
+    from transformers import AutoConfig
+
+    try:
+        known = {*raw, *AutoConfig.for_model(raw["model_type"]).to_dict()}
+    except ValueError as error:
+        raise ConfigError(f"transformers knows no model_type {raw['model_type']!r}") from error
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        top, *rest = key.split(".")
+        if not equals:
+            raise ConfigError(f"--set {override!r} is not of the form key=value")
+        if top not in known:
+            close = difflib.get_close_matches(top, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"--set {override!r}: a {raw['model_type']} config has no key {top!r}{hint}")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+        node, path = raw, [top, *rest]
+        for part in path[:-1]:
+            node[part] = node.get(part) or {}
+            node = node[part]
+            if not isinstance(node, dict):
+                raise ConfigError(f"--set {override!r}: {part!r} is a value, not a table")
+        node[path[-1]] = value
+
+
+@contextlib.contextmanager
+def replacing(out: Path, force: bool, marker: str) -> Iterator[Path]:
+    """A new folder beside `out` that becomes `out` when the block ends well, and disappears when it does not.
+
+    With `force` an existing `out` is deleted, provided it has the file `marker`: so that no other folder can be hit.
+    """
+    out = out.absolute()
+    if out.exists() and not force:
+        raise ConfigError(f"{str(out)!r} exists; give another folder, or --force to replace it")
+    if out.exists() and not (out / marker).is_file():
+        raise ConfigError(f"{str(out)!r} has no {marker}: it was not made by this command, and --force would delete it")
+    temporary, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("new", "old"))
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if out.exists():
+            out.rename(old)
+        temporary.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the model config {str(path)!r}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"the model config {str(path)!r} is not a JSON object")
+    return raw
+
+
+def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    task = commands.add_parser("arithmetic", help="sft.jsonl, train.jsonl, val.jsonl and tokenizer/ of the quickstart")
+    task.add_argument("out", type=Path)
+    task.add_argument("--num-train", type=int, default=4096, help="rows (default 4096)")
+    task.add_argument("--num-val", type=int, default=256, help="rows with held-out pairs (default 256)")
+    model = commands.add_parser("model", help="a Hugging Face folder with random weights")
+    model.add_argument("config", type=Path, nargs="?", help="a config.json; or use --preset")
+    model.add_argument("out", type=Path)
+    model.add_argument("--preset", choices=sorted(PRESETS), help="a built-in config instead of a file")
+    model.add_argument("--tokenizer", type=Path, required=True, help="folder whose tokenizer files are copied")
+    model.add_argument("--std", type=float, default=0.05, help="standard deviation of every matrix (default 0.05)")
+    model.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
+    for command in (task, model):
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    options = parser.parse_args(arguments)
+    if options.command == "model" and (options.config is None) == (options.preset is None):
+        parser.error("give either CONFIG_JSON or --preset (model [CONFIG_JSON] OUT [--preset NAME] --tokenizer DIR)")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. Returns 0, or 2 after a mistake of the user's."""
+    options = _parse_args(arguments)
+    try:
+        marker = "sft.jsonl" if options.command == "arithmetic" else "config.json"
+        with replacing(options.out, options.force, marker) as folder:
+            if options.command == "arithmetic":
+                write_task(folder, options.seed, options.num_train, options.num_val)
+            else:
+                raw = PRESETS[options.preset] if options.preset else _read_config(options.config)
+                write_model(raw, folder, options.tokenizer, options.seed, options.std, options.set)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
