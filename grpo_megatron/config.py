@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 
 class ConfigError(ValueError):
@@ -20,14 +21,12 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
 
 
 def _not_zero(steps: int) -> int:
     if steps == 0:
-        raise ValueError("every 0 steps has no meaning; set -1 for never")
+        raise PydanticCustomError("frequency", "every 0 steps has no meaning; set -1 for never")
     return steps
 
 

@@ -138,7 +138,7 @@ def _quieten(is_rank: bool, starts_ranks: bool) -> None:
     """Rank 0 alone shows warnings; the process that starts ranks leaves them to it."""
     speaks = not starts_ranks and (not is_rank or os.environ["RANK"] == "0")
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if speaks else logging.ERROR)
-    warnings.filterwarnings("ignore", "Transformer Engine and Apex are not installed")  # Megatron, four times a rank
+    warnings.filterwarnings("ignore", ".*Apex.* not installed")  # Megatron-Core, some eight times a rank
 
 
 # -- starting ranks ----------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def _report_failed_rank(error: Any) -> int:
         name = failure.signal_name()
         hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
         print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
-        return 128 - failure.exitcode
+        return 128 - int(failure.exitcode)
     said = failure.error_file_data.get("message", "") if failure.error_file_data else ""
     if not isinstance(said, str) or not said:
         print(f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason", file=sys.stderr)
@@ -224,7 +224,7 @@ def _is_one_of_several() -> bool:
 
 
 def _speaks_first(is_same_everywhere: bool) -> bool:
-    """Whether this rank is the first of its machine to fail. Without torchrun, only what all ranks find is said once."""
+    """Whether this rank is the first of its machine to fail. Without torchrun, only what all ranks find is once."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None or not _is_one_of_several():
         return os.environ.get("RANK", "0") == "0" or not is_same_everywhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
@@ -43,8 +44,8 @@ def layout_problems(config: Config, world_size: int, arch: Architecture | None) 
 
 def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
     """Layers of each pipeline stage, in Megatron's even or uneven cut; None when they cannot be cut so."""
-    first, last = (megatron.override_transformer_config.get(end) for end in (FIRST, LAST))
-    given = [n for n in (first, last) if n is not None]
+    ends: list[Any] = [megatron.override_transformer_config.get(end) for end in (FIRST, LAST)]
+    given = [n for n in ends if n is not None]
     if not all(isinstance(n, int) and n > 0 for n in given):
         return None
     middle, rest = megatron.pipeline_model_parallel_size - len(given), num_layers - sum(given)
@@ -52,7 +53,8 @@ def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
         return given if rest == 0 else None
     if middle < 0 or rest < middle or rest % middle:
         return None
-    return [first] * (first is not None) + [rest // middle] * middle + [last] * (last is not None)
+    stages = [ends[0], *[rest // middle] * middle, ends[1]]
+    return [n for n in stages if n is not None]
 
 
 def _stage_problem(num_layers: int, megatron: MegatronConfig) -> str:

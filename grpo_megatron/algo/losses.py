@@ -124,7 +124,7 @@ def total_loss(
 
     Returns a scalar with gradient (0, with zero gradients, when everything is masked or B is 0), and sums: see
     `MetricSum`. `actor/pg_loss`, `actor/entropy_loss` and, with a penalty, `actor/kl_loss` are aggregated like the loss
-    and before their coefficients; metrics of the policy loss and of the penalty are token means.
+    and before their coefficients; `actor/entropy` and metrics of the policy loss and of the penalty are token means.
     `kl_penalty` None: no KL term; else `inputs.ref_logprobs` must be there.
     """
     weights = inputs.token_weights
@@ -144,6 +144,7 @@ def total_loss(
         per_token = per_token - config.entropy_coeff * inputs.entropy
 
     metrics = {name: MetricSum((weights * value.detach()).sum(), None) for name, value in weighted.items()}
+    token_metrics = token_metrics | {"actor/entropy": inputs.entropy}
     num_tokens = inputs.mask.sum()
     for name, value in token_metrics.items():
         masked = torch.where(inputs.mask, value.detach().to(weights.dtype), 0.0)

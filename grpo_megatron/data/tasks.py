@@ -75,7 +75,7 @@ def gsm8k() -> Task:
 
 @tasks.register("arithmetic")
 def arithmetic() -> Task:
-    """The quickstart's sums, rows {"prompt", "answer"}; see data/arithmetic.py. Needs data.apply_chat_template=false."""
+    """The quickstart's sums, rows {"prompt", "answer"}; see data/arithmetic.py; for data.apply_chat_template=false."""
 
     def read_row(row: dict[str, Any]) -> tuple[Question, str]:
         prompt, answer = text_field(row, "prompt"), text_field(row, "answer")

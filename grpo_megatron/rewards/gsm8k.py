@@ -94,7 +94,7 @@ def _boxed(text: str) -> Fraction | None:
 
 
 def read_gold(answer: str) -> Fraction:
-    """The reference answer as a number, marked or bare. Raises ValueError: without one a sample is unscorable, not wrong."""
+    """The reference answer as a number, marked or bare. Raises ValueError: without one no sample can be scored."""
     value = extract_answer(answer)
     value = parse_number(answer.strip()) if value is None else value
     if value is None:

@@ -9,6 +9,7 @@ ends; a worker lost between two calls is replaced without a word.
 
 from __future__ import annotations
 
+import json
 import logging
 import selectors
 import sys
@@ -42,7 +43,7 @@ class RewardPool:
     """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function.
 
     Use it in a `with` block, or call `close`. `counts` sums the statuses of all items ever scored. Raises ValueError
-    when a reward in `names` is unknown or cannot be called with `kwargs`.
+    when a reward in `names` is unknown or cannot be called with `kwargs`, or these are no JSON.
     """
 
     def __init__(
@@ -56,6 +57,10 @@ class RewardPool:
             raise ValueError(f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be positive")
         self.timeout_s = timeout_s
         self.kwargs = dict(kwargs or {})
+        try:
+            json.dumps(self.kwargs)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
         for name in names:
             check_reward(name, self.kwargs)
         self.counts: Counter[str] = Counter()
@@ -131,6 +136,7 @@ class RewardPool:
             finally:
                 for worker in [w for w in self._workers if w.pending]:  # interrupted: its answers belong to nobody
                     self._remove(worker)
+                self._items = []
             assert all(result is not None for result in self._results)
             return self._results  # type: ignore[return-value]
 
@@ -186,6 +192,7 @@ class RewardPool:
 
     def _replace(self, worker: WorkerProcess, status: Literal["error", "timeout"], message: str) -> None:
         """Charge the item a dead worker was at, return the others to the queue, start another worker."""
+        current = worker.pending[0] if worker.pending else None
         self._collect(worker)  # a verdict may have arrived while it was being killed
         self._show(worker)
         tail = worker.log_tail.strip().rpartition("\n")[2][-200:]
@@ -194,7 +201,7 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 raise RuntimeError(f"reward workers do not start; {message}")
-        if worker.pending:
+        if current and worker.pending and worker.pending[0] == current:  # else it was answered, and the next not begun
             number, name = worker.pending.popleft()
             self._fail(number, status, message)
             if name not in worker.loaded:  # died while importing: do not try again for every sample of this call

@@ -123,12 +123,14 @@ class WorkerProcess:
         return text, bool(chunk)
 
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        # WNOWAIT: while it is not reaped, its process group's number cannot become somebody else's
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def kill(self) -> str:
         """SIGKILL to the whole group; returns how the process ended. The pipes stay readable until `close`."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         if code >= 0:
             return f"exit code {code}"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from grpo_megatron.registry import Registry
 
-Reward = Callable[..., "float | Mapping[str, float]"]
+Reward = Callable[..., Any]  # float or dict; `read_result` holds it to that
 rewards: Registry[Reward] = Registry("reward")
 
 MAX_EXTRA_SCORES = 64  # metrics are one curve per name: a reward that returns more is keyed by its data

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,7 @@ class VllmEngine:
         for ids in sequences:
             if not 1 <= len(ids) < self._max_model_len:
                 raise ValueError(f"cannot score {len(ids)} tokens: max_model_len is {self._max_model_len}")
+            self._require_vocabulary(ids)
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
@@ -138,15 +139,16 @@ class VllmEngine:
             raise RuntimeError("the engine has no complete set of weights: call load_weights first")
 
     def _params(self, request: Request) -> Any:
-        if len(request.prompt_ids) + request.max_tokens > self._max_model_len:
+        if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
             raise ValueError(
-                f"prompt of {len(request.prompt_ids)} + max_tokens {request.max_tokens} exceeds max_model_len "
-                f"{self._max_model_len}"
+                f"a prompt of {len(request.prompt_ids)} with max_tokens {request.max_tokens} does not fit "
+                f"max_model_len {self._max_model_len} (or is empty)"
             )
         if request.temperature != 0 and not _MIN_TEMPERATURE <= request.temperature <= _MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature {request.temperature} is outside vLLM's {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE} (or 0)"
             )
+        self._require_vocabulary(request.prompt_ids)
         return self._sampling_params(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -158,6 +160,11 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
         )
+
+    def _require_vocabulary(self, ids: Sequence[int]) -> None:
+        size = self._llm.model_config.get_vocab_size()
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            raise ValueError(f"token ids {min(ids)} to {max(ids)} are outside the vocabulary of {size}")
 
     def _run(self, prompts: list[list[int]], params: list[Any], progress: bool) -> list[Any]:
         if not prompts:

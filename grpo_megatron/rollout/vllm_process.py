@@ -24,9 +24,14 @@ from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Bucket
 
-# Loggers whose every warning is expected here: no tokenizer on purpose, and buffers that no checkpoint holds.
-_NOISE = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
-_CPU_NOISE = (  # no Triton, no compilation
+# Loggers whose every warning is expected here: no tokenizer, buffers no checkpoint holds, a policy of another dtype.
+_NOISE = (
+    "vllm.renderers.base",
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "vllm.model_executor.models.utils",
+)
+_CPU_NOISE = (  # no Triton, no compilation, on some no bfloat16 kernels
+    "vllm.model_executor.layers.utils",
     "vllm.triton_utils.importing",
     "vllm.engine.arg_utils",
     "vllm.config.vllm",

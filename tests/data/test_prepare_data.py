@@ -52,7 +52,7 @@ def test_the_quickstart_model_is_the_recipes(tmp_path: Path, tokenizer: str) -> 
             assert abs(parameter.std().item() - 0.05) < 5 * 0.05 / (2 * parameter.numel()) ** 0.5, name
             assert abs(parameter.mean().item()) < 5 * 0.05 / parameter.numel() ** 0.5, name
         else:
-            assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0], name
+            assert set(parameter.tolist()) == {0.0 if name.endswith("bias") else 1.0}, name
     text = "Tom has 23 apples and buys 45 more. How many?<sep>"
     assert AutoTokenizer.from_pretrained(tmp_path / "m")(text) == AutoTokenizer.from_pretrained(tokenizer)(text)
 

@@ -188,6 +188,8 @@ def test_names_are_checked_before_any_process_starts() -> None:
         RewardPool(1, names=["gsm8"])
     with pytest.raises(ValueError, match="with kwargs bonus: got an unexpected keyword argument"):
         RewardPool(1, kwargs={"bonus": 1}, names=["gsm8k"])
+    with pytest.raises(ValueError, match="reward.kwargs cannot be passed to the workers as JSON: .* set is not"):
+        RewardPool(1, kwargs={"names": {1}})
     with pytest.raises(ValueError, match="reward.timeout_s=0"):
         RewardPool(1, timeout_s=0)
 

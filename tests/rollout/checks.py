@@ -65,9 +65,16 @@ def requests_that_vllm_would_alter_are_refused(world: World) -> None:
     world.push(1, 0)
     long = tuple([1] * (tiny.MAX_MODEL_LEN - 10))
     assert len(world.draw([Request((1,), 0, max_tokens=1), Request(long, 0, max_tokens=10)])) == 2
-    for request in [Request(long, 0, 11), Request((1,), 0, 5, temperature=0.005), Request((1,), 0, 5, temperature=2.5)]:
-        raises(ValueError, "exceeds max_model_len|temperature", lambda r=request: world.draw([*requests(3), r]))
+    for request, words in [
+        (Request(long, 0, 11), "a prompt of 374 with max_tokens 11 does not fit max_model_len 384"),
+        (Request((), 0, 5), "a prompt of 0 .* is empty"),
+        (Request((1,), 0, 5, temperature=0.005), "temperature 0.005 is outside"),
+        (Request((1,), 0, 5, temperature=2.5), "temperature 2.5 is outside"),
+        (Request((1, tiny.VOCAB), 0, 5), "1 to 160 are outside the vocabulary of 160"),
+    ]:
+        raises(ValueError, words, lambda r=request: world.draw([*requests(3), r]))  # type: ignore[misc]
     raises(ValueError, "cannot score 384", lambda: world.engine.score([[1] * 384]))
+    raises(ValueError, "-1 to 5 are outside", lambda: world.engine.score([[5, -1]]))
     assert world.engine.score([[1]]) == [[]] and world.engine.generate([], 0) == [] and world.engine.score([]) == []
     world.assert_samples_from(world.models[1], requests(3))  # nothing was left in the queue
 

@@ -64,8 +64,8 @@ def _fault(world: World, name: str, where: str) -> None:
     bad_here = where == "all" or world.mesh.rank == world.mesh.world_size - 1
     raises(RankError, words, lambda: world.engine.load_weights(make(good) if bad_here else iter(good), 1))
     assert world.engine.version is None
-    for version in (0, 1):
-        raises(RuntimeError, "no complete set of weights", lambda v=version: world.engine.generate(requests(1), v))
+    raises(RuntimeError, "no complete set of weights", lambda: world.engine.generate(requests(1), 0))
+    raises(RuntimeError, "no complete set of weights", lambda: world.engine.generate(requests(1), 1))
     raises(RuntimeError, "no complete set of weights", lambda: world.engine.score([[1, 2]]))
     world.push(1, 2)
     assert world.draw(requests(3, max_tokens=6)) == before
@@ -138,7 +138,9 @@ def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
     engine.shutdown()
     engine.shutdown()
     raises(RuntimeError, "shut down", lambda: engine.generate(requests(1), 0))
-    raises(RankError, "shut down", lambda: world.push(1, 0))  # the ranks can still talk: vLLM would have left them apart
+    raises(
+        RankError, "shut down", lambda: world.push(1, 0)
+    )  # the ranks can still talk: vLLM would have left them apart
     world.engine = world.build(free_cache_engine=False, engine_kwargs={"max_num_seqs": 3})
     assert world.engine._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 3
     world.assert_samples_from(world.push(2, 3), requests(4))

@@ -103,6 +103,6 @@ def test_a_fault_on_one_rank_stops_all_ranks() -> None:
         for (name, (_, _, words, num_buckets)), (message, received, seconds) in zip(
             CASES.items(), outcomes, strict=True
         ):
-            assert seconds < 5, (name, rank)
+            assert seconds < 30, (name, rank)
             assert received == num_buckets, (name, rank, message)
             assert (message is None) if words is None else (message is not None and words in message), (name, message)

@@ -25,10 +25,11 @@ CORRECT = [
     checks.logprobs_equal_transformers,
     checks.logprobs_equal_transformers_at_temperature,
     checks.seeds_alone_decide_the_draws,
+    checks.responses_end_with_their_stop_token,
     checks.new_weights_change_the_samples,
     checks.reloads_of_the_same_weights_change_nothing,
+    checks.a_push_forgets_cached_prefixes,
 ]
-SHARED = [*CORRECT, checks.responses_end_with_their_stop_token, checks.a_push_forgets_cached_prefixes]
 REFUSALS = [faults.stale_version_is_refused, faults.asleep_it_refuses_work]
 LAST = [faults.a_failure_inside_vllm_breaks_the_engine_on_all_ranks]
 
@@ -39,7 +40,7 @@ WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
         1,
         1,
         [
-            *SHARED,
+            *CORRECT,
             checks.requests_that_vllm_would_alter_are_refused,
             checks.generators_of_the_host_are_untouched,
             checks.order_of_the_stream_does_not_matter,
@@ -49,9 +50,14 @@ WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
             *LAST,
         ],
     ),
-    "block": ("qwen2", 2, 2, [*SHARED, *REFUSALS, *faults.ON_ALL, *faults.ON_LAST, *LAST]),
-    "tied": ("llama", 2, 2, [*CORRECT, checks.a_push_forgets_cached_prefixes]),
-    "blocks": ("qwen2", 2, 1, [checks.blocks_answer_for_themselves, *CORRECT, *faults.ON_LAST]),
+    "block": ("qwen2", 2, 2, [*CORRECT, *REFUSALS, *faults.ON_ALL, *faults.ON_LAST, *LAST]),
+    "tied": ("llama", 2, 2, [checks.logprobs_equal_transformers, checks.new_weights_change_the_samples]),
+    "blocks": (
+        "qwen2",
+        2,
+        1,
+        [checks.blocks_answer_for_themselves, checks.new_weights_change_the_samples, *faults.ON_LAST],
+    ),
 }
 
 Results = dict[str, list[dict[str, Any]]]

@@ -97,7 +97,7 @@ def raises(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
     start = time.monotonic()
     with pytest.raises(error, match=words):
         call()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 # -- one rank's life ---------------------------------------------------------------------------------------------------
@@ -112,16 +112,13 @@ def serve(kind: str, folder: str, tp: int, checks: list[Callable[[World], None]]
         world.push(1, 0)
         facts["draws"] = world.draw(requests())
     facts |= {"console": console(), "seconds": time.monotonic() - start, "alive": [time.time()]}
-    if os.environ.get("TIMES"): print("start", kind, tp, facts["seconds"])
     reports: dict[str, str | None] = {}
     for check in checks:
-        begin = time.monotonic()
         try:
             check(world)
             reports[check.__name__] = None
         except Exception:
             reports[check.__name__] = traceback.format_exc()
-        if os.environ.get("TIMES"): print(world.mesh.rank, check.__name__, f"{time.monotonic()-begin:.2f}")
     facts["alive"].append(time.time())
     return {"reports": reports, **facts}
 

@@ -1,0 +1,91 @@
+"""What the ranks of the end-to-end tests run: the real Trainer, watched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_megatron.config import Config
+
+
+def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A tiny complete run on `world` ranks; `sections` are merged in, one level deep."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": str(root / "model"), "dtype": "float32"},
+        "data": {
+            "task": "arithmetic",
+            "train_files": [str(root / "data/train.jsonl")],
+            "val_files": [str(root / "data/val.jsonl")],
+            "val_max_samples": 6,
+            "apply_chat_template": False,
+            "train_batch_size": 6,
+            "max_prompt_length": 24,
+            "max_response_length": 12,
+        },
+        "actor": {"optim": {"lr": 2e-3}, "kl_loss_coef": 0.05, "ppo_mini_batch_size": 3, "ppo_max_token_len_per_gpu": 160},
+        "rollout": {"n": 3, "enforce_eager": True, "val_kwargs": {"temperature": 1.0}},
+        "reward": {"function": "tests.e2e.ranks:length_reward"},
+        "trainer": {
+            "total_training_steps": 2,
+            "test_freq": -1,
+            "val_before_train": False,
+            "save_freq": -1,
+            "save_hf_at_end": False,
+            "n_gpus_per_node": world,
+            "device": "cpu",
+            "output_dir": str(output_dir),
+            "logger": ["jsonl"],
+        },
+    }
+    for section, values in sections.items():
+        base.setdefault(section, {}).update(values)
+    return base
+
+
+def length_reward(completion: str, answer: str) -> float:
+    """Dense and exact: random models get different rewards, so every step has a gradient."""
+    return float(sum(map(ord, completion)) % 7)
+
+
+def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
+    """Run the Trainer; return this rank's samples per step, and the final weights and optimizer state."""
+    from grpo_megatron.trainer import Trainer
+
+    trainer = Trainer(Config.model_validate(raw))
+    drawn: dict[int, list[Any]] = {}
+    collect = trainer.collect
+
+    def watched(step: int) -> Any:
+        samples = collect(step)
+        drawn[step] = [(s.prompt.uid, s.index, s.response_ids, s.rollout_logprobs, s.reward) for s in samples]
+        return samples
+
+    trainer.collect = watched  # type: ignore[method-assign]
+    result: dict[str, Any] = {"samples": drawn, "rank": trainer.mesh.rank, "leader": trainer.mesh.is_block_leader}
+    close = trainer.close
+
+    def last_look() -> None:
+        if keep_weights:
+            result["weights"] = {n: t.clone() for bucket in trainer.policy.hf_weights(1) for n, t in bucket}
+            result["optimizer"] = [
+                {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+                for one in getattr(trainer.policy.optimizer, "chained_optimizers", [trainer.policy.optimizer])
+                for state in one.optimizer.state.values()
+            ]
+            result["first_step"] = trainer.first_step
+        close()
+
+    trainer.close = last_look  # type: ignore[method-assign]
+    trainer.run()
+    return result
+
+
+def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
+    """Step -> every sample of every block, ordered."""
+    steps = results[0]["samples"]
+    return {
+        step: sorted(sample for result in results if result["leader"] for sample in result["samples"][step])
+        for step in steps
+    }

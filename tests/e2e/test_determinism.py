@@ -1,0 +1,75 @@
+"""Same seed, same layout: the same bits. Same seed, other layout: the same samples. Stop and resume: as if never stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.e2e import ranks
+
+TP2 = {"actor": {"megatron": {"tensor_model_parallel_size": 2}}}
+
+
+def merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    for section, values in extra.items():
+        base[section] = {**base[section], **values}
+    return base
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["weights"].keys() == b["weights"].keys()
+    for name, tensor in a["weights"].items():
+        assert torch.equal(tensor, b["weights"][name]), name
+    assert len(a["optimizer"]) == len(b["optimizer"]) > 0
+    for one, other in zip(a["optimizer"], b["optimizer"], strict=True):
+        assert one.keys() == other.keys() and "exp_avg" in one
+        for key, value in one.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[key])), key
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Without wall-clock and memory numbers."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
+
+
+@pytest.mark.parametrize("layout", ["DP2", "TP2"])
+def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Path, layout: str) -> None:
+    """And a run repeated with the same seed is the same run, bit for bit: the first two steps are compared twice."""
+    extra = TP2 if layout == "TP2" else {}
+
+    def run(name: str, steps: int) -> list[dict[str, Any]]:
+        trainer = {"total_training_steps": steps, "save_freq": 2}
+        # a constant learning rate: the schedule must not know when the run will end
+        raw = merged(ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), extra)
+        return worlds.run(ranks.train, 2, raw=raw)
+
+    whole = run("whole", 4)
+    first = run("halves", 2)
+    second = run("halves", 4)
+    assert [r["first_step"] for r in second] == [2, 2]
+    for a, b, c in zip(whole, first, second, strict=True):
+        assert a["samples"] == {**b["samples"], **c["samples"]}
+        assert_same(a, c)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "halves")
+    before = first[0]["weights"]
+    assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last two steps did something
+
+
+def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path: Path) -> None:
+    """7 prompts x 3 samples do not divide by 2 or 4: groups straddle ranks. lr is 0, so that step 1 compares too."""
+    drawn = []
+    for world in (1, 2, 4):
+        raw = ranks.settings(workspace, tmp_path / str(world), world, data={"train_batch_size": 7})
+        raw["data"] = {**ranks.settings(workspace, tmp_path, world)["data"], "train_batch_size": 7}
+        raw["actor"] = {"optim": {"lr": 0.0}}
+        results = worlds.run(ranks.train, world, raw=raw, keep_weights=False)
+        drawn.append(ranks.all_samples(results))
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(drawn[0][0]) == 21
+    assert drawn[0][0] != drawn[0][1]
