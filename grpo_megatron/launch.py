@@ -150,7 +150,7 @@ def _start_ranks(world_size: int, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say what is to be said
+    logging.disable(logging.ERROR)  # the agent's, which would bury what the failed rank has said
     os.environ[LAUNCHER_PID] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="grpo_megatron_") as folder:
         options = ["--standalone", "--nproc-per-node", str(world_size), "--log-dir", folder]
@@ -162,6 +162,7 @@ def _start_ranks(world_size: int, argv: list[str]) -> int:
             print("interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
         finally:
+            logging.disable(logging.NOTSET)
             del os.environ[LAUNCHER_PID]
     return 0
 
@@ -174,11 +175,11 @@ def _report_failed_rank(error: Any) -> int:
         hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
         print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
         return 128 - int(failure.exitcode)
-    said = failure.error_file_data.get("message", "") if failure.error_file_data else ""
-    if not isinstance(said, str) or not said:
+    said = failure.message
+    if not isinstance(said, dict):
         print(f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason", file=sys.stderr)
-    elif failure.error_file_data.get("unexpected"):
-        print(f"error: rank {rank}: {said} (its traceback is above)", file=sys.stderr)
+    elif said["extraInfo"].get("unexpected"):
+        print(f"error: rank {rank}: {said['message']} (its traceback is above)", file=sys.stderr)
     return int(failure.exitcode)
 
 
@@ -235,10 +236,12 @@ def _speaks_first(is_same_everywhere: bool) -> bool:
 
 
 def _write_error_file(message: str, unexpected: bool) -> None:
-    """Where torchrun looks for the reason: a torchrun that is not ours repeats it in its own last words."""
+    """Where torchrun looks for the reason: one that we have not started repeats it in its own last words."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        content = {"message": message, "timestamp": int(time.time()), "unexpected": unexpected}
+        content = {
+            "message": {"message": message, "extraInfo": {"timestamp": int(time.time()), "unexpected": unexpected}}
+        }
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps(content))
 

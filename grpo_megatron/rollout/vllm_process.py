@@ -191,7 +191,8 @@ def inside(device: Device) -> Iterator[None]:
 
 
 def _remove_own_leftovers(mesh: Mesh) -> None:
-    """Remove shared memory that a killed run on this very port has left; vLLM would refuse to start. Collective."""
+    """Remove shared memory that a killed run on this very port has left: vLLM (its AVX-512 build) would refuse to start.
+    Collective."""
     if os.environ["LOCAL_RANK"] == "0":
         for path in glob.glob(f"/dev/shm/{os.environ['MASTER_PORT']}-*-cpushm_*"):
             with contextlib.suppress(FileNotFoundError):

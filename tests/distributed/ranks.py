@@ -80,3 +80,54 @@ def cycles(
         tokens.append([c.token_ids for c in drawn])
         policy.update(batch, loss)
     return {"mean": means, "max": worsts, "tokens": tokens}
+
+
+def faulty(folder: Path, fault: str) -> dict[str, Any]:
+    """A PP2 policy whose second sync goes wrong on rank 1 alone."""
+    from grpo_megatron.metrics import Metrics
+    from grpo_megatron.parallel.mesh import RankError
+
+    mesh, policy, engine, colocation = build(folder, 1, 2, False, rollout_tp=1)
+    with colocation.rollout(0, Metrics()):
+        engine.generate(requests(0, 1.0), 0)
+    if mesh.rank == 1:
+        _break(policy, engine, fault)
+    try:
+        with colocation.rollout(1, Metrics()):
+            engine.generate(requests(0, 1.0), 1)
+        error = "none"
+    except RankError as raised:
+        error = str(raised)
+    if fault == "other_model":  # the probe's own refusal: the weights did arrive
+        return {"error": error, "refused": True}
+    try:
+        engine.generate(requests(0, 1.0), 1)
+        refused = False
+    except RuntimeError:
+        refused = True
+    return {"error": error, "refused": refused}
+
+
+def _break(policy: Any, engine: Any, fault: str) -> None:
+    from grpo_megatron.models.weights import bare
+
+    inner = bare(policy.ddp)
+    last = inner.decoder.layers[-1].mlp
+    if fault == "missing":
+        del inner.decoder.layers[0].mlp.linear_fc2.weight
+    elif fault == "nan":
+        with torch.no_grad():
+            last.linear_fc1.weight[3, 5] = torch.nan
+    elif fault == "exception":
+        real = policy.hf_weights
+
+        def stream(bucket_megabytes: int) -> Any:
+            for number, bucket in enumerate(real(bucket_megabytes)):
+                if number == 1:
+                    raise KeyError("broken stream")
+                yield bucket
+
+        policy.hf_weights = stream
+    else:  # the engine silently keeps something else: what only the probe can see
+        score = engine.score
+        engine.score = lambda sequences: [[logprob - 0.3 for logprob in row] for row in score(sequences)]

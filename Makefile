@@ -1,0 +1,43 @@
+# make quickstart   train a tiny model on this machine's CPU
+# make test         everything CI runs: linters and all tests
+# make test-fast    what takes under two minutes
+# All of them set up .venv first, once.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+QUICKSTART := outputs/quickstart
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup quickstart test test-fast lint clean
+
+setup: $(INSTALLED)
+
+# --no-deps: the locks are complete, and the resolver would add CUDA builds that break vLLM on CPU (see cpu.lock).
+$(INSTALLED): requirements/cpu.lock requirements/dev.lock pyproject.toml
+	@bash requirements/install.sh $(PYTHON) $(VENV)
+	@touch $@
+
+$(QUICKSTART)/model: | $(INSTALLED)
+	@$(BIN)/python tools/prepare_data.py arithmetic $(QUICKSTART)/data --seed 0 --force
+	@$(BIN)/python tools/prepare_data.py model --preset quickstart $(QUICKSTART)/model \
+		--tokenizer $(QUICKSTART)/data/tokenizer --seed 0 --std 0.05 --force
+
+quickstart: $(INSTALLED) $(QUICKSTART)/model
+	@rm -rf $(QUICKSTART)/run
+	@$(BIN)/python -m grpo_megatron train examples/quickstart.yaml
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+clean:
+	rm -rf $(VENV) outputs

@@ -1,0 +1,85 @@
+"""The engine holds what the policy holds: after every sync, whatever the layouts; and a faulty sync stops every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny, worlds
+from tests.distributed import ranks
+from tests.models.ranks import LAYOUTS
+
+# (family, training layout, rollout tp): every training layout, every rollout tp, every family
+CASES = [
+    ("qwen2", "1", 1),
+    ("qwen3", "DP2", 1),
+    ("qwen2-tied", "DP2", 2),
+    ("qwen3", "TP2+SP", 1),
+    ("mistral", "TP2+SP", 2),
+    ("qwen2-tied", "PP2", 1),
+    ("llama3", "PP2", 2),
+    ("llama2", "TP2xPP2+SP", 1),
+    ("qwen2-tied", "TP2xPP2+SP", 2),
+    ("qwen3", "TP2xPP2+SP", 4),
+    ("qwen3", "DP2xTP2", 1),
+    ("qwen2", "DP2xTP2", 2),
+    ("llama3", "DP2xTP2", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: tiny.make_model(root / family, family) for family in tiny.FAMILIES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout", "rollout_tp"), CASES)
+def test_engine_and_policy_agree_after_every_sync(
+    models: dict[str, Path], family: str, layout: str, rollout_tp: int
+) -> None:
+    """float32 gates: mean 1e-6, max 1e-5, over three update/sync cycles that change the samples. Temperature 0.8."""
+    shape = LAYOUTS[layout]
+    results = worlds.run(
+        ranks.cycles,
+        shape[0],
+        folder=models[family],
+        layout=shape,
+        rollout_tp=rollout_tp,
+        num_cycles=3,
+        lr=1e-2,
+        temperature=0.8,
+    )
+    for result in results:
+        assert max(result["mean"]) <= 1e-6
+        assert max(result["max"]) <= 1e-5
+        first, second, third = result["tokens"]
+        assert first != second != third
+
+
+@pytest.mark.slow
+def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
+    """lr 0 for six cycles: bucket reuse, races and half pushes would all show as other samples."""
+    shape = LAYOUTS["TP2xPP2+SP"]
+    results = worlds.run(
+        ranks.cycles, 4, folder=models["qwen2-tied"], layout=shape, rollout_tp=2, num_cycles=6, lr=0.0
+    )
+    for result in results:
+        assert all(tokens == result["tokens"][0] for tokens in result["tokens"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["missing", "nan", "exception", "other_model"])
+def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: str) -> None:
+    """And says where: the message names the rank and the tensor, on every rank; generation is refused afterwards."""
+    expected = {
+        "missing": "rank 1: cannot read weights: 'decoder.layers.2.mlp.linear_fc2.weight'",
+        "nan": "has non-finite values",
+        "exception": "rank 1: KeyError: 'broken stream'",
+        "other_model": "the engine does not hold the policy's weights",
+    }[fault]
+    results = worlds.run(ranks.faulty, 2, folder=models["qwen2"], fault=fault, timeout_s=100)
+    for result in results:
+        assert expected in result["error"]
+        assert result["refused"]

@@ -1,0 +1,66 @@
+"""A run that would work: a tiny model folder with weights and tokenizer, data files, and the YAML that ties them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.tiny import make_model
+
+VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=", "user", "assistant"]
+SIZES = {  # pinned here, because the messages under test spell them out
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "vocab_size": 101,
+}
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
+
+
+def write_tokenizer(folder: Path, vocabulary: list[str] | None = None, **changes: Any) -> None:
+    """A word-level tokenizer of transformers' fast kind. `changes` replace the special tokens or add a template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = vocabulary or VOCABULARY
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **changes}).save_pretrained(folder)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_run(folder: Path) -> Path:
+    """Write everything into `folder`; returns it. `folder`/run.yaml is the config, of two ranks."""
+    make_model(folder / "model", "qwen2", **SIZES)
+    write_tokenizer(folder / "model")
+    write_rows(folder / "train.jsonl", [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(9)])
+    write_rows(folder / "val.jsonl", [{"prompt": f"{n} + 2 =", "answer": str(n + 2)} for n in range(4)])
+    write_rows(folder / "sft.jsonl", [{"prompt": f"{n} + 3 =", "response": str(n + 3)} for n in range(5)])
+    config = {
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {
+            "task": "arithmetic",
+            "train_files": [str(folder / "train.jsonl")],
+            "val_files": [str(folder / "val.jsonl")],
+            "train_batch_size": 8,
+            "max_prompt_length": 16,
+            "max_response_length": 16,
+            "apply_chat_template": False,
+        },
+        "sft": {"train_files": [str(folder / "sft.jsonl")]},
+        "rollout": {"n": 4},
+        "trainer": {"total_training_steps": 4, "n_gpus_per_node": 2, "device": "cpu"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder

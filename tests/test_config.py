@@ -1,0 +1,125 @@
+"""The configuration file: what is read, what is overridden, and that every misreading is refused with its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_megatron.config import Config, ConfigError, MegatronConfig, load_config
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: some/folder}\nrollout: {n: 4, engine_kwargs: {quantization: fp8}}\n")
+    return file
+
+
+def test_values_come_from_file_then_overrides_then_defaults(path: Path) -> None:
+    config = load_config(path, ["actor.optim.lr=1e-5", "data.train_files=[a.jsonl, b.jsonl]"])
+    assert config.rollout.n == 4
+    assert config.actor.optim.lr == 1e-5  # YAML 1.1 reads 1e-5 as text; it is still a number
+    assert config.data.train_files == [Path("a.jsonl"), Path("b.jsonl")]
+    assert config.algorithm.adv_estimator == "grpo"
+
+
+def test_overrides_may_remove_and_may_open_new_sections(path: Path) -> None:
+    config = load_config(path, ["actor.clip_ratio_c=null", "actor.megatron.override_transformer_config.fp8=hybrid"])
+    assert config.actor.clip_ratio_c is None
+    assert config.actor.megatron.override_transformer_config == {"fp8": "hybrid"}
+    assert config.rollout.engine_kwargs == {"quantization": "fp8"}
+
+
+def test_the_later_override_wins(path: Path) -> None:
+    assert load_config(path, ["rollout.n=2", "rollout.n=16"]).rollout.n == 16
+
+
+def test_the_resolved_config_can_be_read_back(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, ["sft.steps=3"])
+    dump = tmp_path / "resolved.yaml"
+    dump.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(dump) == config
+
+
+def test_sections_are_frozen(path: Path) -> None:
+    config = load_config(path)
+    with pytest.raises(ValueError, match="frozen"):
+        config.rollout.n = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("tp", "asked", "used"), [(1, None, False), (2, None, True), (2, False, False)])
+def test_sequence_parallelism_follows_tensor_parallelism(tp: int, asked: bool | None, used: bool) -> None:
+    assert MegatronConfig(tensor_model_parallel_size=tp, sequence_parallel=asked).use_sequence_parallel is used
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.nn=3", "unknown key 'rollout.nn'"),
+        ("rolout.n=3", "did you mean 'rollout'?"),
+        ("actor.optim.weight_decy=0", "did you mean 'actor.optim.weight_decay'?"),
+        ("actor.megatron.tensor_parallel_size=2", "actor.megatron.tensor_model_parallel_size"),
+        ("rollout.n=0", "rollout.n=0"),
+        ("rollout.n=many", "rollout.n='many'"),
+        ("data.train_files=one.jsonl", "data.train_files='one.jsonl'"),
+        ("actor.optim.betas=[0.9, 1.0]", "actor.optim.betas.1=1.0"),
+        ("actor.optim.betas=[0.9]", "actor.optim.betas"),
+        ("actor.optim.lr=.nan", "actor.optim.lr=nan"),
+        ("actor.optim.lr=.inf", "actor.optim.lr=inf"),
+        ("actor.optim.lr=-1", "actor.optim.lr=-1"),
+        ("model.dtype=float16", "'float32' or 'bfloat16'"),
+        ("trainer.save_freq=0", "trainer.save_freq=0: every 0 steps has no meaning; set -1 for never"),
+        ("trainer.test_freq=0", "trainer.test_freq=0"),
+        ("trainer.test_freq=-2", "trainer.test_freq=-2"),
+        ("trainer.logger=[console, mlflow]", "trainer.logger.1='mlflow'"),
+        ("rollout.n", "not of the form section.key=value"),
+        ("=3", "not of the form section.key=value"),
+        ("rollout.n=[", "not valid YAML"),
+        ("rollout.n.m=3", "'n' is a value, not a section"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(path: Path, override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [override])
+    assert expected in str(error.value)
+
+
+def test_all_wrong_keys_are_named_at_once(path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, ["rollout.n=0", "trainer.save_freq=0", "data.sead=1"])
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "must be a mapping of sections, not NoneType"),
+        ("- a\n", "must be a mapping of sections, not list"),
+        ("model: {path: [", "not valid YAML"),
+        ("trainer: {device: cpu}\n", "missing key 'model'"),
+        ("model: {dtype: float32}\n", "missing key 'model.path'"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, expected: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load_config(file)
+    assert expected in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read config .*nowhere.yaml.*No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_every_key_has_a_default_but_the_model() -> None:
+    required = {
+        f"{name}.{key}"
+        for name, section in Config.model_fields.items()
+        for key, field in section.annotation.model_fields.items()  # type: ignore[union-attr]
+        if field.is_required()
+    }
+    assert required == {"model.path"}
