@@ -9,13 +9,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # pip leaves compiling to the first import
 
 .PHONY: setup quickstart test test-fast lint clean
 
 setup: $(INSTALLED)
 
 # --no-deps: the locks are complete, and the resolver would add CUDA builds that break vLLM on CPU (see cpu.lock).
-$(INSTALLED): requirements/cpu.lock requirements/dev.lock pyproject.toml
+$(INSTALLED): requirements/cpu.lock requirements/dev.lock requirements/install.sh
 	@bash requirements/install.sh $(PYTHON) $(VENV)
 	@touch $@
 

@@ -26,7 +26,14 @@ PROBE_SEQUENCES, PROBE_LENGTH = 2, 32
 
 class Colocation:
     def __init__(
-        self, policy: Policy, engine: RolloutEngine, mesh: Mesh, *, tolerance: float, bucket_megabytes: int, max_length: int
+        self,
+        policy: Policy,
+        engine: RolloutEngine,
+        mesh: Mesh,
+        *,
+        tolerance: float,
+        bucket_megabytes: int,
+        max_length: int,
     ) -> None:
         self.policy, self.engine, self.mesh = policy, engine, mesh
         self.tolerance, self.bucket_megabytes = tolerance, bucket_megabytes

@@ -71,6 +71,7 @@ class OptimConfig(Section):
 class MegatronConfig(Section):
     tensor_model_parallel_size: int = Field(1, ge=1)
     pipeline_model_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(1, ge=1)  # data-parallel ranks that share one set of experts
     sequence_parallel: bool | None = None  # null: on when tensor_model_parallel_size > 1
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
@@ -192,6 +193,8 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
         raw = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read config {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config {str(path)!r} is not UTF-8 text: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"config {str(path)!r} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):

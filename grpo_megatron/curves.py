@@ -8,6 +8,7 @@ A metric that the run does not have leaves its panel empty; red lines mark steps
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import re
 import statistics
@@ -42,6 +43,8 @@ LENGTH = Panel(
     "tokens",
     (("response_length/mean", "mean"), ("response_length/max", "max"), ("response_length/min", "min")),
 )
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it lists every font it did not find, once a machine
+
 ENTROPY = Panel("Policy entropy", "nats per token", (("actor/entropy", None),))
 GRAD_NORM = Panel("Gradient norm (before clipping)", "L2 norm", (("actor/grad_norm", None),))
 GAP = Panel(

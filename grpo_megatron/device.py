@@ -122,6 +122,19 @@ class _CudaToCpu(TorchFunctionMode):
         return out
 
 
+class _Stream:
+    """A stand-in for torch.cuda.Stream and Event: on the CPU everything has happened already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    synchronize = wait_stream = wait_event = wait = record = nothing
+
+    def record_event(self, *args: Any) -> _Stream:
+        return self
+
+
 _depth = 0  # the patches are process-wide: the outermost context owns them
 
 
@@ -132,6 +145,7 @@ def _megatron_on_cpu() -> Iterator[None]:
         yield
         return
     import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -148,7 +162,15 @@ def _megatron_on_cpu() -> Iterator[None]:
     def set_rng(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         torch.set_rng_state(state)
 
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    stream = _Stream()
     cuda = {
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda *args: stream,
+        "stream": lambda *args: contextlib.nullcontext(),
         "current_device": lambda: "cpu",
         "synchronize": nothing,
         "empty_cache": nothing,
@@ -162,6 +184,8 @@ def _megatron_on_cpu() -> Iterator[None]:
             mock.patch.multiple(torch.cuda, **cuda),
             mock.patch.multiple(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
             mock.patch.multiple(megatron_random, _get_cuda_rng_state=get_rng, _set_cuda_rng_state=set_rng),
+            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # undefined without TE, yet asked for
+            mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
             mock.patch.object(torch.autograd, "_engine_run_backward", backward),
             _CudaToCpu(),
         ):

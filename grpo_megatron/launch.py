@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. In a rank of several, a failure ends the process at once."""
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's NUMA remark, a line a rank
     args = _parse(argv)
     try:
         return _train(args, argv)
@@ -67,7 +68,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     train = commands.add_parser(
         "train",
         help="train as a YAML file says",
-        epilog="GRPO_DEBUG=1 shows the traceback of every error.",
+        epilog="GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch.",
     )
     train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the file")
@@ -138,7 +139,8 @@ def _quieten(is_rank: bool, starts_ranks: bool) -> None:
     """Rank 0 alone shows warnings; the process that starts ranks leaves them to it."""
     speaks = not starts_ranks and (not is_rank or os.environ["RANK"] == "0")
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if speaks else logging.ERROR)
-    warnings.filterwarnings("ignore", ".*Apex.* not installed")  # Megatron-Core, some eight times a rank
+    if not _debugs():
+        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # nobody here can act on them
 
 
 # -- starting ranks ----------------------------------------------------------------------------------------------------
@@ -179,7 +181,8 @@ def _report_failed_rank(error: Any) -> int:
     if not isinstance(said, dict):
         print(f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason", file=sys.stderr)
     elif said["extraInfo"].get("unexpected"):
-        print(f"error: rank {rank}: {said['message']} (its traceback is above)", file=sys.stderr)
+        first_line = said["message"].partition("\n")[0]
+        print(f"error: rank {rank}: {first_line} (its traceback is above)", file=sys.stderr)
     return int(failure.exitcode)
 
 
@@ -206,7 +209,7 @@ def _fail(error: Exception) -> int:
     if not _speaks_first(is_same_everywhere=code == 2):
         time.sleep(SETTLE_S)  # let the one that does finish its line before torchrun notices this one
         return code
-    if not is_expected or os.environ.get("GRPO_DEBUG", "0") not in ("", "0"):
+    if not is_expected or _debugs():
         traceback.print_exception(error)
     if is_expected:
         lines = [line if line.startswith(" ") else f"error: {line}" for line in message.splitlines()]
@@ -218,6 +221,10 @@ def _explains_itself(error: Exception) -> bool:
     """Whether the message alone tells what to do. What was never imported was not raised, and is not imported now."""
     raised = [getattr(sys.modules[module], name) for module, name in SELF_EXPLAINING.items() if module in sys.modules]
     return isinstance(error, tuple(raised))
+
+
+def _debugs() -> bool:
+    return os.environ.get("GRPO_DEBUG", "0") not in ("", "0")
 
 
 def _is_one_of_several() -> bool:

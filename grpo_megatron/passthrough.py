@@ -28,9 +28,7 @@ OWNED_BY_TRAINING: dict[str, str] = {
     **dict.fromkeys(("window_size", "rotary_interleaved", "softmax_scale", "layernorm_zero_centered_gamma"), _MODEL),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
     **dict.fromkeys(("calculate_per_token_loss", "grad_scale_func", "finalize_model_grads_func"), _LOSS),
-    **dict.fromkeys(
-        ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size"), _NEVER
-    ),
+    **dict.fromkeys(("context_parallel_size", "virtual_pipeline_model_parallel_size"), _NEVER),
     **dict.fromkeys(("variable_seq_lengths", "moe_token_dispatcher_type", "no_sync_func", "test_mode"), _NEVER),
     **dict.fromkeys(("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"), _STAGES),
     "account_for_loss_in_pipeline_split": _STAGES,
@@ -40,6 +38,7 @@ OWNED_BY_TRAINING: dict[str, str] = {
     "transformer_impl": "set actor.megatron.transformer_impl",
     "tensor_model_parallel_size": "set actor.megatron.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "set actor.megatron.pipeline_model_parallel_size",
+    "expert_model_parallel_size": "set actor.megatron.expert_model_parallel_size",
     "sequence_parallel": "set actor.megatron.sequence_parallel",
 }
 DROPOUTS = ("hidden_dropout", "attention_dropout")

@@ -48,7 +48,8 @@ class Registry(Generic[T]):
             return import_function(name)  # type: ignore[return-value]
         close = difflib.get_close_matches(name, self._entries, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(sorted(self._entries))}; or package.module:function)")
+        known = ", ".join(sorted(self._entries))
+        raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {known}; or package.module:function)")
 
     def names(self) -> list[str]:
         return sorted(self._entries)

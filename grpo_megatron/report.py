@@ -52,7 +52,9 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    planned = f"= {_count(nodes, 'node')} x {each}" if world_size == nodes * each else f"(the config has {nodes} x {each})"
+    planned = (
+        f"= {_count(nodes, 'node')} x {each}" if world_size == nodes * each else f"(the config has {nodes} x {each})"
+    )
     yield _line("ranks", f"{world_size} {planned}")
     extras = [
         *["sequence parallel"] * megatron.use_sequence_parallel,

@@ -19,7 +19,11 @@ Pair = tuple[list[int], list[int]]  # prompt ids, response ids with the end-of-s
 
 
 def warm_up(
-    policy: Policy, rows: Sequence[Pair], sft: SftConfig, actor: ActorConfig, report: Callable[[int, dict[str, float]], None]
+    policy: Policy,
+    rows: Sequence[Pair],
+    sft: SftConfig,
+    actor: ActorConfig,
+    report: Callable[[int, dict[str, float]], None],
 ) -> None:
     """`sft.steps` supervised updates, rows in file order. Collective. `report(step, metrics)` after each."""
     policy.set_optimizer(sft.optim, sft.steps)
@@ -43,9 +47,7 @@ def supervised_loss(actor: ActorConfig) -> LossFunction:
     return loss
 
 
-def record_update(
-    metrics: Metrics, sums: Sequence[MetricSums], constants: dict[str, float], contributes: bool
-) -> None:
+def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[str, float], contributes: bool) -> None:
     """An update's sums, one dict an optimizer step, into the step's metrics: token means, and means over the steps."""
     mine = metrics.when(contributes)
     for one in sums:

@@ -6,8 +6,6 @@ and raise the probability of the better ones by a clipped policy gradient, with 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,30 +18,31 @@ from grpo_megatron.checkpoint import Checkpoints, check_same_model
 from grpo_megatron.collector import Generator, score_metrics
 from grpo_megatron.colocation import DEFAULT_TOLERANCE, Colocation
 from grpo_megatron.config import Config
-from grpo_megatron.curves import plot
-from grpo_megatron.data.prompts import PromptSampler, load_prompts, load_supervised, load_tokenizer
+from grpo_megatron.data.prompts import PromptSampler
 from grpo_megatron.device import Device
 from grpo_megatron.evaluate import Evaluator
 from grpo_megatron.flops import ModelShape, mfu_metrics, peak_tflops
 from grpo_megatron.metrics import Metrics, group_table_metrics, rollout_mismatch, throughput
 from grpo_megatron.models.export import save_hf
-from grpo_megatron.models.families import hf_shapes, read_architecture, read_config
+from grpo_megatron.models.families import hf_shapes, read_config
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.reference import NoReference, Reference
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.vllm import VllmEngine
-from grpo_megatron.sinks import build_sinks, format_table, read_metrics
+from grpo_megatron.sinks import build_sinks
+from grpo_megatron.summary import Summary
 from grpo_megatron.supervised import record_update, warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
+from grpo_megatron.validate import Checked
 
 
 class Trainer:
-    """`config` must have passed `validate`. Build on every rank, then `run`."""
+    """`checked` is what `validate` read for this config. Build on every rank at the same point, then `run`."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, checked: Checked) -> None:
+        self.config, self.arch, self.tokenizer = config, checked.arch, checked.tokenizer
         self.output_dir = config.trainer.output_dir
         self.device = Device(config.trainer.device)
         torch.manual_seed(config.trainer.seed)
@@ -56,12 +55,10 @@ class Trainer:
             seed=config.trainer.seed,
             timeout_s=config.trainer.timeout_s,
         )
-        self.arch = read_architecture(config.model.path)
         self.policy = Policy(
             config.model, config.actor, self.arch, self.mesh, self.device, temperature=config.rollout.temperature
         )
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
-        self.tokenizer = load_tokenizer(self.tokenizer_path, config.data)
         self.max_length = config.data.max_prompt_length + config.data.max_response_length
         self.engine = VllmEngine(
             config.model.path,
@@ -84,7 +81,19 @@ class Trainer:
         )
         self.pool = self._build_pool() if self.mesh.is_block_leader else None
         self.generator = Generator(self.engine, self.pool, self.tokenizer, self.mesh, config.rollout.seed)
-        self._load_data()
+        data, prompts = config.data, checked.train_prompts
+        self.sampler = PromptSampler(prompts, data.train_batch_size, data.shuffle, data.seed) if prompts else None
+        self.evaluator = Evaluator(
+            self.generator,
+            checked.val_prompts,
+            config.data,
+            config.rollout,
+            self.mesh,
+            self.output_dir,
+            config.trainer.num_logged_samples,
+        )
+        self.supervised_rows = checked.supervised_rows
+        self.summary = Summary(self.output_dir)
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, config.trainer.max_actor_ckpt_to_keep)
         self.loss = self._build_loss()
         self.metrics = Metrics(self.device.synchronize)
@@ -97,22 +106,6 @@ class Trainer:
         pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs)
         pool.self_test()
         return pool
-
-    def _load_data(self) -> None:
-        config, data = self.config, self.config.data
-        reward = config.reward.function
-        self.sampler = None
-        if config.trainer.total_training_steps:
-            prompts = load_prompts(data, data.train_files, self.tokenizer, reward, self.max_length)
-            self.sampler = PromptSampler(prompts, data.train_batch_size, data.shuffle, data.seed)
-        held_out = (
-            load_prompts(data, data.val_files, self.tokenizer, reward, self.max_length, data.val_max_samples)
-            if data.val_files
-            else []
-        )
-        self.evaluator = Evaluator(
-            self.generator, held_out, data, config.rollout, self.mesh, self.output_dir, config.trainer.num_logged_samples
-        )
 
     def _build_loss(self) -> LossFunction:
         actor = self.config.actor
@@ -133,8 +126,10 @@ class Trainer:
             with self.sinks:
                 self.train()
                 self._conclude()
-        finally:
-            self.close()
+        except BaseException:
+            self.close(alone=True)
+            raise
+        self.close()
 
     def train(self) -> None:
         for step in range(self.first_step, self.config.trainer.total_training_steps):
@@ -195,9 +190,10 @@ class Trainer:
         first = step == 0 and trainer.val_before_train
         due = trainer.test_freq > 0 and step > 0 and step % trainer.test_freq == 0
         if self.evaluator.prompts and (first or due):
-            for name, value in self.evaluator.run(step, self.metrics).items():
+            results = self.evaluator.run(step, self.metrics)
+            self.summary.add(step, results)
+            for name, value in results.items():
                 self.metrics.constant(name, value)
-                self.evaluations.setdefault(name, {})[step] = value
 
     def save(self, steps_done: int) -> None:
         trainer = self.config.trainer
@@ -242,7 +238,6 @@ class Trainer:
     def _start(self) -> None:
         config = self.config
         self.shape = ModelShape.from_hf(read_config(config.model.path))
-        self.evaluations: dict[str, dict[int, float]] = {}
         resumed = self.checkpoints.newest() if config.trainer.resume_mode == "auto" else None
         if resumed is not None:
             check_same_model(resumed, config)
@@ -259,19 +254,11 @@ class Trainer:
         )
         if resumed is not None:
             self.sinks.note(f"resumed from {resumed}: {self.first_step} steps done")
-            self._recall_evaluations()
+            self.summary.recall()
         elif config.sft.steps:
             self._warm_up()
             self.policy.set_optimizer(config.actor.optim, self._num_updates())
         self.reference = self._build_reference()
-
-    def _recall_evaluations(self) -> None:
-        """What the run evaluated before it was interrupted, for the table of before and after."""
-        with contextlib.suppress(FileNotFoundError):
-            for row in read_metrics(self.output_dir / "metrics.jsonl"):
-                for name in row:
-                    if name.startswith("val-"):
-                        self.evaluations.setdefault(name, {})[row["step"]] = row[name]
 
     def _num_updates(self) -> int:
         """Optimizer steps of the whole run, for the learning-rate schedule."""
@@ -281,7 +268,6 @@ class Trainer:
 
     def _warm_up(self) -> None:
         config = self.config
-        rows = load_supervised(config.data, config.sft.train_files, self.tokenizer)
         every = max(1, config.sft.steps // 10)
 
         def report(step: int, metrics: dict[str, float]) -> None:
@@ -291,7 +277,7 @@ class Trainer:
                     f"lr {metrics['actor/lr']:.2e}  {metrics['timing_s/step']:.2f} s/step"
                 )
 
-        warm_up(self.policy, rows, config.sft, config.actor, report)
+        warm_up(self.policy, self.supervised_rows, config.sft, config.actor, report)
         self._save_hf(self._warmed_up)
 
     @property
@@ -324,44 +310,18 @@ class Trainer:
         if self.evaluator.prompts and (config.trainer.test_freq > 0 or config.trainer.val_before_train):
             with self.colocation.rollout(total, self.metrics):
                 results = self.evaluator.run(total, self.metrics)
-            for name, value in results.items():
-                self.evaluations.setdefault(name, {})[total] = value
+            self.summary.add(total, results)
             self.metrics.reduce(self.mesh.control)
             self.sinks.log(total, results)
         if config.trainer.save_hf_at_end:
             self._save_hf(self.output_dir / "hf")
         if self.mesh.rank == 0:
-            self._print_summary()
+            self.summary.show(self.sinks)
 
-    def _print_summary(self) -> None:
-        rows = [
-            [name, steps[min(steps)], steps[max(steps)]]
-            for name, steps in sorted(self.evaluations.items())
-            if len(steps) > 1
-        ]
-        if rows:
-            self.sinks.note("\n" + format_table(rows, ["held-out problems", "before", "after"]))
-        with contextlib.suppress(FileNotFoundError):  # no jsonl sink, no curves
-            plot(self.output_dir / "metrics.jsonl", self.output_dir / "curves.png")
-        self.sinks.note("\n" + "\n".join(_outputs(self.output_dir)))
-
-    def close(self) -> None:
+    def close(self, *, alone: bool = False) -> None:
+        """Release everything. `alone`: other ranks may not come here, so leave the engine and the groups to the exit."""
         if self.pool is not None:
             self.pool.close()
-        self.engine.shutdown()
-        destroy_mesh()
-
-
-def _outputs(folder: Path) -> Iterator[str]:
-    known = {
-        "hf": "the trained model, a Hugging Face folder",
-        "curves.png": "learning curves",
-        "metrics.jsonl": "every metric of every step",
-        "samples": "completions at each evaluation",
-        "checkpoints": "what a later run resumes from",
-        "tensorboard": "the same for TensorBoard",
-        "config.yaml": "the configuration as it was run",
-    }
-    for name, what in known.items():
-        if (folder / name).exists():
-            yield f"{folder / name}  {what}"
+        if not alone:
+            self.engine.shutdown()
+            destroy_mesh()

@@ -1,7 +1,8 @@
-"""Bad inputs: each is refused with exit code 2 and one message that names the key and the remedy, before anything starts.
+"""Bad inputs: each is refused with exit code 2 and one message of key and remedy, before anything starts.
 
-The model has 4 layers, 8 heads in 4 groups, an MLP of 96 and 128 positions (tests/runs.py); the world has 2 ranks unless
-a case says otherwise. Most cases call `main` in this process, which must then have made no process group and no file.
+The model has 4 layers, 8 heads in 4 groups, an MLP of 96 and 128 positions (tests/runs.py); the world has 2 ranks,
+unless a case says otherwise. Most cases call `main` in this process, which must then have made no process group and no
+file.
 """
 
 from __future__ import annotations

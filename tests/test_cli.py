@@ -7,6 +7,7 @@ sitecustomize module on PYTHONPATH.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -96,8 +97,8 @@ def test_a_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.Capt
 def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """80 layers, h 8192, MLP 28672, 64 heads in 8 groups of 128, V 128256; tp 8 x pp 4 x dp 2 on 64 ranks, bfloat16.
 
-    A layer: q and o 2 * 8192**2, k and v 2 * 1024 * 8192, MLP 3 * 28672 * 8192, two norms of 8192 = 855,654,400. Of it a
-    tp rank has the matrices over 8 and the norms whole: 855,638,016 / 8 + 16,384 = 106,971,136. Embedding and head are
+    A layer: q and o 2 * 8192**2, k and v 2 * 1024 * 8192, MLP 3 * 28672 * 8192, two norms of 8192 = 855,654,400. Of it
+    a tp rank has the matrices over 8 and the norms whole: 855,638,016 / 8 + 16,384 = 106,971,136. Embedding, head:
     128256 * 8192 = 1,050,673,152 each, over 8: 131,334,144 (128256 is a multiple of 64: no padding).
     """
     shutil.copy(LLAMA_70B, tmp_path / "config.json")
@@ -121,6 +122,16 @@ def test_stages_add_up_to_the_model(run: Path) -> None:
     for layers in ([4], [2, 2], [1, 2, 1]):
         counts = stage_parameters(arch, layers, 1)
         assert sum(count for _, count in counts) == arch.num_parameters() + 2 * 3 * arch.hidden_size
+
+
+def test_the_ends_of_the_pipeline_hold_embedding_and_head(run: Path) -> None:
+    """101 rows padded to 112, of 64, over tp 2 are 3,584; the final norm is 64. A tied head elsewhere is a copy."""
+    arch = read_architecture(run / "model")
+    (_, first), (_, middle), (_, last) = stage_parameters(arch, [1, 1, 1], 2)
+    assert (first - middle, last - middle) == (3584, 3584 + 64)
+    tied = dataclasses.replace(arch, tied=True)
+    assert stage_parameters(tied, [1, 1, 1], 2) == stage_parameters(arch, [1, 1, 1], 2)
+    assert stage_parameters(tied, [3], 2)[0][1] == stage_parameters(arch, [3], 2)[0][1] - 3584
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ LAYERS: dict[str, int] = {  # first part of a module's name -> layer
     **dict.fromkeys(["algo", "rewards", "data"], 1),
     **dict.fromkeys(["device", "parallel", "metrics", "sinks", "curves", "flops"], 2),
     **dict.fromkeys(["models", "rollout"], 3),
-    **dict.fromkeys(["collector", "colocation", "evaluate", "checkpoint", "supervised"], 4),
+    **dict.fromkeys(["collector", "colocation", "evaluate", "checkpoint", "supervised", "summary"], 4),
     **dict.fromkeys(["layout", "passthrough", "inputs", "validate", "report", "trainer", "launch", "__main__"], 5),
 }
 SAME_LAYER = {("curves", "sinks"), ("parallel", "device"), ("evaluate", "collector"), ("data", "rewards")}
@@ -133,7 +133,7 @@ def test_the_command_line_starts_light() -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in ("device", "config")])
 def test_device_is_the_only_file_that_knows(module: str) -> None:
-    """torch.cuda, "cuda", "nccl" and is_available are device.py's. (Prose may speak of CUDA; config names the choice.)"""
+    """torch.cuda, "cuda", "nccl" and is_available are device.py's. (Prose may speak of CUDA; config offers it.)"""
     for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
         where = f"{module}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Attribute):

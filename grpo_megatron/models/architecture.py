@@ -12,11 +12,14 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense pre-norm decoder. `rope_factor` is llama3 scaling's, `rope_linear_factor` linear interpolation's."""
+    """A pre-norm decoder, dense, or with `num_experts` experts in every layer instead of one MLP.
+
+    `rope_factor` is llama3 scaling's, `rope_linear_factor` linear interpolation's.
+    """
 
     family: str
     hidden_size: int
-    ffn_hidden_size: int
+    ffn_hidden_size: int  # of the MLP; of one expert in a mixture of experts
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
@@ -31,11 +34,19 @@ class Architecture:
     rope_factor: float | None = None
     rope_linear_factor: float | None = None
     sliding_window: int | None = None  # sequences must not be longer: a window is not computed
+    num_experts: int = 0  # 0: dense
+    experts_per_token: int = 0
+    renormalise_experts: bool = True  # the chosen experts' probabilities are made to sum to 1
 
     @property
     def attention_size(self) -> int:
         """Width of all query heads together; need not equal hidden_size."""
         return self.num_attention_heads * self.head_dim
+
+    def experts_of(self, ep_rank: int, ep: int) -> range:
+        """The experts that one expert-parallel rank holds: contiguous, equally many each."""
+        each = self.num_experts // ep
+        return range(ep_rank * each, (ep_rank + 1) * each)
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding when cut over `tp` ranks: a multiple of tp (and of 8, for tensor cores)."""
@@ -46,7 +57,8 @@ class Architecture:
         """Exact count; tied embeddings once."""
         d, h = self.head_dim, self.hidden_size
         qkv = (self.num_attention_heads + 2 * self.num_query_groups) * d
-        layer = qkv * h + h * self.attention_size + 3 * h * self.ffn_hidden_size + 2 * h
+        layer = qkv * h + h * self.attention_size + 3 * h * self.ffn_hidden_size * (self.num_experts or 1) + 2 * h
+        layer += self.num_experts * h  # router
         layer += (qkv if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
         return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tied else 2)
 
@@ -76,7 +88,7 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def common_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Architecture keywords that every dense family reads alike. Raises UnsupportedModel."""
+    """Architecture keywords that every family reads alike. Raises UnsupportedModel."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act={activation!r} is not supported (supported: silu)")
@@ -96,3 +108,40 @@ def common_settings(config: dict[str, Any]) -> dict[str, Any]:
         }
     except KeyError as error:
         raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
+
+
+def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) -> dict[str, Any]:
+    """Architecture keywords of a mixture of experts in every layer; `width` is the family's key for an expert's size.
+
+    They go beside `common_settings`, whose MLP size they replace. Raises UnsupportedModel.
+    """
+    family = config["model_type"]
+    plain: dict[str, tuple[Any, ...]] = {
+        "decoder_sparse_step": (1, None),
+        "mlp_only_layers": ([], None),
+        "shared_expert_intermediate_size": (0, None),
+        "num_shared_experts": (0, None),
+        "n_shared_experts": (0, None),
+    }
+    for key, values in plain.items():
+        if config.get(key) not in values:
+            what = "shared experts" if "shared" in key else "layers without experts"
+            raise UnsupportedModel(f"{family} with {key}={config[key]}: {what} are not supported beside experts")
+    try:
+        # transformers 5 writes num_local_experts for every family; the hub's Qwen3-MoE has num_experts
+        num_experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
+        chosen, size = config["num_experts_per_tok"], config[width]
+    except KeyError as error:
+        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
+    if not 1 <= chosen <= num_experts:
+        raise UnsupportedModel(f"{family} with num_experts_per_tok={chosen}: it has {num_experts} experts")
+    if chosen == 1 and renormalise:
+        raise UnsupportedModel(
+            f"{family} with num_experts_per_tok=1 and probabilities made to sum to 1: Megatron-Core refuses such a router"
+        )
+    return {
+        "ffn_hidden_size": size,
+        "num_experts": num_experts,
+        "experts_per_token": chosen,
+        "renormalise_experts": renormalise,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
-from grpo_megatron.models.weights import bind, bound_rows
 from grpo_megatron.models.spec import has_transformer_engine, local_block_spec, te_block_spec
+from grpo_megatron.models.weights import bind, bound_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,8 +36,23 @@ class Targets:
     chunk: int
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities [N] and entropies [N], to be unpacked. With experts, Megatron asks an output for its device."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.logprobs, self.entropy))
+
+    @property
+    def device(self) -> torch.device:
+        return self.logprobs.device
+
+
 class ScoringModel(GPTModel):
-    """GPTModel whose last stage returns (log-probabilities [N], entropies [N]) instead of logits.
+    """GPTModel whose last stage returns `Scored` instead of logits.
 
     Only the scored positions reach the output head: prompt tokens cost no vocabulary-sized product.
     """
@@ -53,7 +69,7 @@ class ScoringModel(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)  # backward: all-reduce
-        return vocab_parallel_logprobs(
+        scored = vocab_parallel_logprobs(
             hidden.squeeze(1)[labels.positions],
             weight,
             labels.tokens,
@@ -63,6 +79,7 @@ class ScoringModel(GPTModel):
             temperature=labels.temperature,
             chunk=labels.chunk,
         )
+        return Scored(*scored)
 
 
 def transformer_config(arch: Architecture, megatron: MegatronConfig, dtype: str, on_cuda: bool) -> TransformerConfig:
@@ -86,6 +103,7 @@ def transformer_config(arch: Architecture, megatron: MegatronConfig, dtype: str,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "sequence_parallel": megatron.use_sequence_parallel,
         "params_dtype": torch_dtype,
         "pipeline_dtype": torch_dtype,
@@ -103,9 +121,24 @@ def transformer_config(arch: Architecture, megatron: MegatronConfig, dtype: str,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
+        **(expert_config(arch) if arch.num_experts else {}),
         **megatron.override_transformer_config,
     }
     return TransformerConfig(**settings)
+
+
+def expert_config(arch: Architecture) -> dict[str, Any]:
+    """TransformerConfig fields of the router and its experts. No token is dropped, and nothing is added to the loss."""
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.ffn_hidden_size,
+        "moe_router_topk": arch.experts_per_token,
+        # A softmax over the chosen logits is the softmax over all, renormalised over the chosen.
+        "moe_router_pre_softmax": not arch.renormalise_experts,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
 
 
 def token_multiple(megatron: MegatronConfig) -> int:
@@ -133,6 +166,8 @@ def _mark_shards(model: torch.nn.Module, arch: Architecture) -> None:
 def build_model(arch: Architecture, megatron: MegatronConfig, dtype: str, device: Device) -> torch.nn.Module:
     """This rank's stage and shard, weights not yet set. Collective over the model-parallel ranks."""
     config = transformer_config(arch, megatron, dtype, device.is_cuda)
+    ep = parallel_state.get_expert_model_parallel_world_size()
+    assert ep == megatron.expert_model_parallel_size, f"the mesh was built with ep={ep}"
     use_te = device.is_cuda and has_transformer_engine() and megatron.transformer_impl != "local"
     with device.megatron():
         model = ScoringModel(

@@ -22,7 +22,14 @@ from torch import Tensor
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, temperature: float, chunk: int, group: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first: int,
+        temperature: float,
+        chunk: int,
+        group: Any,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)

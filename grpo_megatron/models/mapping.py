@@ -11,9 +11,9 @@ for each group its n*d query rows, then d key rows, then d value rows. It stores
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,14 +26,24 @@ Read = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Row(ABC):
-    """`megatron` may contain {layer}; `hf` are the Hugging Face names, same placeholder. `shape` is Megatron's, whole."""
+    """`megatron` may contain {layer}, and {expert} beside it; `hf` are the Hugging Face names, same placeholders.
+
+    `expert` is set in a bound row: that expert's own parameter, which only one expert-parallel rank holds.
+    """
 
     megatron: str
     hf: tuple[str, ...]
+    expert: int | None = field(default=None, kw_only=True)
 
-    def at(self, layer: int) -> Row:
-        """The row of one layer, placeholders filled in (layer counts from 0 over the whole model)."""
-        return type(self)(self.megatron.format(layer=layer), tuple(name.format(layer=layer) for name in self.hf))
+    def at(self, layer: int, expert: int | None = None) -> Self:
+        """The row of one layer (and expert), placeholders filled in; both count from 0 over the whole model."""
+        assert (expert is not None) == is_expert(self), self.megatron
+        names = [name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf)]
+        return replace(self, megatron=names[0], hf=tuple(names[1:]), expert=expert)
+
+    def ep_rank(self, arch: Architecture, ep: int) -> int | None:
+        """The one expert-parallel rank that holds a bound row; None: all of them."""
+        return None if self.expert is None else self.expert // (arch.num_experts // ep)
 
     @abstractmethod
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
@@ -69,9 +79,6 @@ class Whole(Row):
 
     size: str = "hidden_size"
 
-    def at(self, layer: int) -> Row:
-        return Whole(self.megatron.format(layer=layer), (self.hf[0].format(layer=layer),), self.size)
-
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return ((getattr(arch, self.size),),)
 
@@ -87,6 +94,14 @@ class Whole(Row):
     @property
     def split_dim(self) -> int | None:
         return None
+
+
+@dataclass(frozen=True)
+class Router(Whole):
+    """The router's weight [experts, hidden], replicated. Its logits choose and weigh the experts of a token."""
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        return ((arch.num_experts, arch.hidden_size),)
 
 
 @dataclass(frozen=True)
@@ -116,9 +131,6 @@ class InputSplit(Row):
     """A row-parallel linear (attention output, MLP down projection): cut along its input, dim 1."""
 
     size: str = "ffn_hidden_size"
-
-    def at(self, layer: int) -> Row:
-        return InputSplit(self.megatron.format(layer=layer), (self.hf[0].format(layer=layer),), self.size)
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return ((arch.hidden_size, getattr(arch, self.size)),)
@@ -162,9 +174,6 @@ class QKV(Row):
 
     bias: bool = False
 
-    def at(self, layer: int) -> Row:
-        return QKV(self.megatron.format(layer=layer), tuple(n.format(layer=layer) for n in self.hf), self.bias)
-
     def _tail(self, arch: Architecture) -> tuple[int, ...]:
         return () if self.bias else (arch.hidden_size,)
 
@@ -196,11 +205,33 @@ class QKV(Row):
 
 
 LAYER = "model.layers.{layer}."
+MCORE = "decoder.layers.{layer}."
 
 
-def decoder_table(*, qkv_bias: bool = False, qk_norm: bool = False, tied: bool = False) -> list[Row]:
-    """The table of a dense pre-norm decoder with grouped-query attention and SwiGLU, local-spec Megatron names."""
-    mcore = "decoder.layers.{layer}."
+def mlp_rows() -> list[Row]:
+    """One SwiGLU MLP a layer."""
+    return [
+        GateUp(MCORE + "mlp.linear_fc1.weight", (LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight")),
+        InputSplit(MCORE + "mlp.linear_fc2.weight", (LAYER + "mlp.down_proj.weight",)),
+    ]
+
+
+def expert_rows(block: str, gate: str, up: str, down: str) -> list[Row]:
+    """A router and SwiGLU experts in every layer. `block` is the module's Hugging Face name, the others its linears'."""
+    hf, mcore = LAYER + block + ".", MCORE + "mlp.experts.local_experts.{expert}."
+    one = hf + "experts.{expert}."
+    return [
+        Router(MCORE + "mlp.router.weight", (hf + "gate.weight",)),
+        GateUp(mcore + "linear_fc1.weight", (f"{one}{gate}.weight", f"{one}{up}.weight")),
+        InputSplit(mcore + "linear_fc2.weight", (f"{one}{down}.weight",)),
+    ]
+
+
+def decoder_table(
+    *, qkv_bias: bool = False, qk_norm: bool = False, tied: bool = False, mlp: Sequence[Row] | None = None
+) -> list[Row]:
+    """The table of a pre-norm decoder with grouped-query attention, in local-spec Megatron names; `mlp`: SwiGLU."""
+    mcore = MCORE
     attention = tuple(f"{LAYER}self_attn.{p}_proj." for p in "qkv")
     rows: list[Row] = [Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
     rows.append(Whole(mcore + "input_layernorm.weight", (LAYER + "input_layernorm.weight",)))
@@ -214,8 +245,7 @@ def decoder_table(*, qkv_bias: bool = False, qk_norm: bool = False, tied: bool =
     rows += [
         InputSplit(mcore + "self_attention.linear_proj.weight", (LAYER + "self_attn.o_proj.weight",), "attention_size"),
         Whole(mcore + "pre_mlp_layernorm.weight", (LAYER + "post_attention_layernorm.weight",)),
-        GateUp(mcore + "mlp.linear_fc1.weight", (LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight")),
-        InputSplit(mcore + "mlp.linear_fc2.weight", (LAYER + "mlp.down_proj.weight",)),
+        *(mlp_rows() if mlp is None else mlp),
         Whole("decoder.final_layernorm.weight", ("model.norm.weight",)),
     ]
     if not tied:
@@ -225,6 +255,22 @@ def decoder_table(*, qkv_bias: bool = False, qk_norm: bool = False, tied: bool =
 
 def is_layered(row: Row) -> bool:
     return "{layer}" in row.megatron
+
+
+def is_expert(row: Row) -> bool:
+    """Whether an unbound row stands for one parameter an expert."""
+    return "{expert}" in row.megatron
+
+
+def bind_table(table: Sequence[Row], arch: Architecture) -> Iterator[Row]:
+    """Every row of the whole model, bound, in stream order: embedding, layers (experts last, one by one), norm, head."""
+    yield from (row for row in table if not is_layered(row) and "embedding" in row.megatron)
+    shared = [row for row in table if is_layered(row) and not is_expert(row)]
+    experts = [row for row in table if is_expert(row)]
+    for layer in range(arch.num_layers):
+        yield from (row.at(layer) for row in shared)
+        yield from (row.at(layer, expert) for expert in range(arch.num_experts) for row in experts)
+    yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
 
 
 # Transformer Engine fuses a norm into the linear behind it; the tensor is the same under another name.

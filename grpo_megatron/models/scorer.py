@@ -16,7 +16,13 @@ from grpo_megatron.types import Batch
 
 class Scorer:
     def __init__(
-        self, model: torch.nn.Module, megatron: MegatronConfig, mesh: Mesh, device: Device, temperature: float, chunk: int
+        self,
+        model: torch.nn.Module,
+        megatron: MegatronConfig,
+        mesh: Mesh,
+        device: Device,
+        temperature: float,
+        chunk: int,
     ) -> None:
         self.model, self.mesh, self.device = model, mesh, device
         self.temperature, self.chunk = temperature, chunk

@@ -75,7 +75,12 @@ def has_transformer_engine() -> bool:
 
 def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Every layer of this stage and the final norm, from local modules. (Called with the model's config.)"""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,  # off unless overridden: one MLP an expert
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
@@ -89,7 +94,11 @@ def te_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The same from Transformer Engine: fused norms, THD attention, FP8-capable linears. Not run on a GPU yet."""
     from megatron.core.extensions.transformer_engine import TENorm
 
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
     return _block(layer, config, TENorm)
 
 

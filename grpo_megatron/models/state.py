@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from grpo_megatron.models.optimizer import finish_load, prepare_for_load
 from grpo_megatron.models.policy import Policy
@@ -35,6 +37,9 @@ def save(policy: Policy, folder: Path) -> None:
         state = _sharded(policy, is_loading=False)
         rng = {"host": policy.device.rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
         state["rng"] = _rng(policy, rng)
+        # Saving is synchronous, so a plain queue does. Left alone, Megatron spawns a Manager process for it: ten seconds
+        # at the first save, and an orphan that outlives a killed rank with its output pipes open.
+        filesystem_async._results_queue = queue.Queue()
         dist_checkpointing.save(state, str(folder))
 
 

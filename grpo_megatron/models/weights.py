@@ -1,4 +1,4 @@
-"""Hugging Face folder -> any tp x pp layout, and any layout -> the collective stream of Hugging Face tensors."""
+"""Hugging Face folder -> any tp x pp x ep layout, and any layout -> the collective stream of Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
-from grpo_megatron.models.mapping import Row, is_layered, local_name
+from grpo_megatron.models.mapping import Row, bind_table, local_name
 from grpo_megatron.parallel.mesh import Mesh
 
 Bucket = list[tuple[str, Tensor]]
@@ -93,26 +93,35 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
 def bind(model: torch.nn.Module, arch: Architecture) -> dict[str, tuple[str, torch.nn.Parameter]]:
     """Global local-spec name -> (this model's own name, parameter), for every parameter of this rank.
 
-    Layer numbers are global, from each layer's own `layer_number`: uneven stages need no offset.
+    Layer numbers are global, from each layer's own `layer_number`: uneven stages need no offset. So are expert
+    numbers, from each layer's own `local_expert_indices`.
     """
     inner = bare(model)
-    numbers = [layer.layer_number - 1 for layer in inner.decoder.layers]  # type: ignore[union-attr]
+    layers = list(inner.decoder.layers)  # type: ignore[union-attr]
     bound: dict[str, tuple[str, torch.nn.Parameter]] = {}
     for own_name, parameter in inner.named_parameters():
         parts = own_name.split(".")
         if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(numbers[int(parts[2])])
+            layer = layers[int(parts[2])]
+            parts[2] = str(layer.layer_number - 1)
+            if parts[3:5] == ["mlp", "experts"]:
+                parts[5:] = _global_expert(parts[5:], layer.mlp.local_expert_indices)
         bound[local_name(".".join(parts))] = (own_name, parameter)
     return bound
 
 
+def _global_expert(parts: list[str], indices: list[int]) -> list[str]:
+    """What follows `mlp.experts.`, sequential (local_experts.0.linear_fc1.weight) or grouped (linear_fc1.weight0), as
+    the former with the expert's global number."""
+    if parts[0] == "local_experts":
+        return [parts[0], str(indices[int(parts[1])]), *parts[2:]]
+    linear, weight = parts
+    return ["local_experts", str(indices[int(weight.removeprefix("weight"))]), linear, "weight"]
+
+
 def bound_rows(arch: Architecture) -> dict[str, Row]:
     """Megatron global name -> row, for the whole model, in stream order: embedding, layers, final norm, head."""
-    table = table_of(arch)
-    rows = [r for r in table if not is_layered(r) and "embedding" in r.megatron]
-    rows += [r.at(layer) for layer in range(arch.num_layers) for r in table if is_layered(r)]
-    rows += [r for r in table if not is_layered(r) and "embedding" not in r.megatron]
-    return {row.megatron: row for row in rows}
+    return {row.megatron: row for row in bind_table(table_of(arch), arch)}
 
 
 @torch.no_grad()
@@ -136,17 +145,18 @@ def hf_weights(
 ) -> Iterator[Bucket]:
     """Collective: every rank gets every Hugging Face tensor, whole, in buckets of about `bucket_bytes`.
 
-    Per bucket: the owning stage all-gathers its shards over tensor-parallel ranks, then broadcasts them to the other
-    stages. Tensors own their memory. `stage_of` says which stage owns each Megatron parameter (`stage_owners`).
+    Per bucket: the owning stage all-gathers its shards over tensor-parallel ranks (of experts, the owning
+    expert-parallel rank does, and broadcasts to the others), then broadcasts them to the other stages. Tensors own
+    their memory. `stage_of` says which stage owns each Megatron parameter (`stage_owners`).
     Something wrong on one rank (a parameter missing or misshapen) is agreed on before any tensor moves: RankError.
     """
     own = bind(model, arch)
     for bucket in _buckets(arch, mesh, bucket_bytes, stage_of, next(iter(own.values()))[1].element_size()):
-        stage = stage_of[bucket[0].megatron]
+        stage, ep_rank = stage_of[bucket[0].megatron], bucket[0].ep_rank(arch, mesh.ep)
         shapes = [row.local_shape(arch, mesh.tp) for row in bucket]
         sizes = [_numel(shape) for shape in shapes]
         flat, problem = None, None
-        if mesh.pp_rank == stage:
+        if mesh.pp_rank == stage and ep_rank in (None, mesh.ep_rank):
             try:
                 flat = _flatten(bucket, shapes, own)
             except (KeyError, ValueError) as error:
@@ -156,6 +166,8 @@ def hf_weights(
         gathered = torch.empty(mesh.tp, sum(sizes), dtype=parameter.dtype, device=parameter.device)
         if flat is not None:
             dist.all_gather(list(gathered.unbind(0)), flat, group=mesh.tp_group)
+        if mesh.ep > 1 and ep_rank is not None and mesh.pp_rank == stage:
+            dist.broadcast(gathered, mesh.expert_rank(ep_rank), group=mesh.ep_group)
         if mesh.pp > 1:
             dist.broadcast(gathered, mesh.stage_rank(stage), group=mesh.pp_group)
         parts = gathered.split(sizes, dim=1)
@@ -169,8 +181,10 @@ def hf_weights(
 
 def stage_owners(model: torch.nn.Module, arch: Architecture, mesh: Mesh) -> dict[str, int]:
     """Collective: Megatron name -> the first pipeline stage that holds it (tied copies are left to the first)."""
-    names: list[list[str]] = [[] for _ in range(mesh.pp)]
-    dist.all_gather_object(names, list(bind(model, arch)), group=mesh.pp_group)
+    ours: list[Any] = [None] * mesh.ep  # what the expert-parallel ranks of this stage hold together
+    dist.all_gather_object(ours, list(bind(model, arch)), group=mesh.ep_group)
+    names: list[Any] = [None] * mesh.pp
+    dist.all_gather_object(names, [name for held in ours for name in held], group=mesh.pp_group)
     owners: dict[str, int] = {}
     for stage, held in enumerate(names):
         for name in held:
@@ -184,12 +198,16 @@ def stage_owners(model: torch.nn.Module, arch: Architecture, mesh: Mesh) -> dict
 def _buckets(
     arch: Architecture, mesh: Mesh, bucket_bytes: int, stage_of: dict[str, int], itemsize: int
 ) -> Iterator[list[Row]]:
-    """Cut the stream into runs of one stage, each about `bucket_bytes` whole (never less than one parameter)."""
+    """Cut the stream into runs of one owner, each about `bucket_bytes` whole (never less than one parameter)."""
+
+    def owner(row: Row) -> tuple[int, int | None]:
+        return stage_of[row.megatron], row.ep_rank(arch, mesh.ep)
+
     bucket: list[Row] = []
     size = 0
     for row in bound_rows(arch).values():
         bytes_ = _numel(row.local_shape(arch, mesh.tp)) * mesh.tp * itemsize
-        if bucket and (size + bytes_ > bucket_bytes or stage_of[row.megatron] != stage_of[bucket[0].megatron]):
+        if bucket and (size + bytes_ > bucket_bytes or owner(row) != owner(bucket[0])):
             yield bucket
             bucket, size = [], 0
         bucket.append(row)

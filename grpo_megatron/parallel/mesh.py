@@ -1,5 +1,7 @@
 """Mesh: the frozen grid of ranks. Training layout tp x pp x dp and rollout layout (blocks of rollout_tp), one object.
 
+Experts are spread over `ep` neighbouring data-parallel ranks (ep divides dp), which share everything else.
+
 Megatron's default order makes tensor-parallel ranks contiguous, then data-parallel, then pipeline:
 rank = tp_rank + tp * (dp_rank + dp * pp_rank). vLLM's tensor-parallel blocks are contiguous too, so an engine spans
 neighbouring tensor- and data-parallel ranks, and pipeline stages only when rollout_tp exceeds tp * dp.
@@ -34,6 +36,7 @@ class Mesh:
     tp: int
     pp: int
     dp: int
+    ep: int
     rollout_tp: int
     tp_rank: int
     pp_rank: int
@@ -41,6 +44,11 @@ class Mesh:
     control: Any
     tp_group: Any
     pp_group: Any
+    ep_group: Any
+
+    @property
+    def ep_rank(self) -> int:
+        return self.dp_rank % self.ep
 
     @property
     def is_last_stage(self) -> bool:
@@ -72,6 +80,10 @@ class Mesh:
         """Global rank with this rank's tp and dp coordinates on pipeline stage `pp_rank`."""
         return self.tp_rank + self.tp * (self.dp_rank + self.dp * pp_rank)
 
+    def expert_rank(self, ep_rank: int) -> int:
+        """Global rank of expert-parallel rank `ep_rank` in this rank's expert-parallel group."""
+        return self.rank + self.tp * (ep_rank - self.ep_rank)
+
     def agree(self, problem: str | None) -> None:
         """Collective: raise RankError with all messages on every rank if any rank brings a problem."""
         flag = torch.tensor(0 if problem is None else 1)
@@ -80,16 +92,22 @@ class Mesh:
             return
         problems: list[str | None] = [None] * self.world_size
         dist.all_gather_object(problems, problem, group=self.control)
-        raise RankError("; ".join(f"rank {r}: {p}" for r, p in enumerate(problems) if p is not None))
+        said: dict[str, list[str]] = {}
+        for rank, text in enumerate(problems):
+            if text is not None:
+                said.setdefault(text, []).append(str(rank))
+        raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items()))
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
 
-def build_mesh(device: Device, *, tp: int, pp: int, rollout_tp: int, seed: int = 42, timeout_s: float = 1800.0) -> Mesh:
+def build_mesh(
+    device: Device, *, tp: int, pp: int, rollout_tp: int, ep: int = 1, seed: int = 42, timeout_s: float = 1800.0
+) -> Mesh:
     """Join the world that torchrun described (or a world of one) and make Megatron's groups. Collective.
 
-    Sizes must have been validated: tp * pp and rollout_tp divide the world.
+    Sizes must have been validated: tp * pp * ep and rollout_tp divide the world.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -99,11 +117,12 @@ def build_mesh(device: Device, *, tp: int, pp: int, rollout_tp: int, seed: int =
         _complete_environment()
         dist.init_process_group(device.backend, timeout=timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert world_size % (tp * pp) == 0 and world_size % rollout_tp == 0
+    assert world_size % (tp * pp * ep) == 0 and world_size % rollout_tp == 0
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
         model_parallel_cuda_manual_seed(seed)  # Megatron's own generators, one a tensor-parallel rank
@@ -113,6 +132,7 @@ def build_mesh(device: Device, *, tp: int, pp: int, rollout_tp: int, seed: int =
         tp=tp,
         pp=pp,
         dp=world_size // (tp * pp),
+        ep=ep,
         rollout_tp=rollout_tp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -120,6 +140,7 @@ def build_mesh(device: Device, *, tp: int, pp: int, rollout_tp: int, seed: int =
         control=dist.new_group(backend="gloo", timeout=timeout),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
     )
 
 

@@ -55,7 +55,12 @@ def requests(step: int, temperature: float) -> Any:
 
 
 def cycles(
-    folder: Path, layout: tuple[int, int, int, bool], rollout_tp: int, num_cycles: int, lr: float, temperature: float = 1.0
+    folder: Path,
+    layout: tuple[int, int, int, bool],
+    rollout_tp: int,
+    num_cycles: int,
+    lr: float,
+    temperature: float = 1.0,
 ) -> dict[str, Any]:
     """`num_cycles` times: sync, generate, score the same tokens with the policy, update."""
     from grpo_megatron.metrics import Metrics

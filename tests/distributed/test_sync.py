@@ -62,9 +62,7 @@ def test_engine_and_policy_agree_after_every_sync(
 def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
     """lr 0 for six cycles: bucket reuse, races and half pushes would all show as other samples."""
     shape = LAYOUTS["TP2xPP2+SP"]
-    results = worlds.run(
-        ranks.cycles, 4, folder=models["qwen2-tied"], layout=shape, rollout_tp=2, num_cycles=6, lr=0.0
-    )
+    results = worlds.run(ranks.cycles, 4, folder=models["qwen2-tied"], layout=shape, rollout_tp=2, num_cycles=6, lr=0.0)
     for result in results:
         assert all(tokens == result["tokens"][0] for tokens in result["tokens"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
             "max_prompt_length": 24,
             "max_response_length": 12,
         },
-        "actor": {"optim": {"lr": 2e-3}, "kl_loss_coef": 0.05, "ppo_mini_batch_size": 3, "ppo_max_token_len_per_gpu": 160},
+        "actor": {
+            "optim": {"lr": 2e-3},
+            "kl_loss_coef": 0.05,
+            "ppo_mini_batch_size": 3,
+            "ppo_max_token_len_per_gpu": 160,
+        },
         "rollout": {"n": 3, "enforce_eager": True, "val_kwargs": {"temperature": 1.0}},
         "reward": {"function": "tests.e2e.ranks:length_reward"},
         "trainer": {
@@ -52,8 +58,10 @@ def length_reward(completion: str, answer: str) -> float:
 def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
     """Run the Trainer; return this rank's samples per step, and the final weights and optimizer state."""
     from grpo_megatron.trainer import Trainer
+    from grpo_megatron.validate import validate
 
-    trainer = Trainer(Config.model_validate(raw))
+    config = Config.model_validate(raw)
+    trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
     drawn: dict[int, list[Any]] = {}
     collect = trainer.collect
 
@@ -66,7 +74,7 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
     result: dict[str, Any] = {"samples": drawn, "rank": trainer.mesh.rank, "leader": trainer.mesh.is_block_leader}
     close = trainer.close
 
-    def last_look() -> None:
+    def last_look(*, alone: bool = False) -> None:
         if keep_weights:
             result["weights"] = {n: t.clone() for bucket in trainer.policy.hf_weights(1) for n, t in bucket}
             result["optimizer"] = [
@@ -75,7 +83,7 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
                 for state in one.optimizer.state.values()
             ]
             result["first_step"] = trainer.first_step
-        close()
+        close(alone=alone)
 
     trainer.close = last_look  # type: ignore[method-assign]
     trainer.run()

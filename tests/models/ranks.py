@@ -23,7 +23,9 @@ LAYOUTS: dict[str, tuple[int, int, int, bool]] = {
 }
 
 
-def build(folder: Path, tp: int, pp: int, sp: bool, *, dtype: str = "float32", temperature: float = 1.0, **actor: Any) -> Any:
+def build(
+    folder: Path, tp: int, pp: int, sp: bool, *, dtype: str = "float32", temperature: float = 1.0, **actor: Any
+) -> Any:
     from grpo_megatron.config import ActorConfig, ModelConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture

@@ -39,9 +39,7 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int) -> di
     mine = everything[cut[block] : cut[block + 1]]  # splits groups wherever the cut falls
     table = gather_groups(mine, mesh)
     actor = ActorConfig(ppo_mini_batch_size=2, ppo_max_token_len_per_gpu=40)
-    plan = make_plan(
-        table, AlgorithmConfig(), actor, dp=mesh.dp, train_batch_size=num_prompts, max_response_length=9
-    )
+    plan = make_plan(table, AlgorithmConfig(), actor, dp=mesh.dp, train_batch_size=num_prompts, max_response_length=9)
     batch = exchange(mine, table, plan, mesh)
     owner = plan.owner()
     rows = sorted(row for row, dp_rank in owner.items() if dp_rank == mesh.dp_rank)

@@ -10,7 +10,16 @@ from tests import worlds
 from tests.parallel import ranks
 
 # (world, tp, pp, rollout tp): 5 prompts x 3 samples never divide evenly, so groups straddle ranks
-LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 2), (4, 1, 1, 1), (4, 2, 1, 2), (4, 1, 2, 1), (4, 2, 2, 4)]
+LAYOUTS = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (2, 2, 1, 1),
+    (2, 1, 2, 2),
+    (4, 1, 1, 1),
+    (4, 2, 1, 2),
+    (4, 1, 2, 1),
+    (4, 2, 2, 4),
+]
 
 
 def float32(values: list[float]) -> list[float]:

@@ -11,14 +11,16 @@ from types import ModuleType
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel
-from grpo_megatron.models.families import llama, mistral, qwen2, qwen3
-from grpo_megatron.models.mapping import Row
+from grpo_megatron.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_megatron.models.mapping import Row, bind_table
 
 FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
 }
 
 
@@ -49,16 +51,13 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
 
 
 def table_of(arch: Architecture) -> list[Row]:
-    """The weight table, in Megatron's local-spec names, with {layer} placeholders."""
+    """The weight table, in Megatron's local-spec names, with {layer} and {expert} placeholders."""
     return FAMILIES[arch.family].table(arch)  # type: ignore[no-any-return]
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the model with its shape: the census of loads and syncs."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for row in table_of(arch):
-        layers = range(arch.num_layers) if "{layer}" in row.megatron else [0]
-        for layer in layers:
-            bound = row.at(layer)
-            shapes.update(zip(bound.hf, bound.hf_shapes(arch), strict=True))
+    for row in bind_table(table_of(arch), arch):
+        shapes.update(zip(row.hf, row.hf_shapes(arch), strict=True))
     return shapes

@@ -1,0 +1,22 @@
+"""Mixtral: Mistral's attention, and a few large experts in place of every MLP, weighed by a softmax over the chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_megatron.models.architecture import Architecture, common_settings, expert_settings
+from grpo_megatron.models.mapping import Row, decoder_table, expert_rows
+
+
+def architecture(config: dict[str, Any]) -> Architecture:
+    experts = expert_settings(config, width="intermediate_size", renormalise=True)
+    return Architecture(
+        family="mixtral",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        sliding_window=config.get("sliding_window"),
+        **{**common_settings(config), **experts},
+    )
+
+
+def table(arch: Architecture) -> list[Row]:
+    return decoder_table(tied=arch.tied, mlp=expert_rows("block_sparse_moe", "w1", "w3", "w2"))

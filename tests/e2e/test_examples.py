@@ -1,0 +1,127 @@
+"""The examples as a user runs them, only shorter: the command line, real data, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared" / "data"
+
+
+def command(*arguments: str, timeout: float = 280) -> str:
+    """Run `python ARGUMENTS` from the project's root, as the README says; its output. Fails with it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_quickstart_in_short(tmp_path: Path) -> None:
+    """12 warm-up and 3 GRPO steps of the real quickstart: every file it promises, and a model that others load."""
+    out = tmp_path / "run"
+    command("tools/prepare_data.py", "arithmetic", str(tmp_path / "data"), "--seed", "1")
+    tokenizer = ["--tokenizer", str(tmp_path / "data/tokenizer")]
+    command("tools/prepare_data.py", "model", "--preset", "quickstart", str(tmp_path / "model"), *tokenizer)
+    printed = command(
+        "-m",
+        "grpo_megatron",
+        "train",
+        "examples/quickstart.yaml",
+        f"model.path={tmp_path}/model",
+        f"data.train_files=[{tmp_path}/data/train.jsonl]",
+        f"data.val_files=[{tmp_path}/data/val.jsonl]",
+        f"sft.train_files=[{tmp_path}/data/sft.jsonl]",
+        "sft.steps=12",
+        "sft.optim.lr_warmup_steps=2",
+        "sft.optim.lr_wsd_decay_steps=4",
+        "data.val_max_samples=32",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=2",
+        f"trainer.output_dir={out}",
+    )
+    assert "before" in printed and "arithmetic/acc/mean@1" in printed
+    for name in ("metrics.jsonl", "tensorboard", "curves.png", "config.yaml", "hf", "checkpoints/step_000003"):
+        assert (out / name).exists(), name
+    assert "--- prompt" in (out / "samples" / "step_000002.txt").read_text()
+    assert yaml.safe_load((out / "config.yaml").read_text())["sft"]["steps"] == 12
+    steps = rows(out)
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    assert steps[0]["training/rollout_logp_diff_mean"] < 1e-6
+    assert {"timing_s/gen", "timing_s/update_actor", "perf/throughput", "critic/zero_variance_ratio"} <= steps[1].keys()
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
+    text = AutoTokenizer.from_pretrained(out / "hf")("Tom has 2 apples", return_tensors="pt")
+    assert model(text["input_ids"]).logits.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.exists(), reason=f"real GSM8K and Qwen2 tokenizer not there: {SHARED}")
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, []),
+        (4, ["actor.megatron.tensor_model_parallel_size=2", "actor.megatron.pipeline_model_parallel_size=2"]),
+    ],
+    ids=["DP2", "TP2xPP2"],
+)
+def test_gsm8k_end_to_end(tmp_path: Path, world: int, layout: list[str]) -> None:
+    """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").symlink_to(SHARED / "tokenizers/qwen/tokenizer.json")
+    (tokenizer / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    )
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "max_window_layers": 4, "max_position_embeddings": 1024}
+    sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
+    config = str(SHARED / "hf_configs/Qwen2.5-0.5B.json")
+    model = tmp_path / "model"
+    command("tools/prepare_data.py", "model", config, str(model), "--tokenizer", str(tokenizer), *sizes)
+    out = tmp_path / "run"
+    command(
+        "-m",
+        "grpo_megatron",
+        "train",
+        "examples/gsm8k_cpu.yaml",
+        f"model.path={model}",
+        f"data.train_files=[{SHARED}/gsm8k/train.jsonl]",
+        f"data.val_files=[{SHARED}/gsm8k/test.jsonl]",
+        "data.val_max_samples=4",
+        "data.max_response_length=24",
+        "trainer.total_training_steps=2",
+        "trainer.save_hf_at_end=false",
+        f"trainer.n_gpus_per_node={world}",
+        f"trainer.output_dir={out}",
+        *layout,
+    )
+    first, second, last = rows(out)
+    for row in (first, second):
+        assert row["training/rollout_logp_diff_mean"] < 1e-6
+        assert row["prompt_length/mean"] > 60  # chat template and a real question
+        assert row["actor/grad_norm"] >= 0 and "actor/kl_loss" in row and "timing_s/ref" in row
+    assert first["actor/kl_loss"] < 1e-6  # the reference is the policy's start, and the first mini-batch sees it
+    assert "val-core/gsm8k/acc/mean@1" in last

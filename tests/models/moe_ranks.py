@@ -1,0 +1,95 @@
+"""What the ranks of the mixture-of-experts tests run. A layout is (world, tp, pp, ep); sequence parallelism follows tp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import tiny
+from tests.models.ranks import loss, share
+
+Layout = tuple[int, int, int, int]
+
+
+def world(layout: Layout) -> tuple[Any, Any]:
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    device = Device("cpu")
+    _, tp, pp, ep = layout
+    return device, build_mesh(device, tp=tp, pp=pp, ep=ep, rollout_tp=1)
+
+
+def build(folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", **megatron: Any) -> Any:
+    from grpo_megatron.config import ActorConfig, ModelConfig
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.policy import Policy
+
+    megatron |= {
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "expert_model_parallel_size": mesh.ep,
+    }
+    optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
+    config = ActorConfig.model_validate({"megatron": megatron, "optim": optim, "logprob_chunk_size": 7})
+    return Policy(ModelConfig(path=folder, dtype=dtype), config, read_architecture(folder), mesh, device)
+
+
+def everything(folders: list[Path], pairs: Any, layout: Layout) -> list[dict[str, Any]]:
+    """Of each model: logprobs, the stream as loaded, the gradients of one backward, the stream after two updates."""
+    device, mesh = world(layout)
+    rows = share(len(pairs), mesh.dp_rank, mesh.dp)
+    micros = [[i] for i in range(len(rows))]
+    batch = tiny.make_batch(pairs, [micros], rows)
+    results = []
+    for folder in folders:
+        policy = build(folder, device, mesh)
+        result: dict[str, Any] = {"loaded": stream(policy)}
+        result["logprobs"] = policy.logprobs(tiny.make_batch(pairs, [[[0, 1], [2], [], [3, 4, 5]]]))
+        result["norms"] = [policy.update(batch, loss)[1]["actor/grad_norm"] for _ in range(2)]
+        result["updated"] = stream(policy)
+        policy = build(folder, device, mesh, use_distributed_optimizer=False)  # leaves whole gradients to look at
+        policy.backward(batch, micros, loss, [])
+        result["gradients"] = whole(policy)
+        results.append(result)
+    return results
+
+
+def stream(policy: Any) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for bucket in policy.hf_weights(1):
+        for name, tensor in bucket:
+            assert name not in out, name
+            out[name] = tensor.clone()
+    return out
+
+
+def whole(policy: Any) -> dict[str, torch.Tensor]:
+    """Hugging Face gradients from every rank's own, by the rows' merge; replicas must agree. Collective."""
+    import torch.distributed as dist
+
+    from grpo_megatron.models.weights import bound_rows
+
+    everyone: list[Any] = [None] * policy.mesh.world_size
+    dist.all_gather_object(everyone, (policy.mesh.tp_rank, policy.mesh.ep_rank, policy.named_gradients()))
+    out = {}
+    for name, row in bound_rows(policy.arch).items():
+        owner = row.ep_rank(policy.arch, policy.mesh.ep)
+        shards: dict[int, torch.Tensor] = {}
+        for tp_rank, ep_rank, held in everyone:
+            assert name not in held or owner in (None, ep_rank), f"{name} is on expert-parallel rank {ep_rank}"
+            if name in held:
+                torch.testing.assert_close(held[name], shards.setdefault(tp_rank, held[name]), rtol=0, atol=0)
+        out.update(zip(row.hf, row.merge([shards[t] for t in sorted(shards)], policy.arch), strict=True))
+    return out
+
+
+def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], float]:
+    policy = build(folder, *world(layout), dtype="bfloat16")
+    pairs = tiny.make_sequences(6)
+    rows = share(len(pairs), policy.mesh.dp_rank, policy.mesh.dp)
+    batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
+    loaded = stream(policy)
+    return loaded, policy.update(batch, loss)[1]["actor/grad_norm"]

@@ -1,0 +1,89 @@
+"""Vocabulary-parallel log-probabilities and entropy against plain torch on the whole vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import worlds
+
+N, HIDDEN, VOCAB = 11, 16, 37
+
+
+def inputs(scale: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(N, HIDDEN, generator=generator),
+        "weight": scale * torch.randn(VOCAB, HIDDEN, generator=generator),
+        "targets": torch.randint(0, VOCAB, (N,), generator=generator),
+        "grad": torch.randn(2, N, generator=generator),
+    }
+
+
+def whole(scale: float, temperature: float) -> dict[str, torch.Tensor]:
+    """The definition, in float64."""
+    given = inputs(scale)
+    hidden = given["hidden"].double().requires_grad_()
+    weight = given["weight"].double().requires_grad_()
+    logp = (hidden @ weight.T / temperature).log_softmax(-1)
+    logprobs = logp.gather(1, given["targets"][:, None]).squeeze(1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    (given["grad"].double() * torch.stack([logprobs, entropy])).sum().backward()
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}  # type: ignore[dict-item]
+
+
+def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str, torch.Tensor]:
+    """On `tp` ranks: this rank's rows of the padded weight. Padded rows are huge, so that one that counts would show."""
+    import torch.distributed as dist
+
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.logprobs import vocab_parallel_logprobs
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    mesh = build_mesh(Device("cpu"), tp=tp, pp=1, rollout_tp=1)
+    given = inputs(scale)
+    padded = -(-VOCAB // (8 * tp)) * 8 * tp
+    weight = torch.cat([given["weight"], torch.full((padded - VOCAB, HIDDEN), 1e4)]).chunk(tp)[mesh.tp_rank]
+    weight = weight.clone().requires_grad_()
+    hidden = given["hidden"].requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden,
+        weight,
+        given["targets"],
+        vocab_size=VOCAB,
+        tp_rank=mesh.tp_rank,
+        group=mesh.tp_group,
+        temperature=temperature,
+        chunk=chunk,
+    )
+    (given["grad"][0] @ logprobs + given["grad"][1] @ entropy).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    dist.all_reduce(hidden.grad, group=mesh.tp_group)
+    gathered: list[Any] = [None] * tp
+    dist.all_gather_object(gathered, weight.grad)
+    whole_weight = torch.cat(gathered)
+    return {
+        "logprobs": logprobs.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": whole_weight[:VOCAB],
+        "padding": whole_weight[VOCAB:],
+    }
+
+
+@pytest.mark.parametrize(("tp", "chunk"), [(1, 4), (2, 4), (2, 1024), (4, 3)])
+@pytest.mark.parametrize(("scale", "temperature"), [(1.0, 1.0), (1.0, 0.7), (250.0, 1.0)])
+def test_equals_the_definition(tp: int, chunk: int, scale: float, temperature: float) -> None:
+    """scale 250: logits around +-1000, where exp without the maximum subtracted overflows."""
+    want = whole(scale, temperature)
+    for got in worlds.run(parallel, tp, tp=tp, chunk=chunk, scale=scale, temperature=temperature):
+        tolerance = 1e-6 if scale == 1 else 1e-4  # softmax of float32 logits near 1000 is exact to 1e-4
+        for name in ("logprobs", "entropy", "hidden", "weight"):
+            size = max(4 * scale, want[name].abs().max().item())  # float32 logits are exact to 6e-8 of their size
+            torch.testing.assert_close(got[name].double(), want[name], rtol=0, atol=tolerance * size, msg=name)
+        assert (got["padding"] == 0).all()
+        assert (got["logprobs"] <= 0).all()
+        # columns of (onehot - p) sum to 0 for logprobs, and so do the entropy's: nothing leaks out of the vocabulary
+        assert (got["weight"].sum(0).abs() <= 1e-5 * max(1.0, got["weight"].abs().max())).all()

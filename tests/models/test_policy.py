@@ -1,0 +1,103 @@
+"""Updates in the modes of the configuration: recomputation, bfloat16, overlap, plain DDP; and steps that are skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny, worlds
+from tests.models import ranks
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_model(tmp_path_factory.mktemp("policy") / "model", "qwen2-tied")
+
+
+def trained(
+    folder: Path, layout: tuple[int, int, int, bool], megatron: dict[str, Any], dtype: str = "float32"
+) -> dict[str, torch.Tensor]:
+    _, tp, pp, sp = layout
+    policy = ranks.build(folder, tp, pp, sp, dtype=dtype, megatron=megatron, optim={"lr": 1e-3, "eps": 1e-4})
+    pairs = tiny.make_sequences(6)
+    rows = ranks.share(6, policy.mesh.dp_rank, policy.mesh.dp)
+    batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
+    for _ in range(2):
+        policy.update(batch, ranks.loss)
+    return {name: tensor.clone() for bucket in policy.hf_weights(1) for name, tensor in bucket}
+
+
+@pytest.mark.parametrize(
+    ("layout", "megatron"),
+    [
+        ("TP2xPP2+SP", {"override_transformer_config": FULL}),
+        ("TP2+SP", {"override_transformer_config": SELECTIVE}),
+        ("DP2", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    ],
+    ids=["full recompute", "selective recompute", "overlap"],
+)
+def test_modes_that_must_not_change_the_numbers(folder: Path, layout: str, megatron: dict[str, Any]) -> None:
+    shape = ranks.LAYOUTS[layout]
+    plain = worlds.run(trained, shape[0], folder=folder, layout=shape, megatron={})[0]
+    for got in worlds.run(trained, shape[0], folder=folder, layout=shape, megatron=megatron):
+        assert all(torch.equal(got[name], plain[name]) for name in plain)
+
+
+def test_bfloat16_follows_float32(folder: Path) -> None:
+    """Two Adam steps of 1e-3 in bfloat16 with float32 master weights: within bfloat16's rounding of the float32 result."""
+    shape = ranks.LAYOUTS["TP2xPP2+SP"]
+    want = worlds.run(trained, 4, folder=folder, layout=shape, megatron={})[0]
+    for got in worlds.run(trained, 4, folder=folder, layout=shape, megatron={}, dtype="bfloat16"):
+        for name, tensor in want.items():
+            assert got[name].dtype == torch.bfloat16
+            worst = (got[name].float() - tensor).abs().max()
+            assert worst <= 2**-8 * tensor.abs().max() + 2e-3, name
+
+
+def nan_once(folder: Path) -> dict[str, Any]:
+    """Three updates; in the second, rank 1's loss is NaN."""
+    policy = ranks.build(folder, 1, 1, False, optim={"lr": 1e-3}, max_skipped_steps=1)
+    pairs = tiny.make_sequences(6)
+    batch = tiny.make_batch(pairs, [[[0, 1, 2]]], ranks.share(6, policy.mesh.dp_rank, 2))
+
+    def poisoned(inputs: Any) -> Any:
+        value, metrics = ranks.loss(inputs)
+        return (value * torch.nan if policy.mesh.rank == 1 else value), metrics
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for bucket in policy.hf_weights(1) for name, tensor in bucket}
+
+    _, first = policy.update(batch, ranks.loss)
+    before = weights()
+    _, second = policy.update(batch, poisoned)
+    after = weights()
+    _, third = policy.update(batch, ranks.loss)
+    from grpo_megatron.models.policy import TooManySkippedSteps
+
+    policy.update(batch, poisoned)
+    try:
+        policy.update(batch, poisoned)
+        stopped = ""
+    except TooManySkippedSteps as error:
+        stopped = str(error)
+    return {
+        "skipped": [m["actor/skipped_updates"] for m in (first, second, third)],
+        "norms": [m.get("actor/grad_norm") for m in (first, second, third)],
+        "untouched": all(torch.equal(before[name], after[name]) for name in before),
+        "moved": any(not torch.equal(after[name], tensor) for name, tensor in weights().items()),
+        "stopped": stopped,
+    }
+
+
+def test_a_gradient_that_is_nan_on_one_rank_is_skipped_on_all(folder: Path) -> None:
+    for result in worlds.run(nan_once, 2, folder=folder):
+        assert result["skipped"] == [0.0, 1.0, 0.0]
+        assert result["norms"][1] is None and result["norms"][2] is not None
+        assert result["untouched"] and result["moved"]
+        assert "2 updates in a row" in result["stopped"] and "actor.max_skipped_steps=1" in result["stopped"]
