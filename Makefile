@@ -1,4 +1,4 @@
-# make quickstart   train a tiny model on this machine's CPU
+# make quickstart   train a tiny model on this CPU (SEED=1 for another draw of everything)
 # make test         everything CI runs: linters and all tests
 # make test-fast    what takes under two minutes
 # All of them set up .venv first, once.
@@ -7,6 +7,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SEED ?= 0
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip leaves compiling to the first import
@@ -20,14 +21,16 @@ $(INSTALLED): requirements/cpu.lock requirements/dev.lock requirements/install.s
 	@bash requirements/install.sh $(PYTHON) $(VENV)
 	@touch $@
 
-$(QUICKSTART)/model: | $(INSTALLED)
-	@$(BIN)/python tools/prepare_data.py arithmetic $(QUICKSTART)/data --seed 0 --force
+$(QUICKSTART)/seed-$(SEED): | $(INSTALLED)
+	@$(BIN)/python tools/prepare_data.py arithmetic $(QUICKSTART)/data --seed $(SEED) --force
 	@$(BIN)/python tools/prepare_data.py model --preset quickstart $(QUICKSTART)/model \
-		--tokenizer $(QUICKSTART)/data/tokenizer --seed 0 --std 0.05 --force
+		--tokenizer $(QUICKSTART)/data/tokenizer --seed $(SEED) --std 0.05 --force
+	@rm -f $(QUICKSTART)/seed-* && touch $@
 
-quickstart: $(INSTALLED) $(QUICKSTART)/model
+quickstart: $(INSTALLED) $(QUICKSTART)/seed-$(SEED)
 	@rm -rf $(QUICKSTART)/run
-	@$(BIN)/python -m grpo_megatron train examples/quickstart.yaml
+	@$(BIN)/python -m grpo_megatron train examples/quickstart.yaml \
+		data.seed=$(SEED) rollout.seed=$(SEED) trainer.seed=$(SEED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -46,10 +46,8 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
     if data.chat_template is not None:
         try:
             tokenizer.chat_template = data.chat_template.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read data.chat_template={str(data.chat_template)!r}: {error.strerror}"
-            ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error}") from error
     return tokenizer
 
 

@@ -14,8 +14,17 @@ from tests.tiny import make_batch
 VOCAB = 101
 
 
-def build(folder: Path, tp: int, pp: int, sp: bool, rollout_tp: int, temperature: float = 1.0, lr: float = 1e-2) -> Any:
-    from grpo_megatron.colocation import Colocation
+def build(
+    folder: Path,
+    tp: int,
+    pp: int,
+    sp: bool,
+    rollout_tp: int,
+    temperature: float = 1.0,
+    lr: float = 1e-2,
+    dtype: str = "float32",
+) -> Any:
+    from grpo_megatron.colocation import DEFAULT_TOLERANCE, Colocation
     from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import hf_shapes, read_architecture
@@ -28,19 +37,21 @@ def build(folder: Path, tp: int, pp: int, sp: bool, rollout_tp: int, temperature
     arch = read_architecture(folder)
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
     actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
-    policy = Policy(ModelConfig(path=folder, dtype="float32"), actor, arch, mesh, device, temperature=temperature)
+    policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
     rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=1)
     engine = VllmEngine(
         folder,
         rollout,
         mesh,
         device,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=128,
         eos_token_ids=[2],
         expected=hf_shapes(arch),
     )
-    colocation = Colocation(policy, engine, mesh, tolerance=1e-4, bucket_megabytes=1, max_length=128)
+    colocation = Colocation(
+        policy, engine, mesh, tolerance=DEFAULT_TOLERANCE[dtype], bucket_megabytes=1, max_length=128
+    )
     return mesh, policy, engine, colocation
 
 
@@ -61,12 +72,13 @@ def cycles(
     num_cycles: int,
     lr: float,
     temperature: float = 1.0,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """`num_cycles` times: sync, generate, score the same tokens with the policy, update."""
     from grpo_megatron.metrics import Metrics
 
     _, tp, pp, sp = layout
-    mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, temperature, lr)
+    mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, temperature, lr, dtype)
     pairs = tiny.make_sequences(6)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = make_batch(pairs, [[list(range(len(rows)))]], rows)

@@ -59,6 +59,15 @@ def test_engine_and_policy_agree_after_every_sync(
 
 
 @pytest.mark.slow
+def test_bfloat16_engine_and_policy_agree_to_rounding(models: dict[str, Path]) -> None:
+    """Both round every activation to 8 bits of mantissa, in different places."""
+    shape = LAYOUTS["TP2+SP"]
+    arguments = {"layout": shape, "rollout_tp": 1, "num_cycles": 2, "lr": 1e-2, "dtype": "bfloat16"}
+    for result in worlds.run(ranks.cycles, 2, folder=models["qwen3"], **arguments):
+        assert 1e-6 < max(result["mean"]) <= 0.03
+
+
+@pytest.mark.slow
 def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
     """lr 0 for six cycles: bucket reuse, races and half pushes would all show as other samples."""
     shape = LAYOUTS["TP2xPP2+SP"]

@@ -29,6 +29,7 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
             "optim": {"lr": 2e-3},
             "kl_loss_coef": 0.05,
             "ppo_mini_batch_size": 3,
+            "ppo_epochs": 2,
             "ppo_max_token_len_per_gpu": 160,
         },
         "rollout": {"n": 3, "enforce_eager": True, "val_kwargs": {"temperature": 1.0}},
@@ -53,6 +54,16 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
 def length_reward(completion: str, answer: str) -> float:
     """Dense and exact: random models get different rewards, so every step has a gradient."""
     return float(sum(map(ord, completion)) % 7)
+
+
+def troubled_reward(completion: str, answer: str) -> float:
+    """Raises for one answer in three, never returns for one in a few."""
+    kind = sum(map(ord, completion)) % 6
+    if kind in (0, 3):
+        raise KeyError("no such answer")
+    while kind == 5:
+        pass
+    return float(kind)
 
 
 def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:

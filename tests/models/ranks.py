@@ -23,6 +23,9 @@ LAYOUTS: dict[str, tuple[int, int, int, bool]] = {
 }
 
 
+_meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layout for its whole life
+
+
 def build(
     folder: Path, tp: int, pp: int, sp: bool, *, dtype: str = "float32", temperature: float = 1.0, **actor: Any
 ) -> Any:
@@ -39,7 +42,7 @@ def build(
         **actor.pop("megatron", {}),
     }
     device = Device("cpu")
-    mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=1)
+    mesh = _meshes.get((tp, pp)) or _meshes.setdefault((tp, pp), build_mesh(device, tp=tp, pp=pp, rollout_tp=1))
     config = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": 7, **actor})
     model = ModelConfig(path=folder, dtype=dtype)
     return Policy(model, config, read_architecture(folder), mesh, device, temperature=temperature)
@@ -59,33 +62,44 @@ def loss(inputs: Any) -> Any:
     return total_loss(inputs, config, policy_losses.get("vanilla"), kl_penalties.get("low_var_kl"))
 
 
-def logprobs(folder: Path, pairs: Any, layout: tuple[int, int, int, bool], temperature: float = 1.0) -> torch.Tensor:
+def logprobs(folders: dict[str, Path], pairs: Any, layout: tuple[int, int, int, bool]) -> dict[str, torch.Tensor]:
+    """Family -> log-probabilities, in micro-batches of different sizes, one of them empty."""
     _, tp, pp, sp = layout
-    policy = build(folder, tp, pp, sp, temperature=temperature)
     batch = make_batch(pairs, [[[0, 1], [2], [], [3, 4, 5]]])
-    return policy.logprobs(batch)
+    return {family: build(folder, tp, pp, sp).logprobs(batch) for family, folder in folders.items()}
+
+
+def updates(
+    folders: dict[str, Path], pairs: Any, layout: tuple[int, int, int, bool], micro: int
+) -> dict[tuple[str, bool], dict[str, Any]]:
+    """(family, distributed optimizer?) -> what `update` gives."""
+    return {
+        (family, distributed): update(folder, pairs, layout, micro, distributed)
+        for family, folder in folders.items()
+        for distributed in (False, True)
+    }
 
 
 def update(
-    folder: Path, pairs: Any, layout: tuple[int, int, int, bool], micro: int, steps: int = 1, **actor: Any
+    folder: Path, pairs: Any, layout: tuple[int, int, int, bool], micro: int, distributed: bool
 ) -> dict[str, Any]:
-    """Gradients of the first backward and weights after `steps` updates, as whole Hugging Face tensors."""
+    """Gradients of a backward pass and weights after an update, as whole Hugging Face tensors; the gradient norm.
+
+    Plain DDP leaves every rank the whole summed gradient to look at; the distributed optimizer only its own part.
+    """
     _, tp, pp, sp = layout
     # Adam's first step is lr * g / (|g| + eps): with a small eps, rounding picks the sign where g is almost zero.
     optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
-    # Plain DDP leaves every rank the whole summed gradient to look at; the distributed optimizer only its own part.
-    distributed = actor.pop("distributed", True)
-    policy = build(folder, tp, pp, sp, optim=optim, megatron={"use_distributed_optimizer": distributed}, **actor)
+    policy = build(folder, tp, pp, sp, optim=optim, megatron={"use_distributed_optimizer": distributed})
     rows = share(len(pairs), policy.mesh.dp_rank, policy.mesh.dp)
     local = list(range(len(rows)))
     micros = [local[i : i + micro] for i in range(0, len(local), micro)]
     batch = make_batch(pairs, [micros], rows)
-    sums: list[Any] = []
-    policy.backward(batch, micros, loss, sums)
+    policy.backward(batch, micros, loss, [])
     gradients = whole(policy, policy.named_gradients())
-    norms = [policy.update(batch, loss)[1]["actor/grad_norm"] for _ in range(steps)]
+    norm = policy.update(batch, loss)[1]["actor/grad_norm"]
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
-    return {"gradients": gradients, "weights": weights, "norms": norms}
+    return {"gradients": gradients, "weights": weights, "norm": norm}
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

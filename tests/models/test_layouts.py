@@ -10,6 +10,9 @@ import torch
 from tests import tiny, worlds
 from tests.models import ranks
 
+PAIRS = tiny.make_sequences(6)
+UPDATED = ("qwen3", "qwen2-tied")  # q/k norms; biases, and an embedding that two pipeline stages share
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -17,16 +20,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: tiny.make_model(root / family, family) for family in tiny.FAMILIES}
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
+    return {family: tiny.transformers_logprobs(folder, PAIRS) for family, folder in models.items()}
+
+
 @pytest.mark.parametrize("layout", ranks.LAYOUTS)
-def test_logprobs_equal_transformers(models: dict[str, Path], family: str, layout: str) -> None:
-    pairs = tiny.make_sequences(6)
-    expected = tiny.transformers_logprobs(models[family], pairs)
+def test_logprobs_of_every_family_equal_transformers(
+    models: dict[str, Path], expected: dict[str, list[torch.Tensor]], layout: str
+) -> None:
     shape = ranks.LAYOUTS[layout]
-    for got in worlds.run(ranks.logprobs, shape[0], folder=models[family], pairs=pairs, layout=shape):
-        for row, want in enumerate(expected):
-            torch.testing.assert_close(got[row, : len(want)], want, rtol=0, atol=1e-5)
-            assert (got[row, len(want) :] == 0).all()
+    for results in worlds.run(ranks.logprobs, shape[0], folders=models, pairs=PAIRS, layout=shape):
+        for family, got in results.items():
+            for row, want in enumerate(expected[family]):
+                torch.testing.assert_close(got[row, : len(want)], want, rtol=0, atol=1e-5, msg=f"{family} row {row}")
+                assert (got[row, len(want) :] == 0).all()
 
 
 def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -39,36 +47,34 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance
         assert worst <= tolerance, f"{name}: {worst}"
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2-tied"])
-def reference_update(request: pytest.FixtureRequest, models: dict[str, Path]) -> tuple[Path, dict]:
-    folder = models[request.param]
-    pairs = tiny.make_sequences(6)
-    result = worlds.run(ranks.update, 1, folder=folder, pairs=pairs, layout=ranks.LAYOUTS["1"], micro=2)[0]
-    return folder, result
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path]) -> dict[tuple[str, bool], dict]:
+    folders = {family: models[family] for family in UPDATED}
+    return worlds.run(ranks.updates, 1, folders=folders, pairs=PAIRS, layout=ranks.LAYOUTS["1"], micro=2)[0]
 
 
-@pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("layout", [name for name in ranks.LAYOUTS if name != "1"])
 def test_gradients_and_weights_do_not_depend_on_the_layout(
-    reference_update: tuple[Path, dict], layout: str, distributed: bool
+    models: dict[str, Path], alone: dict[tuple[str, bool], dict], layout: str
 ) -> None:
-    folder, want = reference_update
+    """The norm too: it decides the clipping, and a shard that is counted twice or never shows nowhere else."""
     shape = ranks.LAYOUTS[layout]
-    pairs = tiny.make_sequences(6)
-    results = worlds.run(
-        ranks.update, shape[0], folder=folder, pairs=pairs, layout=shape, micro=2, distributed=distributed
-    )
-    for got in results:
-        if not distributed:
-            close(got["gradients"], want["gradients"], 1e-5)
-        close(got["weights"], want["weights"], 1e-5)
-        assert got["norms"] == pytest.approx(want["norms"], rel=1e-6)
+    folders = {family: models[family] for family in UPDATED}
+    for results in worlds.run(ranks.updates, shape[0], folders=folders, pairs=PAIRS, layout=shape, micro=2):
+        for (family, distributed), got in results.items():
+            want = alone[family, distributed]
+            if not distributed:
+                close(got["gradients"], want["gradients"], 1e-5)
+            close(got["weights"], want["weights"], 1e-5)
+            assert got["norm"] == pytest.approx(want["norm"], rel=1e-6)
 
 
 @pytest.mark.parametrize("micro", [1, 3, 6])
-def test_micro_batches_and_packing_change_nothing(reference_update: tuple[Path, dict], micro: int) -> None:
-    folder, want = reference_update
-    pairs = tiny.make_sequences(6)
-    got = worlds.run(ranks.update, 1, folder=folder, pairs=pairs, layout=ranks.LAYOUTS["1"], micro=micro)[0]
-    close(got["gradients"], want["gradients"], 1e-6)
-    close(got["weights"], want["weights"], 1e-6)
+def test_micro_batches_and_packing_change_nothing(
+    models: dict[str, Path], alone: dict[tuple[str, bool], dict], micro: int
+) -> None:
+    folders = {family: models[family] for family in UPDATED}
+    results = worlds.run(ranks.updates, 1, folders=folders, pairs=PAIRS, layout=ranks.LAYOUTS["1"], micro=micro)[0]
+    for key, got in results.items():
+        close(got["gradients"], alone[key]["gradients"], 1e-6)
+        close(got["weights"], alone[key]["weights"], 1e-6)

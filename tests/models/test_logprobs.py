@@ -86,4 +86,4 @@ def test_equals_the_definition(tp: int, chunk: int, scale: float, temperature: f
         assert (got["padding"] == 0).all()
         assert (got["logprobs"] <= 0).all()
         # columns of (onehot - p) sum to 0 for logprobs, and so do the entropy's: nothing leaks out of the vocabulary
-        assert (got["weight"].sum(0).abs() <= 1e-5 * max(1.0, got["weight"].abs().max())).all()
+        assert (got["weight"].sum(0).abs() <= 10 * tolerance * max(1.0, got["weight"].abs().max())).all()

@@ -1,0 +1,30 @@
+"""Rewards that raise and rewards that never return cost their samples, are shown, and never the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests import worlds
+from tests.e2e import ranks
+
+
+@pytest.mark.slow
+def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -> None:
+    raw = ranks.settings(workspace, tmp_path, 2)
+    raw["reward"] = {"function": "tests.e2e.ranks:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
+    raw["actor"] = {**raw["actor"], "use_kl_loss": False}
+    results = worlds.run(ranks.train, 2, raw=raw)
+    scores = [sample[4] for step in ranks.all_samples(results).values() for sample in step]
+    assert any(math.isnan(score) for score in scores) and not all(math.isnan(score) for score in scores)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    for row, step in zip(rows, ranks.all_samples(results).values(), strict=True):
+        failed = sum(math.isnan(sample[4]) for sample in step) / len(step)
+        assert row["reward/failed_ratio"] == pytest.approx(failed)
+        assert row["critic/unscorable_ratio"] == pytest.approx(failed)
+        assert row["actor/skipped_updates"] == 0
+    assert rows[0]["reward/timeout_ratio"] + rows[1]["reward/timeout_ratio"] > 0

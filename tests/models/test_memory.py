@@ -1,0 +1,73 @@
+"""What must not be in memory: the [S, S] scores of attention, and the rest of the model while one rank's part is read."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_megatron.models.families import architecture_of, hf_shapes
+from grpo_megatron.models.weights import bound_rows
+from tests import tiny, worlds
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def attend(length: int, heads: int) -> float:
+    """MiB that forward and backward of one attention over `length` tokens add to this process's peak."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from grpo_megatron.models.spec import PackedAttention
+
+    cuts = torch.tensor([0, length], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cuts, cu_seqlens_kv=cuts)
+    query = torch.randn(length, heads, 32, requires_grad=True)
+    key, value = (torch.randn(length, heads // 4, 32, requires_grad=True) for _ in range(2))
+    before = peak_mib()
+    PackedAttention(None, 1)(query, key, value, None, packed_seq_params=packed).sum().backward()  # type: ignore[arg-type]
+    return peak_mib() - before
+
+
+def test_attention_keeps_no_scores() -> None:
+    """4096^2 float32 scores of 8 heads would be 512 MiB; queries, outputs and gradients are some 4 MiB each."""
+    (added,) = worlds.run(attend, 1, length=4096, heads=8)
+    assert added < 100
+
+
+class Counting:
+    """A tensor of which only slices can be taken, and which counts what is taken."""
+
+    def __init__(self, shape: tuple[int, ...], counts: list[int]) -> None:
+        self.tensor, self.counts = torch.zeros(shape), counts
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self.tensor[index]
+        self.counts.append(part.numel())
+        return part
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_reads_only_its_own_slices(tp: int) -> None:
+    """Everything but the replicated norms is read once over all ranks, each rank a part; no row reads a whole tensor."""
+    arch = architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
+    shapes = hf_shapes(arch)
+    total = sum(torch.Size(shape).numel() for shape in shapes.values())
+    norms = sum(torch.Size(shape).numel() for name, shape in shapes.items() if "norm" in name)
+    for rank in range(tp):
+        counts: list[int] = []
+
+        def read(name: str, counts: list[int] = counts) -> Counting:
+            return Counting(shapes[name], counts)
+
+        for row in bound_rows(arch).values():
+            part = row.shard(read, arch, rank, tp)
+            assert tuple(part.shape) == row.local_shape(arch, tp)
+        whole = (total - norms) / tp + norms
+        assert abs(sum(counts) - whole) <= 2 * 16 * tp * arch.hidden_size  # padded vocabulary rows are not read
