@@ -55,6 +55,8 @@ class Scorer:
                 out[current.rows] = unpack(logprobs, current.lengths, width).cpu()
 
         micro_batches = [rows for mini in batch.schedule for rows in mini]
+        if not micro_batches:  # nothing to train on, on any rank
+            return out
         run(self.model, self.packs(batch, micro_batches, temperature), consume, device=self.device, forward_only=True)
         if self.mesh.pp > 1:
             shared = out.to(self.device.torch_device)

@@ -66,6 +66,10 @@ def troubled_reward(completion: str, answer: str) -> float:
     return float(kind)
 
 
+def broken_reward(completion: str, answer: str) -> float:
+    raise ValueError("never works")
+
+
 def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
     """Run the Trainer; return this rank's samples per step, and the final weights and optimizer state."""
     from grpo_megatron.trainer import Trainer

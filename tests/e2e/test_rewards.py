@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from tests import worlds
 from tests.e2e import ranks
@@ -28,3 +30,15 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
         assert row["critic/unscorable_ratio"] == pytest.approx(failed)
         assert row["actor/skipped_updates"] == 0
     assert rows[0]["reward/timeout_ratio"] + rows[1]["reward/timeout_ratio"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_without_a_single_reward_changes_nothing(workspace: Path, tmp_path: Path) -> None:
+    raw = ranks.settings(workspace, tmp_path, 1)
+    raw["reward"] = {"function": "tests.e2e.ranks:broken_reward"}
+    (result,) = worlds.run(ranks.train, 1, raw=raw)
+    with safe_open(workspace / "model/model.safetensors", framework="pt") as file:
+        for name, tensor in result["weights"].items():
+            assert torch.equal(tensor, file.get_tensor(name)), name
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["reward/failed_ratio"] for row in rows] == [1.0, 1.0]
