@@ -152,6 +152,7 @@ def _start_ranks(world_size: int, argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    print(f"starting {world_size} ranks: Megatron-Core, then a vLLM engine; the first line takes some 20 s", flush=True)
     logging.disable(logging.ERROR)  # the agent's, which would bury what the failed rank has said
     os.environ[LAUNCHER_PID] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="grpo_megatron_") as folder:

@@ -256,7 +256,7 @@ class ConsoleSink(Sink):
             metrics = {**metrics, "val acc": sum(accuracies) / len(accuracies)}
         self.note(f"{step:>6}" + "".join(f"{c.cell(metrics):>{WIDTH}}" for c in COLUMNS))
         if self._bar is not None:
-            self._bar.update(step + 1 - self._bar.n)
+            self._bar.update(min(step + 1, self._bar.total) - self._bar.n)  # the last line is an evaluation
 
     def note(self, text: str) -> None:
         if self._bar is not None:
