@@ -166,7 +166,7 @@ def _megatron_on_cpu() -> Iterator[None]:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     stream = _Stream()
-    cuda = {
+    cuda: dict[str, Any] = {
         "Stream": _Stream,
         "Event": _Stream,
         "current_stream": lambda *args: stream,

@@ -32,6 +32,8 @@ OWNED_BY_TRAINING: dict[str, str] = {
     **dict.fromkeys(("variable_seq_lengths", "moe_token_dispatcher_type", "no_sync_func", "test_mode"), _NEVER),
     **dict.fromkeys(("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"), _STAGES),
     "account_for_loss_in_pipeline_split": _STAGES,
+    **dict.fromkeys(("moe_router_topk", "moe_router_pre_softmax", "moe_ffn_hidden_size"), _MODEL),
+    **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"), _LOSS),
     "perform_initialization": _LOADED,
     "use_cpu_initialization": _LOADED,
     "init_model_with_meta_device": _LOADED,

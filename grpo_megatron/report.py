@@ -19,7 +19,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.layout import stage_layers
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.mapping import Row, is_layered
+from grpo_megatron.models.mapping import Row, is_expert, is_layered
 
 if TYPE_CHECKING:
     from grpo_megatron.validate import Checked
@@ -122,7 +122,9 @@ def _memory(config: Config, arch: Architecture, world_size: int) -> Iterator[str
     yield f"{'stage':>5} {'layers':>6} {'parameters':>15} {'weights':>9} {'gradients':>9} {'optimizer':>9} " + (
         f"{'reference':>9} {'together':>9}"
     )
-    for stage, (layers, count) in enumerate(stage_parameters(arch, stage_layers(arch.num_layers, megatron) or [], tp)):
+    ep = megatron.expert_model_parallel_size
+    stages = stage_parameters(arch, stage_layers(arch.num_layers, megatron) or [], tp, ep)
+    for stage, (layers, count) in enumerate(stages):
         bytes_ = [count * itemsize, count * 4, count * optimizer_bytes / sharing, count * reference]
         columns = " ".join(f"{part / GIB:>9.3f}" for part in [*bytes_, sum(bytes_)])
         yield f"{stage:>5} {layers:>6} {count:>15,} {columns}"
@@ -130,14 +132,15 @@ def _memory(config: Config, arch: Architecture, world_size: int) -> Iterator[str
     yield f"engine weights: {engine / GIB:.3f} more, while it is awake. Activations, logits and KV cache not counted."
 
 
-def stage_parameters(arch: Architecture, layers: Sequence[int], tp: int) -> list[tuple[int, int]]:
+def stage_parameters(arch: Architecture, layers: Sequence[int], tp: int, ep: int = 1) -> list[tuple[int, int]]:
     """(layers, parameters of one rank) of each pipeline stage; a tied head on another stage is a copy."""
     rows = table_of(arch)
     embedding = [row for row in rows if row.megatron.startswith("embedding.")]
     ends = [row for row in rows if not is_layered(row) and row not in embedding]
     if arch.tied and len(layers) > 1:
         ends += embedding
-    one_layer = _size([row for row in rows if is_layered(row)], arch, tp)
+    one_layer = _size([row for row in rows if is_layered(row) and not is_expert(row)], arch, tp)
+    one_layer += arch.num_experts // ep * _size([row for row in rows if is_expert(row)], arch, tp)
     counts = [number * one_layer for number in layers]
     counts[0] += _size(embedding, arch, tp)
     counts[-1] += _size(ends, arch, tp)

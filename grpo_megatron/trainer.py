@@ -24,7 +24,7 @@ from grpo_megatron.evaluate import Evaluator
 from grpo_megatron.flops import ModelShape, mfu_metrics, peak_tflops
 from grpo_megatron.metrics import Metrics, group_table_metrics, rollout_mismatch, throughput
 from grpo_megatron.models.export import save_hf
-from grpo_megatron.models.families import hf_shapes, read_config
+from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.reference import NoReference, Reference
 from grpo_megatron.parallel.exchange import exchange, gather_groups
@@ -51,6 +51,7 @@ class Trainer:
             self.device,
             tp=megatron.tensor_model_parallel_size,
             pp=megatron.pipeline_model_parallel_size,
+            ep=megatron.expert_model_parallel_size,
             rollout_tp=config.rollout.tensor_model_parallel_size,
             seed=config.trainer.seed,
             timeout_s=config.trainer.timeout_s,
@@ -237,7 +238,15 @@ class Trainer:
 
     def _start(self) -> None:
         config = self.config
-        self.shape = ModelShape.from_hf(read_config(config.model.path))
+        self.shape = ModelShape(
+            hidden_size=self.arch.hidden_size,
+            num_layers=self.arch.num_layers,
+            num_heads=self.arch.num_attention_heads,
+            num_kv_heads=self.arch.num_query_groups,
+            head_dim=self.arch.head_dim,
+            ffn_size=self.arch.ffn_hidden_size * (self.arch.experts_per_token or 1),  # what a token passes through
+            vocab_size=self.arch.vocab_size,
+        )
         resumed = self.checkpoints.newest() if config.trainer.resume_mode == "auto" else None
         if resumed is not None:
             check_same_model(resumed, config)

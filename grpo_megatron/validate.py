@@ -22,6 +22,7 @@ from grpo_megatron.config import Config, ConfigError, OptimConfig
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.layout import layout_problems
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.experts import expert_problems
 from grpo_megatron.passthrough import engine_problems, transformer_problems
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward
@@ -64,6 +65,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False) -> Check
 
     arch = attempt(inputs.read_model, config.model.path)
     problems += layout_problems(config, world_size, arch)
+    problems += expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu")
     for topic in (batches, sampling, names, optimizers, outputs):
         problems += topic(config)
     problems += transformer_problems(config.actor.megatron.override_transformer_config)

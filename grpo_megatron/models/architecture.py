@@ -72,6 +72,9 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     theta = merged.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = merged.get("rope_type", merged.get("type", "default"))
     out: dict[str, Any] = {"rope_theta": float(theta)}
+    partial = merged.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise UnsupportedModel(f"RoPE with partial_rotary_factor={partial} is not supported (every dimension rotates)")
     if kind in (None, "default"):
         return out
     if kind == "linear":

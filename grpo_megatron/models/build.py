@@ -146,11 +146,12 @@ def token_multiple(megatron: MegatronConfig) -> int:
     return math.lcm(1, megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1)
 
 
-def _mark_shards(model: torch.nn.Module, arch: Architecture) -> None:
-    """Say which parameters are cut over tensor-parallel ranks.
+def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
+    """Say which parameters are cut over tensor-parallel ranks, and which are experts'.
 
-    Megatron does so while it draws initial weights, which we skip; unmarked, the gradient norm (and so clipping) would
-    silently count the first rank's shards only.
+    Megatron does the first while it draws initial weights, which we skip; unmarked, the gradient norm (and so clipping)
+    would silently count the first rank's shards only. It does the second under expert parallelism only; always done,
+    experts always have an optimizer of their own, and a checkpoint can be read with another ep.
     """
     rows = bound_rows(arch)
     for name, (_, parameter) in bind(model, arch).items():
@@ -161,6 +162,8 @@ def _mark_shards(model: torch.nn.Module, arch: Architecture) -> None:
                     delattr(parameter, attribute)
             dim = 0 if row is None else row.split_dim
             set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+        if row is not None and row.expert is not None:
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def build_model(arch: Architecture, megatron: MegatronConfig, dtype: str, device: Device) -> torch.nn.Module:
@@ -185,6 +188,6 @@ def build_model(arch: Architecture, megatron: MegatronConfig, dtype: str, device
             seq_len_interpolation_factor=arch.rope_linear_factor,
         )
         model.real_vocab_size = arch.vocab_size
-        _mark_shards(model, arch)
+        _mark_parameters(model, arch)
         model.to(device.torch_device)
         return Float16Module(config, model) if config.bf16 else model

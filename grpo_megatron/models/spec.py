@@ -83,6 +83,10 @@ def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:  # in checkpoints Transformer Engine's norm before experts has its own name; so has ours
+        parts.sharded_state_dict_keys_map = {
+            own: saved for own, saved in parts.sharded_state_dict_keys_map.items() if own != "pre_mlp_layernorm."
+        }
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

@@ -97,7 +97,7 @@ def bind(model: torch.nn.Module, arch: Architecture) -> dict[str, tuple[str, tor
     numbers, from each layer's own `local_expert_indices`.
     """
     inner = bare(model)
-    layers = list(inner.decoder.layers)  # type: ignore[union-attr]
+    layers: Any = inner.decoder.layers  # type: ignore[union-attr]
     bound: dict[str, tuple[str, torch.nn.Parameter]] = {}
     for own_name, parameter in inner.named_parameters():
         parts = own_name.split(".")

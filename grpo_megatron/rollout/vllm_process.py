@@ -60,7 +60,7 @@ def build(
 
 def _arguments(rollout: RolloutConfig, mesh: Mesh, device: Device) -> dict[str, Any]:
     """vllm.LLM's arguments. The user's `engine_kwargs` may add to them, and replace the tunable ones."""
-    executor, transfer = _classes()
+    executor, transfer = _classes(on_cpu=not device.is_cuda)
     fixed: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -111,7 +111,7 @@ def _errors_only(record: logging.LogRecord) -> bool:
 
 
 @functools.cache
-def _classes() -> tuple[type, Any]:
+def _classes(on_cpu: bool) -> tuple[type, Any]:
     """Our two pieces of vLLM, made late: a rank's executor on CPU, and the transfer that takes tensors as they are."""
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer import base
@@ -142,6 +142,10 @@ def _classes() -> tuple[type, Any]:
             pass
 
         def start_weight_update(self) -> None:
+            for layer in self.model.modules() if on_cpu else ():
+                method: Any = getattr(layer, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None  # vLLM packs experts on CPU once, with the kernel: make both anew
             reload.initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info: Tensors) -> None:

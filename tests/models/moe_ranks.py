@@ -13,13 +13,13 @@ from tests.models.ranks import loss, share
 Layout = tuple[int, int, int, int]
 
 
-def world(layout: Layout) -> tuple[Any, Any]:
+def world(layout: Layout, rollout_tp: int = 1) -> tuple[Any, Any]:
     from grpo_megatron.device import Device
     from grpo_megatron.parallel.mesh import build_mesh
 
     device = Device("cpu")
     _, tp, pp, ep = layout
-    return device, build_mesh(device, tp=tp, pp=pp, ep=ep, rollout_tp=1)
+    return device, build_mesh(device, tp=tp, pp=pp, ep=ep, rollout_tp=rollout_tp)
 
 
 def build(folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", **megatron: Any) -> Any:
@@ -93,3 +93,60 @@ def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], flo
     batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
     loaded = stream(policy)
     return loaded, policy.update(batch, loss)[1]["actor/grad_norm"]
+
+
+def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
+    """Twice: sync, generate, score the same tokens with the policy, update. The worst difference of each cycle."""
+    from grpo_megatron.colocation import Colocation
+    from grpo_megatron.config import RolloutConfig
+    from grpo_megatron.metrics import Metrics
+    from grpo_megatron.models.families import hf_shapes
+    from grpo_megatron.rollout.vllm import VllmEngine
+    from tests.distributed.ranks import requests
+
+    device, mesh = world(layout, rollout_tp)
+    policy = build(folder, device, mesh)
+    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=1)
+    limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [2]}
+    engine = VllmEngine(folder, rollout, mesh, device, **limits, expected=hf_shapes(policy.arch))
+    colocation = Colocation(policy, engine, mesh, tolerance=1e-4, bucket_megabytes=1, max_length=128)
+    pairs = tiny.make_sequences(6)
+    rows = share(len(pairs), mesh.dp_rank, mesh.dp)
+    batch = tiny.make_batch(pairs, [[list(range(len(rows)))]], rows)
+    asked, worst = requests(0, 1.0), []
+    for cycle in range(2):
+        with colocation.rollout(cycle, Metrics()):
+            drawn = engine.generate(asked, cycle)
+        sequences = [(list(r.prompt_ids), c.token_ids) for r, c in zip(asked, drawn, strict=True)]
+        mine = policy.logprobs(tiny.make_batch(sequences, [[list(range(len(sequences)))]]))
+        differences = [(mine[i, : len(c.logprobs)] - torch.tensor(c.logprobs)).abs() for i, c in enumerate(drawn)]
+        worst.append(torch.cat(differences).max().item())
+        policy.update(batch, loss)
+    return worst
+
+
+def scores(folders: list[Path], pairs: Any) -> list[torch.Tensor]:
+    """Log-probabilities of the pairs under each model, on one rank."""
+    device, mesh = world((1, 1, 1, 1))
+    return [build(f, device, mesh).logprobs(tiny.make_batch(pairs, [[list(range(len(pairs)))]])) for f in folders]
+
+
+def checkpointed(
+    folder: Path, pairs: Any, layout: Layout, save_to: Path | None, load_from: Path | None
+) -> dict[str, Any]:
+    """One update, then a checkpoint; or a checkpoint of any layout, then one more update. The stream before it and after."""
+    from grpo_megatron.models import state
+
+    device, mesh = world(layout)
+    rows = share(len(pairs), mesh.dp_rank, mesh.dp)
+    batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
+    policy = build(folder, device, mesh)
+    if load_from is not None:
+        state.load(policy, load_from, same_world=False)
+    else:
+        policy.update(batch, loss)
+    before = stream(policy)
+    if save_to is not None:
+        state.save(policy, save_to)
+    policy.update(batch, loss)
+    return {"before": before, "after": stream(policy)}

@@ -1,0 +1,216 @@
+"""Mixtures of experts: transformers agrees in every layout, and gradients, updates and streams do not depend on it.
+
+One world a layout scores, streams and trains all three models: Qwen3-MoE with and without renormalised probabilities, and
+Mixtral. transformers keeps experts fused in memory, but writes the hub's layout, one tensor an expert.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_megatron.algo.losses import LossInputs
+from grpo_megatron.config import MegatronConfig
+from grpo_megatron.models.experts import expert_problems
+from grpo_megatron.models.families import architecture_of, read_architecture
+from grpo_megatron.models.weights import WeightsError, bound_rows, check_hf
+from tests import tiny, worlds
+from tests.models import moe_ranks
+from tests.models.ranks import loss
+from tests.models.test_layouts import close
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": QWEN3,
+    "qwen3_moe-raw": {**QWEN3, "norm_topk_prob": False, "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+LAYOUTS: dict[str, moe_ranks.Layout] = {  # world, tp, pp, ep
+    "1": (1, 1, 1, 1),
+    "DP2": (2, 1, 1, 1),
+    "TP2+SP": (2, 2, 1, 1),
+    "PP2": (2, 1, 2, 1),
+    "EP2xDP2": (2, 1, 1, 2),
+    "EP2xDP4": (4, 1, 1, 2),
+    "EP2xPP2": (4, 1, 2, 2),
+}
+SLOW = ("EP2xDP4", "EP2xPP2")
+EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+PAIRS = tiny.make_sequences(6)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("moe")
+    return [tiny.make_model(root / name, "llama2", num_hidden_layers=2, **changes) for name, changes in MODELS.items()]
+
+
+@pytest.fixture(scope="module")
+def expected(folders: list[Path]) -> list[list[torch.Tensor]]:
+    return [tiny.transformers_logprobs(folder, PAIRS) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def single(folders: list[Path]) -> list[dict[str, Any]]:
+    return worlds.run(moe_ranks.everything, 1, folders=folders, pairs=PAIRS, layout=LAYOUTS["1"])[0]
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+def test_every_layout_is_the_same_model(
+    folders: list[Path], expected: list[list[torch.Tensor]], single: list[dict[str, Any]], layout: str
+) -> None:
+    """Logprobs against transformers, the loaded stream against the files (bitwise), training against one rank."""
+    shape = LAYOUTS[layout]
+    ranks = [single]
+    if layout != "1":
+        ranks = worlds.run(moe_ranks.everything, shape[0], folders=folders, pairs=PAIRS, layout=shape)
+    for results in ranks:
+        for folder, wanted, one, got in zip(folders, expected, single, results, strict=True):
+            for row, want in enumerate(wanted):
+                torch.testing.assert_close(got["logprobs"][row, : len(want)], want, rtol=0, atol=1e-5)
+            files = load_file(folder / "model.safetensors")
+            assert got["loaded"].keys() == files.keys()
+            assert all(torch.equal(got["loaded"][name], tensor) for name, tensor in files.items())
+            close(got["gradients"], one["gradients"], 1e-5)
+            close(got["updated"], one["updated"], 1e-5)
+            assert got["norms"] == pytest.approx(one["norms"], rel=1e-6)
+
+
+def test_gradients_equal_transformers(folders: list[Path], single: list[dict[str, Any]]) -> None:
+    """The other tests compare layouts with each other; router and experts also against an independent backward."""
+    from transformers import AutoModelForCausalLM
+
+    batch = tiny.make_batch(PAIRS, [])
+    for folder, one in zip(folders, single, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        rows, entropies = [], []  # [R] each, zeros behind the end
+        width = batch.response_mask.shape[1]
+        for prompt, response in PAIRS:
+            logp = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            padding = (0, width - len(response))
+            rows.append(torch.nn.functional.pad(logp.gather(1, torch.tensor(response)[:, None]).squeeze(1), padding))
+            entropies.append(torch.nn.functional.pad(-(logp.exp() * logp).sum(-1), padding))
+        inputs = LossInputs(
+            logprobs=torch.stack(rows),
+            entropy=torch.stack(entropies),
+            old_logprobs=batch.old_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            advantages=batch.advantages,
+            mask=batch.response_mask,
+            token_weights=batch.token_weights,
+        )
+        loss(inputs)[0].backward()
+        layer = model.model.layers[1]
+        block, gradients = layer.mlp, one["gradients"]
+        mixtral = "mixtral" in folder.name
+        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        prefix = f"model.layers.1.{'block_sparse_moe' if mixtral else 'mlp'}."
+        want = {prefix + "gate.weight": block.gate.weight.grad}
+        for expert in range(block.experts.num_experts):
+            parts = [*block.experts.gate_up_proj.grad[expert].chunk(2), block.experts.down_proj.grad[expert]]
+            want |= {f"{prefix}experts.{expert}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
+        close({name: gradients[name] for name in want}, want, 1e-4)
+
+
+def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None:
+    """Also through Float16Module; the loaded stream is the files rounded once."""
+    files = load_file(folders[0] / "model.safetensors")
+    results = worlds.run(moe_ranks.bfloat16, 2, folder=folders[0], layout=LAYOUTS["EP2xDP2"])
+    for loaded, norm in results:
+        assert all(torch.equal(loaded[name], tensor.bfloat16()) for name, tensor in files.items())
+        assert 0 < norm < 100
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout", "rollout_tp"), [(0, "1", 1), (2, "EP2xDP2", 2), (0, "TP2+SP", 1)])
+def test_engine_agrees_after_every_sync(folders: list[Path], model: int, layout: str, rollout_tp: int) -> None:
+    shape = LAYOUTS[layout]
+    for worst in worlds.run(
+        moe_ranks.engine_cycles, shape[0], folder=folders[model], layout=shape, rollout_tp=rollout_tp
+    ):
+        assert max(worst) <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_read_in_every_layout(folders: list[Path], tmp_path: Path) -> None:
+    """Weights bitwise, and the optimizer's state: the next update is the one that the writer made."""
+    tmp_path.joinpath("state").mkdir()
+    kwargs: dict[str, Any] = {"folder": folders[0], "pairs": PAIRS}
+    writer = LAYOUTS["EP2xDP2"]
+    path = tmp_path / "state"
+    want = worlds.run(moe_ranks.checkpointed, 2, layout=writer, save_to=path, load_from=None, **kwargs)[0]
+    for name in ("1", "TP2+SP", "PP2", "EP2xDP2"):
+        shape = LAYOUTS[name]
+        for got in worlds.run(moe_ranks.checkpointed, shape[0], layout=shape, save_to=None, load_from=path, **kwargs):
+            assert all(torch.equal(got["before"][key], tensor) for key, tensor in want["before"].items())
+            close(got["after"], want["after"], 1e-5)
+
+
+def test_a_folder_with_fused_or_missing_experts_is_refused_by_name(folders: list[Path], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = load_file(folders[2] / "model.safetensors")
+    lost = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    fused = "model.layers.0.mlp.experts.down_proj"
+    tensors[fused] = tensors.pop(lost)
+    (tmp_path / "config.json").write_text((folders[2] / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError) as error:
+        check_hf(tmp_path, read_architecture(tmp_path))
+    assert f"missing {lost}" in str(error.value) and f"unexpected {fused}" in str(error.value)
+
+
+def test_every_expert_has_one_owner(folders: list[Path]) -> None:
+    """8 experts over ep 2: 0 to 3 on rank 0, 4 to 7 on rank 1; everything else on all."""
+    arch = read_architecture(folders[0])
+    owners: dict[int | None, set[int | None]] = {}
+    for row in bound_rows(arch).values():
+        owners.setdefault(row.ep_rank(arch, 2), set()).add(row.expert)
+    assert owners == {None: {None}, 0: {0, 1, 2, 3}, 1: {4, 5, 6, 7}}
+    assert [arch.experts_of(rank, 2) for rank in (0, 1)] == [range(4), range(4, 8)]
+
+
+LAYOUT_PROBLEMS = [  # world, tp, pp, ep, on_cpu, what is said
+    (4, 1, 1, 2, True, None),
+    (4, 2, 1, 2, False, None),
+    (4, 2, 2, 1, True, None),
+    (4, 2, 1, 2, True, "expert_model_parallel_size=2 x actor.megatron.tensor_model_parallel_size=2 on the CPU: gloo"),
+    (6, 1, 1, 4, True, "expert_model_parallel_size=4 does not divide the data-parallel size 6 (world 6 / tp 1 / pp 1)"),
+    (3, 1, 1, 3, True, "expert_model_parallel_size=3 does not divide the model's 8 experts; set one of 1, 2, 4, 8"),
+]
+
+
+@pytest.mark.parametrize(("world", "tp", "pp", "ep", "on_cpu", "said"), LAYOUT_PROBLEMS)
+def test_layouts_that_cannot_be_are_refused(
+    world: int, tp: int, pp: int, ep: int, on_cpu: bool, said: str | None
+) -> None:
+    megatron = MegatronConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
+    )
+    arch = architecture_of({**tiny.COMMON, **QWEN3})
+    problems = list(expert_problems(megatron, world, arch, on_cpu=on_cpu))
+    assert len(problems) == (said is not None)
+    assert said is None or said in problems[0]
+
+
+def test_experts_need_experts_and_sequence_parallelism() -> None:
+    dense = architecture_of({**tiny.COMMON, "model_type": "llama"})
+    [problem] = expert_problems(MegatronConfig(expert_model_parallel_size=2), 2, dense, on_cpu=True)
+    assert "this model (llama) has no experts; set actor.megatron.expert_model_parallel_size=1" in problem
+    megatron = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=False)
+    arch = architecture_of({**tiny.COMMON, **QWEN3})
+    [problem] = expert_problems(megatron, 2, arch, on_cpu=True)
+    assert "without sequence parallelism" in problem
