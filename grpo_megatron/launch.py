@@ -48,6 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's NUMA remark, a line a rank
+    if argv[:1] == ["convert"]:
+        from grpo_megatron.convert.cli import main as convert
+
+        return convert(argv[1:])
     args = _parse(argv)
     try:
         return _train(args, argv)
@@ -65,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("convert", help="Hugging Face <-> Megatron-Core checkpoints", add_help=False)
     train = commands.add_parser(
         "train",
         help="train as a YAML file says",

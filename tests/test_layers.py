@@ -26,7 +26,7 @@ LAYERS: dict[str, int] = {  # first part of a module's name -> layer
     **dict.fromkeys(["algo", "rewards", "data"], 1),
     **dict.fromkeys(["device", "parallel", "metrics", "sinks", "curves", "flops"], 2),
     **dict.fromkeys(["models", "rollout"], 3),
-    **dict.fromkeys(["collector", "colocation", "evaluate", "checkpoint", "supervised", "summary"], 4),
+    **dict.fromkeys(["collector", "colocation", "evaluate", "checkpoint", "supervised", "summary", "convert"], 4),
     **dict.fromkeys(["layout", "passthrough", "inputs", "validate", "report", "trainer", "launch", "__main__"], 5),
 }
 SAME_LAYER = {("curves", "sinks"), ("parallel", "device"), ("evaluate", "collector"), ("data", "rewards")}
@@ -35,14 +35,15 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> who may import it, by 
     "megatron": ("models.", "parallel.mesh", "device"),
     "transformer_engine": ("models.",),
     "vllm": ("rollout.vllm",),
-    "safetensors": ("models.",),
+    "safetensors": ("models.", "convert."),
+    "sentencepiece": ("convert.",),
     "transformers": ("data.",),
     "tokenizers": ("data.",),
     "pydantic": ("config",),
     "pydantic_core": ("config",),
     "yaml": ("config", "report", "trainer"),
     "matplotlib": ("curves",),
-    "tqdm": ("sinks", "evaluate", "collector"),
+    "tqdm": ("sinks", "evaluate", "collector", "convert."),
     "torch": ("algo.", "types"),
 }
 TORCH_FREE = (

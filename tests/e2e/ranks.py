@@ -33,7 +33,7 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
             "ppo_max_token_len_per_gpu": 160,
         },
         "rollout": {"n": 3, "enforce_eager": True, "val_kwargs": {"temperature": 1.0}},
-        "reward": {"function": "tests.e2e.ranks:length_reward"},
+        "reward": {"function": "tests.e2e.rewards:length_reward"},
         "trainer": {
             "total_training_steps": 2,
             "test_freq": -1,
@@ -49,25 +49,6 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
     for section, values in sections.items():
         base.setdefault(section, {}).update(values)
     return base
-
-
-def length_reward(completion: str, answer: str) -> float:
-    """Dense and exact: random models get different rewards, so every step has a gradient."""
-    return float(sum(map(ord, completion)) % 7)
-
-
-def troubled_reward(completion: str, answer: str) -> float:
-    """Raises for one answer in three, never returns for one in a few."""
-    kind = sum(map(ord, completion)) % 6
-    if kind in (0, 3):
-        raise KeyError("no such answer")
-    while kind == 5:
-        pass
-    return float(kind)
-
-
-def broken_reward(completion: str, answer: str) -> float:
-    raise ValueError("never works")
 
 
 def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:

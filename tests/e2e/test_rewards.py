@@ -17,7 +17,7 @@ from tests.e2e import ranks
 @pytest.mark.slow
 def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -> None:
     raw = ranks.settings(workspace, tmp_path, 2)
-    raw["reward"] = {"function": "tests.e2e.ranks:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
+    raw["reward"] = {"function": "tests.e2e.rewards:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
     raw["actor"] = {**raw["actor"], "use_kl_loss": False}
     results = worlds.run(ranks.train, 2, raw=raw)
     scores = [sample[4] for step in ranks.all_samples(results).values() for sample in step]
@@ -35,7 +35,7 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_step_without_a_single_reward_changes_nothing(workspace: Path, tmp_path: Path) -> None:
     raw = ranks.settings(workspace, tmp_path, 1)
-    raw["reward"] = {"function": "tests.e2e.ranks:broken_reward"}
+    raw["reward"] = {"function": "tests.e2e.rewards:broken_reward"}
     (result,) = worlds.run(ranks.train, 1, raw=raw)
     with safe_open(workspace / "model/model.safetensors", framework="pt") as file:
         for name, tensor in result["weights"].items():

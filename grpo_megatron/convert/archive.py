@@ -1,0 +1,86 @@
+"""One torch archive (a zip file with a tensor in it) somewhere in a file: where its elements lie, and their checksum."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.convert import ConvertError
+from grpo_megatron.convert.span import Span, as_bytes, blocks
+
+
+class _View(io.RawIOBase):
+    """One archive within a file."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError("before the beginning of the archive")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        self._file.seek(self._start + self._at)
+        count = int(self._file.readinto(view[: max(0, min(len(view), self._length - self._at))]))
+        self._at += count
+        return count
+
+
+def _data_entry(view: _View) -> zipfile.ZipInfo:
+    with zipfile.ZipFile(view) as archive:
+        found = [info for info in archive.infolist() if "/data/" in info.filename]
+    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"an archive of {len(found)} storages")
+    return found[0]
+
+
+def locate(path: Path, start: int, length: int, sizes: tuple[int, ...]) -> Span:
+    """The elements of the archive. Its structure is read, its data is not. Raises ConvertError."""
+    try:
+        with path.open("rb") as file:
+            view = _View(file, start, length)
+            info = _data_entry(view)
+            view.seek(0)
+            tensor = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+            if not isinstance(tensor, Tensor) or tensor.storage_offset() or tensor.nbytes != info.file_size:
+                raise ValueError("an archive that holds something else than one whole tensor")
+            if tuple(tensor.shape) != sizes or not tensor.is_contiguous():
+                raise ValueError(f"a tensor {list(tensor.shape)} instead of {list(sizes)}")
+            view.seek(info.header_offset + 26)  # lengths of name and extra field, then both, then the data
+            name_length, extra_length = (int.from_bytes(view.read(2), "little") for _ in range(2))
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise ConvertError(f"{path}: damaged at byte {start} ({str(error).splitlines()[0]})") from error
+    return Span(path, start + info.header_offset + 30 + name_length + extra_length, tensor.dtype, sizes)
+
+
+def is_sound(path: Path, start: int, length: int, span: Span) -> bool:
+    """Whether the archive's checksum is that of its data (or was left out by the writer)."""
+    with path.open("rb") as file:
+        expected = _data_entry(_View(file, start, length)).CRC
+    flat = replace(span, dtype=torch.uint8, shape=(span.nbytes,))
+    crc = 0
+    for first, last in blocks(flat.shape):
+        crc = zlib.crc32(as_bytes(flat.rows(first, last)), crc)
+    return not expected or crc == expected

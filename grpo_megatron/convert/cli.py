@@ -1,0 +1,139 @@
+"""The command line: to-megatron, to-hf, verify, inspect. Exit codes: 0; 1 verify found a difference; 2 a clear error."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from grpo_megatron.convert import ConvertError
+from grpo_megatron.convert.comparison import compare, different_settings, table
+from grpo_megatron.convert.conversion import check_layout, open_source, to_hf, to_megatron
+from grpo_megatron.convert.inspection import describe
+from grpo_megatron.convert.source import FLOATS, Source
+from grpo_megatron.models.architecture import UnsupportedModel
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+PICKLE_HELP = "read *.bin weights: unpickling can run code that their author put there, so only if you trust the author"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The four commands, as sub-commands of `parser`."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> Megatron-Core distributed checkpoint")
+    megatron.add_argument("source", type=Path, metavar="HF_DIR")
+    megatron.add_argument("target", type=Path, metavar="OUT")
+    megatron.add_argument("--allow-pickle", action="store_true", help=PICKLE_HELP)
+    hf = commands.add_parser("to-hf", help="distributed checkpoint, or a training step -> Hugging Face folder")
+    hf.add_argument("source", type=Path, metavar="CKPT")
+    hf.add_argument("target", type=Path, metavar="OUT")
+    hf.add_argument(
+        "--shard-size", type=_bytes, default=5 << 30, metavar="SIZE", help="of a file, such as 5G (default)"
+    )
+    _add_hf(hf)
+    for command in (megatron, hf):
+        command.add_argument("--dtype", choices=FLOATS, help="default: the dtype that the tensors have")
+        command.add_argument("--force", action="store_true", help="replace an output that this tool has written")
+        command.add_argument("--no-hashes", action="store_true", help="believe the input without comparing its sha256")
+    verify = commands.add_parser("verify", help="compare two models, Hugging Face or Megatron, tensor by tensor")
+    verify.add_argument("a", type=Path, metavar="A")
+    verify.add_argument("b", type=Path, metavar="B")
+    verify.add_argument("--allow-pickle", action="store_true", help=PICKLE_HELP)
+    verify.add_argument("--no-hashes", action="store_true", help="compare tensors only")
+    _add_hf(verify)
+    inspect = commands.add_parser("inspect", help="family, sizes, layout, dtype, parameters, hashes")
+    inspect.add_argument("source", type=Path, metavar="X")
+    inspect.add_argument("--hashes", action="store_true", help="read every file and compare its sha256")
+    inspect.add_argument("--allow-pickle", action="store_true", help=PICKLE_HELP)
+    _add_hf(inspect)
+    for command in (megatron, inspect):
+        for axis in ("tp", "pp", "ep"):
+            command.add_argument(
+                f"--{axis}", type=_positive, default=1, metavar="N", help=f"refuse if {axis} N cannot load it"
+            )
+    for command in (megatron, hf, verify):
+        command.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_hf(parser: argparse.ArgumentParser) -> None:
+    text = "config.json and tokenizer of a checkpoint that has none of its own"
+    parser.add_argument("--hf", type=Path, metavar="DIR", help=text)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)i?B?", text.strip(), re.IGNORECASE)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500M or 5G")
+    return int(found[1]) * UNITS[found[2].upper()]
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what parsed arguments say; returns the exit code. Errors are printed, once."""
+    try:
+        if args.action == "to-megatron":
+            to_megatron(
+                args.source,
+                args.target,
+                dtype=args.dtype,
+                layout=(args.tp, args.pp, args.ep),
+                force=args.force,
+                allow_pickle=args.allow_pickle,
+                check_hashes=not args.no_hashes,
+                quiet=args.quiet,
+            )
+        elif args.action == "to-hf":
+            to_hf(
+                args.source,
+                args.target,
+                dtype=args.dtype,
+                shard_bytes=args.shard_size,
+                hf=args.hf,
+                force=args.force,
+                check_hashes=not args.no_hashes,
+                quiet=args.quiet,
+            )
+        elif args.action == "verify":
+            sources = [open_source(path, hf=args.hf, allow_pickle=args.allow_pickle) for path in (args.a, args.b)]
+            return _verify(sources[0], sources[1], not args.no_hashes, args.quiet)
+        else:
+            source = open_source(args.source, hf=args.hf, allow_pickle=args.allow_pickle)
+            check_layout(source.arch, args.tp, args.pp, args.ep)
+            print(describe(source, args.hashes))
+    except (ConvertError, UnsupportedModel) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _verify(a: Source, b: Source, hashes: bool, quiet: bool) -> int:
+    checks = [source.verification(hashes) for source in (a, b)]
+    settings = different_settings(a, b)
+    tensors, structure = compare(a, b, quiet)
+    for check in checks:
+        if check is not None:
+            check.finish()
+    print(table(tensors))
+    for line in [*settings, *structure]:
+        print(line)
+    differing = sum(not tensor.is_equal for tensor in tensors)
+    is_same = not (differing or settings or structure)
+    print(
+        f"{len(tensors)} tensors compared, {differing} differ: the models are {'the same' if is_same else 'DIFFERENT'}"
+    )
+    return 0 if is_same else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("convert_hf", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))

@@ -1,0 +1,131 @@
+"""The two conversions. Everything is checked before the first byte is written, the input's hashes while it is moved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from grpo_megatron.convert import ConvertError, chunks, manifest, shards, tokenizers
+from grpo_megatron.convert.folder import check_target, replacing
+from grpo_megatron.convert.hf import HFFolder
+from grpo_megatron.convert.megatron import FORMAT_FILE, TRAINER_FILE, MegatronFolder
+from grpo_megatron.convert.progress import Progress
+from grpo_megatron.convert.source import Source, short
+from grpo_megatron.models.architecture import Architecture
+
+OVERHEAD_BYTES = 64 << 20  # tokenizer, tables of contents
+
+
+def open_source(folder: Path, *, hf: Path | None = None, allow_pickle: bool = False) -> Source:
+    """Whatever `folder` is. Raises ConvertError, UnsupportedModel."""
+    if not folder.is_dir():
+        raise ConvertError(f"{str(folder)!r} is not a folder")
+    if folder.name.startswith(".") and folder.name.endswith(".partial"):
+        raise ConvertError(f"{str(folder)!r} is what an interrupted conversion has left; convert again, or remove it")
+    if (folder / FORMAT_FILE).exists() or (folder / "state" / FORMAT_FILE).exists():
+        return MegatronFolder(folder, hf)
+    if (folder / "config.json").exists():
+        return HFFolder(folder, allow_pickle)
+    steps = sorted(p.parent.parent for p in folder.glob(f"**/step_*/state/{FORMAT_FILE}"))
+    steps = [step for step in steps if (step / TRAINER_FILE).exists()]
+    hint = f"; did you mean {str(steps[-1])!r}?" if steps else f" (no config.json, no {FORMAT_FILE})"
+    raise ConvertError(f"{str(folder)!r} is neither a Hugging Face folder nor a Megatron-Core checkpoint{hint}")
+
+
+def layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -> list[str]:
+    """Why the model cannot be cut so; empty when it can."""
+    wanted = (
+        ("tp", tp, "num_attention_heads", arch.num_attention_heads),
+        ("tp", tp, "the MLP's intermediate size", arch.ffn_hidden_size),
+        ("pp", pp, "num_hidden_layers", arch.num_layers),
+        ("ep", ep, "the number of experts", arch.num_experts or ep),
+    )
+    found = [f"{axis} {size} does not divide {what} {count}" for axis, size, what, count in wanted if count % size]
+    groups = arch.num_query_groups
+    if max(tp, groups) % min(tp, groups):
+        found.append(f"tp {tp} and num_key_value_heads {groups}: one must divide the other")
+    if ep > 1 and not arch.num_experts:
+        found.append(f"ep {ep}: the model has no experts")
+    return found
+
+
+def check_layout(arch: Architecture, tp: int, pp: int, ep: int) -> None:
+    problems = layout_problems(arch, tp, pp, ep)
+    if problems:
+        sizes = [n for n in range(1, 65) if not layout_problems(arch, tp=n)]
+        raise ConvertError(f"{'; '.join(problems)} (tp can be {', '.join(map(str, sizes))})")
+
+
+def to_megatron(
+    source: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    layout: tuple[int, int, int] = (1, 1, 1),
+    force: bool = False,
+    allow_pickle: bool = False,
+    check_hashes: bool = True,
+    quiet: bool = False,
+) -> None:
+    """Hugging Face folder -> distributed checkpoint, with config.json and tokenizer in its folder hf/.
+
+    `layout` (tp, pp, ep) is only checked: the result loads at any. Raises ConvertError, UnsupportedModel.
+    """
+    check_target(target, source, force)
+    model = open_source(source, allow_pickle=allow_pickle)
+    if not isinstance(model, HFFolder):
+        raise ConvertError(f"{str(source)!r} is a Megatron-Core checkpoint already; to-hf converts it")
+    check_layout(model.arch, *layout)
+    tokenizers.check(model.hf_folder, model.arch.vocab_size)
+    wanted = model.dtype(dtype)
+    total = model.num_bytes(wanted)
+    with replacing(target, total + OVERHEAD_BYTES) as folder:
+        verification = model.verification(check_hashes)
+        with Progress("to-megatron", total, quiet) as progress:
+            hashes = chunks.write(model, folder, wanted, progress)
+        _carry(model, folder / "hf", wanted)
+        if verification is not None:
+            verification.finish()
+        manifest.write(folder, "megatron", hashes)
+
+
+def to_hf(
+    source: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = 5 << 30,
+    hf: Path | None = None,
+    force: bool = False,
+    check_hashes: bool = True,
+    quiet: bool = False,
+) -> None:
+    """Distributed checkpoint (converted, or a training step) -> Hugging Face folder. Raises ConvertError."""
+    check_target(target, source, force)
+    model = open_source(source, hf=hf)
+    if not isinstance(model, MegatronFolder):
+        raise ConvertError(f"{str(source)!r} is a Hugging Face folder already; to-megatron converts it")
+    tokenizers.check(model.hf_folder, model.arch.vocab_size)
+    wanted = model.dtype(dtype)
+    total = model.num_bytes(wanted)
+    with replacing(target, total + OVERHEAD_BYTES) as folder:
+        verification = model.verification(check_hashes)
+        with Progress("to-hf", total, quiet) as progress:
+            hashes = shards.write(model, folder, wanted, shard_bytes, progress)
+        _carry(model, folder, wanted)
+        if verification is not None:
+            verification.finish()
+        manifest.write(folder, "hf", hashes)
+
+
+def _carry(model: Source, target: Path, dtype: torch.dtype) -> None:
+    """config.json and what travels with it. The file is the source's own to the byte unless its dtype is now wrong."""
+    target.mkdir(exist_ok=True)
+    text = (model.hf_folder / "config.json").read_bytes()
+    key = "dtype" if "dtype" in model.config else "torch_dtype"
+    if model.config.get(key) not in (None, short(dtype)):
+        text = (json.dumps({**model.config, key: short(dtype)}, indent=2) + "\n").encode()
+    (target / "config.json").write_bytes(text)
+    tokenizers.copy_companions(model.hf_folder, target)

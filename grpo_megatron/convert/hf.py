@@ -1,0 +1,173 @@
+"""A Hugging Face folder as a source: headers and index checked against each other and against the weight table."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from grpo_megatron.convert import ConvertError, listed
+from grpo_megatron.convert.source import FLOATS, Source, short
+from grpo_megatron.convert.span import Resident, Span, blocks
+from grpo_megatron.models.families import architecture_of, hf_shapes, read_config
+from grpo_megatron.models.mapping import Row
+
+INDEX = "model.safetensors.index.json"
+IGNORED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote
+TORCH_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+class HFFolder(Source):
+    """Raises ConvertError or UnsupportedModel, each naming every tensor that is wrong. Reads headers only."""
+
+    kind = "hf"
+
+    def __init__(self, folder: Path, allow_pickle: bool = False) -> None:
+        self.folder = self.data_folder = self.hf_folder = folder
+        try:
+            self.config = read_config(folder)
+        except ValueError as error:
+            raise ConvertError(str(error)) from error
+        self.arch = architecture_of(self.config)
+        quantized = self.config.get("quantization_config")
+        if quantized:
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            raise ConvertError(
+                f"{folder}: quantization_config ({method}) is not supported; convert the unquantized model"
+            )
+        self.tensors: dict[str, Span | Resident] = self._pickled(allow_pickle) or self._safetensors()
+        self._check()
+        self.dtypes = {name: self.tensors[name].dtype for name in hf_shapes(self.arch)}
+        self.layout = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
+
+    def blocks(self, row: Row) -> Iterator[tuple[str, Tensor]]:
+        for name in row.hf:
+            tensor = self.tensors[name]
+            for first, last in blocks(tensor.shape):
+                yield name, tensor.rows(first, last)
+
+    def check_content(self) -> bool:
+        return False  # safetensors has no checksums
+
+    # -- reading headers -----------------------------------------------------------------------------------------------
+
+    def _safetensors(self) -> dict[str, Span | Resident]:
+        index = self._index()
+        found = sorted(p.name for p in self.folder.glob("*.safetensors"))
+        files = found if index is None else sorted(set(index.values()))
+        if not files:
+            raise ConvertError(f"{self.folder}: no *.safetensors file")
+        self.num_files = len(files)
+        tensors: dict[str, Span | Resident] = {}
+        problems: list[str] = []
+        for name in files:
+            try:
+                held = _header(self.folder / name)
+            except ConvertError as error:
+                problems.append(str(error))
+                continue
+            problems += [f"{tensor} is in two files, the second {name}" for tensor in held if tensor in tensors]
+            if index is not None:
+                problems += [
+                    f"{t}: the index says {index[t]}, it is in {name}" for t in held if index.get(t, name) != name
+                ]
+                problems += [f"{tensor} of {name} is not in the index" for tensor in held if tensor not in index]
+            tensors.update(held)
+        if index is not None and not problems:
+            problems += [f"{t}: the index says {f}, it is in no file" for t, f in index.items() if t not in tensors]
+        if problems:
+            raise listed(f"{self.folder}: its safetensors files are not sound:", problems)
+        return tensors
+
+    def _index(self) -> dict[str, str] | None:
+        path = self.folder / INDEX
+        if not path.exists():
+            return None
+        try:
+            weight_map = json.loads(path.read_text())["weight_map"]
+            if not all(
+                isinstance(v, str) and Path(v).name == v and v.endswith(".safetensors") for v in weight_map.values()
+            ):
+                raise ValueError("weight_map names something that is no *.safetensors file of this folder")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConvertError(f"{path}: not a readable index ({type(error).__name__}: {error})") from error
+        return dict(weight_map)
+
+    def _pickled(self, allowed: bool) -> dict[str, Span | Resident] | None:
+        if (self.folder / INDEX).exists() or any(self.folder.glob("*.safetensors")):
+            return None
+        files = sorted([*self.folder.glob("pytorch_model*.bin"), *self.folder.glob("pytorch_model*.pt")])
+        if not files:
+            return None
+        if not allowed:
+            raise ConvertError(
+                f"{self.folder} has only pickled weights ({', '.join(p.name for p in files)}), and unpickling can run code"
+                " that its author put there: get the safetensors, or pass --allow-pickle if you trust the author"
+            )
+        tensors: dict[str, Span | Resident] = {}
+        for file in files:
+            try:  # torch's restricted unpickler all the same: it knows tensors and containers only
+                held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                tensors.update({name: Resident(tensor) for name, tensor in held.items()})
+            except (RuntimeError, pickle.UnpicklingError, AttributeError, OSError, EOFError) as error:
+                raise ConvertError(f"{file}: not a readable table of tensors ({str(error).splitlines()[0]})") from error
+        self.num_files = len(files)
+        return tensors
+
+    # -- the census ----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        expected = hf_shapes(self.arch)
+        allowed = {*expected, *(["lm_head.weight"] if self.arch.tied else [])}
+        problems = [f"missing {name}" for name in expected if name not in self.tensors]
+        problems += [f"unexpected {n}" for n in self.tensors if n not in allowed and not n.endswith(IGNORED)]
+        for name, shape in expected.items():
+            tensor = self.tensors.get(name)
+            if tensor is not None and tensor.shape != shape:
+                problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+            if tensor is not None and tensor.dtype not in FLOATS.values():
+                problems.append(f"{name} has dtype {short(tensor.dtype)}, supported: {', '.join(FLOATS)}")
+        if problems:
+            raise listed(f"{self.folder} does not hold the model of its config.json:", problems)
+        if self.arch.tied and "lm_head.weight" in self.tensors:
+            self._check_tied_head()
+
+    def _check_tied_head(self) -> None:
+        head, embedding = self.tensors["lm_head.weight"], self.tensors["model.embed_tokens.weight"]
+        same = head.shape == embedding.shape
+        same = same and all(torch.equal(head.rows(*block), embedding.rows(*block)) for block in blocks(head.shape))
+        if not same:
+            raise ConvertError(
+                f"{self.folder}: config.json ties the embeddings, but lm_head.weight differs from"
+                " model.embed_tokens.weight; set tie_word_embeddings=false, or remove lm_head.weight"
+            )
+
+
+def _header(path: Path) -> dict[str, Span | Resident]:
+    """Every tensor of a safetensors file. Raises ConvertError."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # the library checks that the header is sound and describes the whole file
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConvertError(f"{path.name}: not a readable safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    unknown = [f"{name} ({entry['dtype']})" for name, entry in header.items() if entry["dtype"] not in TORCH_DTYPES]
+    if unknown:
+        raise ConvertError(f"{path.name}: unsupported dtype of {', '.join(unknown)}")
+    return {
+        name: Span(path, 8 + length + entry["data_offsets"][0], TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }

@@ -1,0 +1,59 @@
+"""inspect: what a folder holds, from headers alone, or with every hash checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from grpo_megatron.convert import manifest, tokenizers
+from grpo_megatron.convert.conversion import layout_problems
+from grpo_megatron.convert.folder import size
+from grpo_megatron.convert.source import Source, short
+
+KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
+
+
+def describe(source: Source, hashes: bool = False) -> str:
+    """Some fifteen lines. With `hashes` every file is read; raises ConvertError for one that has changed."""
+    arch = source.arch
+    rope = f"theta {arch.rope_theta:g}"
+    rope += f", llama3 x{arch.rope_factor:g}" if arch.rope_factor else ""
+    rope += f", linear x{arch.rope_linear_factor:g}" if arch.rope_linear_factor else ""
+    counts = Counter(source.dtypes.values()).most_common()
+    stored = sum(p.stat().st_size for p in source.data_folder.rglob("*") if p.is_file())
+    lines = {
+        "folder": str(source.folder),
+        "format": KINDS[source.kind],
+        "family": f"{arch.family} ({source.config.get('model_type')}), {'tied' if arch.tied else 'untied'} embeddings",
+        "parameters": f"{arch.num_parameters():,}",
+        "layers": f"{arch.num_layers} of hidden size {arch.hidden_size}, intermediate {arch.ffn_hidden_size}",
+        "attention": f"{arch.num_attention_heads} heads of {arch.head_dim}, {arch.num_query_groups} key-value groups",
+        "rope": rope,
+        "vocabulary": f"{arch.vocab_size} (stored padded to {arch.padded_vocab_size(1)} by tp 1)",
+        "dtype": ", ".join(f"{short(dtype)} ({count} tensors)" for dtype, count in counts),
+        "layout": source.layout,
+        "can be cut": f"tp {_sizes(source, 'tp')}; pp {_sizes(source, 'pp')}",
+        "on disk": size(stored),
+        "travels along": ", ".join(p.name for p in tokenizers.companions(source.hf_folder)) or "nothing",
+    }
+    if arch.num_experts:
+        lines["experts"] = f"{arch.num_experts} a layer; ep {_sizes(source, 'ep')}"
+    lines["hashes"] = _hashes(source, hashes)
+    width = max(map(len, lines))
+    return "\n".join(f"{key.ljust(width)}  {text}" for key, text in lines.items())
+
+
+def _sizes(source: Source, axis: str) -> str:
+    return ", ".join(str(n) for n in range(1, 129) if not layout_problems(source.arch, **{axis: n}))
+
+
+def _hashes(source: Source, check: bool) -> str:
+    files = manifest.read(source.folder)
+    if files is None:
+        if check and source.check_content():
+            return f"no {manifest.NAME}; checksums of all parts agree"
+        return f"no {manifest.NAME}: nothing to compare with"
+    if check:
+        manifest.Verification(source.folder).finish()
+        listed = "".join(f"\n  {entry['sha256']}  {name}" for name, entry in files.items())
+        return f"sha256 of {len(files)} files agree{listed}"
+    return f"sha256 of {len(files)} files in {manifest.NAME} (compare them with --hashes)"

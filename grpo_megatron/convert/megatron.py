@@ -1,0 +1,268 @@
+"""A Megatron-Core distributed checkpoint as a source, converted or written by training in any layout.
+
+The tensors are read where they lie, chunk by chunk, without Megatron and without a model. The table of contents
+is read by contents.py, which unpickles nothing but torch's own records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from grpo_megatron.convert import ConvertError, listed
+from grpo_megatron.convert.archive import is_sound, locate
+from grpo_megatron.convert.contents import read_contents
+from grpo_megatron.convert.keys import Place, places, whole_shape
+from grpo_megatron.convert.source import FLOATS, Source, short
+from grpo_megatron.convert.span import BLOCK_ELEMENTS, Span, blocks
+from grpo_megatron.models.families import architecture_of, read_config
+from grpo_megatron.models.mapping import QKV, GateUp, InputSplit, Row, Vocabulary, Whole
+
+FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Part of a stored tensor: `offsets` and `sizes` include the stacked axes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    path: Path
+    start: int
+    length: int
+
+
+class MegatronFolder(Source):
+    """`folder`: a distributed checkpoint, or a training step that holds one in state/. `hf`: where config.json and the
+    tokenizer are, when not in the checkpoint itself. Raises ConvertError that names every wrong tensor."""
+
+    kind = "megatron"
+
+    def __init__(self, folder: Path, hf: Path | None = None) -> None:
+        self.folder = folder
+        self.data_folder = folder if (folder / FORMAT_FILE).exists() else folder / "state"
+        self.hf_folder = hf or self._find_hf()
+        try:
+            self.config = read_config(self.hf_folder)
+        except ValueError as error:
+            raise ConvertError(f"{error}; name the Hugging Face folder with --hf") from error
+        self.arch = architecture_of(self.config)
+        self._check_format()
+        metadata = read_contents(self.data_folder / ".metadata")
+        self._sizes = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self._chunks: dict[str, list[_Chunk]] = {}
+        for where, info in metadata.storage_data.items():
+            if where.fqn in self._sizes:
+                chunk = self._chunk_of(where, info)
+                self._chunks.setdefault(where.fqn, []).append(chunk)
+        self._where: dict[str, Place] = {}
+        self._spans: dict[_Chunk, Span] = {}
+        self._check()
+
+    def _find_hf(self) -> Path:
+        if (self.folder / "hf" / "config.json").exists():
+            return self.folder / "hf"
+        path = self.folder / TRAINER_FILE
+        try:
+            return Path(json.loads(path.read_text())["config"]["model"]["path"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConvertError(
+                f"{self.folder} has neither hf/config.json nor a {TRAINER_FILE} that names its model; give --hf FOLDER"
+            ) from error
+
+    def _check_format(self) -> None:
+        try:
+            found = json.loads((self.data_folder / FORMAT_FILE).read_text())
+            backend, version = found["sharded_backend"], found["sharded_backend_version"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConvertError(
+                f"{self.folder}: no Megatron-Core distributed checkpoint ({FORMAT_FILE}: {error})"
+            ) from error
+        if (backend, version) != ("torch_dist", 1):
+            raise ConvertError(
+                f"{self.data_folder}: format {backend} {version} is not supported (supported: torch_dist 1)"
+            )
+
+    def _chunk_of(self, where: Any, info: Any) -> _Chunk:
+        stored = self._sizes[where.fqn].chunks
+        sizes = next(tuple(c.sizes) for c in stored if where.offset is None or c.offsets == where.offset)
+        offsets = tuple(where.offset) if where.offset is not None else (0,) * len(sizes)
+        if Path(info.relative_path).name != info.relative_path:
+            raise ConvertError(
+                f"{self.data_folder}: {where.fqn} is said to be in {info.relative_path!r}, outside the folder"
+            )
+        return _Chunk(offsets, sizes, self.data_folder / info.relative_path, info.offset, info.length)
+
+    # -- the census ----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        problems: list[str] = []
+        used: set[str] = set()
+        for row in self.rows:
+            place = next((p for p in places(row, self.arch) if p.key in self._sizes), None)
+            if place is None:
+                problems.append(f"missing {row.megatron}")
+                continue
+            used |= {p.key for p in places(row, self.arch)}
+            self._where[row.megatron] = place
+            problems += self._wrong_shape(row, place)
+        ours = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer."))}
+        problems += [f"unexpected {key}" for key in sorted(ours - used)]
+        for path, end in self._ends().items():
+            size = path.stat().st_size if path.exists() else -1
+            if size < end:
+                problems.append(
+                    f"missing file {path.name}" if size < 0 else f"{path.name} is truncated: {size} of {end} bytes"
+                )
+        if problems:
+            raise listed(
+                f"{self.folder} does not hold the model of {self.hf_folder / 'config.json'}:", _unique(problems)
+            )
+        self.num_files = len(self._ends())
+        self.dtypes = {}
+        for row in self.rows:
+            dtype = self._sizes[self._where[row.megatron].key].properties.dtype
+            self.dtypes.update(dict.fromkeys(row.hf, dtype))
+        wrong = {d for d in self.dtypes.values() if d not in FLOATS.values()}
+        if wrong:
+            raise ConvertError(f"{self.folder}: dtype {', '.join(map(short, wrong))}; supported: {', '.join(FLOATS)}")
+        self.layout = self._layout()
+
+    def _wrong_shape(self, row: Row, place: Place) -> list[str]:
+        size, wanted = tuple(self._sizes[place.key].size), (*place.stack, *whole_shape(row, self.arch))
+        compared = size
+        if isinstance(row, Vocabulary) and len(size) == len(wanted) and size[0] >= wanted[0]:
+            compared = (wanted[0], *size[1:])  # padding of the layout that wrote it
+        if compared != wanted:
+            return [f"{place.key} has shape {list(size)}, expected {list(wanted)}"]
+        volume = sum(torch.Size(chunk.sizes).numel() for chunk in self._chunks.get(place.key, []))
+        if volume != torch.Size(size).numel():
+            return [f"{place.key} has parts of {volume} elements in all, expected {torch.Size(size).numel()}"]
+        return []
+
+    def _ends(self) -> dict[Path, int]:
+        ends: dict[Path, int] = {}
+        for place in self._where.values():
+            for chunk in self._chunks.get(place.key, []):
+                ends[chunk.path] = max(ends.get(chunk.path, 0), chunk.start + chunk.length)
+        return ends
+
+    def _layout(self) -> str:
+        cut = Counter(len(self._chunks[p.key]) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
+        objects = "with optimizer" if any(key.startswith("optimizer") for key in self._sizes) else "weights only"
+        return f"{self.num_files} files, {objects}, up to {max(cut)} parts a tensor; loads at any layout"
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def blocks(self, row: Row) -> Iterator[tuple[str, Tensor]]:
+        shapes = row.hf_shapes(self.arch)
+        if isinstance(row, (Whole, Vocabulary, InputSplit, GateUp)):  # over one rank: the tensors end to end
+            start = 0
+            for name, shape in zip(row.hf, shapes, strict=True):
+                for first, last in blocks(shape):
+                    yield name, self._rows(row, start + first, start + last)
+                start += shape[0]
+            return
+        for name, tensor in zip(row.hf, self._merged(row), strict=True):
+            for first, last in blocks(tuple(tensor.shape)):
+                yield name, tensor[first:last]
+
+    def _merged(self, row: Row) -> list[Tensor]:
+        """Interleaved tensors, taken apart by the row itself; query, key and value a few groups at a time."""
+        shape = row.local_shape(self.arch, 1)
+        if not isinstance(row, QKV):
+            return row.merge([self._rows(row, 0, shape[0])], self.arch)
+        groups = self.arch.num_query_groups
+        each = shape[0] // groups
+        step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(shape).numel() // groups))
+        out = [torch.empty(s, dtype=self.dtypes[row.hf[0]]) for s in row.hf_shapes(self.arch)]
+        for first in range(0, groups, step):
+            count = min(step, groups - first)
+            heads = self.arch.num_attention_heads // groups * count
+            part = dataclasses.replace(self.arch, num_attention_heads=heads, num_query_groups=count)
+            fused = self._rows(row, first * each, (first + count) * each)
+            for whole, piece in zip(out, row.merge([fused], part), strict=True):
+                size = len(whole) // groups
+                whole[first * size : (first + count) * size] = piece
+        return out
+
+    def _rows(self, row: Row, first: int, last: int) -> Tensor:
+        """Rows of the whole Megatron tensor, gathered from the chunks that have them."""
+        place = self._where[row.megatron]
+        depth = len(place.stack)
+        tail = tuple(self._sizes[place.key].size)[depth + 1 :]
+        out: Tensor | None = None
+        filled = 0
+        for chunk in self._chunks[place.key]:
+            if chunk.offsets[:depth] != place.index and not _covers(chunk, place.index):
+                continue
+            low, high = chunk.offsets[depth], chunk.offsets[depth] + chunk.sizes[depth]
+            a, b = max(first, low), min(last, high)
+            if a >= b:
+                continue
+            part = self._read(chunk, place.index, a - low, b - low)
+            if (a, b) == (first, last) and tuple(part.shape[1:]) == tail:
+                return part
+            out = torch.empty((last - first, *tail), dtype=part.dtype) if out is None else out
+            inner = tuple(
+                slice(o, o + s) for o, s in zip(chunk.offsets[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)
+            )
+            out[(slice(a - first, b - first), *inner)] = part
+            filled += part.numel()
+        if out is None or filled != out.numel():
+            raise ConvertError(
+                f"{self.folder}: the parts of {place.key} leave gaps or overlap at rows {first} to {last}"
+            )
+        return out
+
+    def _read(self, chunk: _Chunk, index: tuple[int, ...], first: int, last: int) -> Tensor:
+        """Rows of one layer (and expert) within a chunk, which may span several."""
+        span = self._span(chunk)
+        flat = 0
+        for i, offset, size in zip(index, chunk.offsets, chunk.sizes, strict=False):
+            flat = flat * size + i - offset
+        rows = chunk.sizes[len(index)]
+        tail = chunk.sizes[len(index) + 1 :]
+        view = dataclasses.replace(span, shape=(span.nbytes // span.dtype.itemsize // _numel(tail), *tail))
+        return view.rows(flat * rows + first, flat * rows + last)
+
+    def _span(self, chunk: _Chunk) -> Span:
+        if chunk not in self._spans:
+            self._spans[chunk] = locate(chunk.path, chunk.start, chunk.length, chunk.sizes)
+        return self._spans[chunk]
+
+    def check_content(self) -> bool:
+        """Every part's checksum: finds flipped bits without a manifest."""
+        if self.hf_folder == self.folder / "hf":
+            raise ConvertError(
+                f"{self.folder} has lost its manifest.json, and no other checksums; believe it with --no-hashes"
+            )
+        problems = [
+            f"{chunk.path.name}: the checksum of {key} at byte {chunk.start} differs"
+            for key in {place.key: None for place in self._where.values()}
+            for chunk in self._chunks[key]
+            if not is_sound(chunk.path, chunk.start, chunk.length, self._span(chunk))
+        ]
+        if problems:
+            raise listed(f"{self.folder} is damaged:", problems)
+        return True
+
+
+def _covers(chunk: _Chunk, index: tuple[int, ...]) -> bool:
+    return all(o <= i < o + s for i, o, s in zip(index, chunk.offsets, chunk.sizes, strict=False))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _unique(problems: list[str]) -> list[str]:
+    return list(dict.fromkeys(problems))

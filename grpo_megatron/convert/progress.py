@@ -1,0 +1,50 @@
+"""Bytes moved and bytes per second: a bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+from grpo_megatron.convert.folder import size
+
+SECONDS_BETWEEN_LINES = 15.0
+
+
+class Progress:
+    """`with Progress("to-megatron", total) as progress: progress.add(n)`. Writes to standard error."""
+
+    def __init__(self, label: str, total: int, quiet: bool = False) -> None:
+        self.label, self.total, self.quiet, self.done = label, total, quiet, 0
+        self._start = self._last = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty() and not quiet:
+            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
+
+    def add(self, count: int) -> None:
+        self.done += count
+        if self._bar is not None:
+            self._bar.update(count)
+        elif time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
+            self._line()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if kind is None:
+            self._line()
+
+    def _line(self) -> None:
+        self._last = time.monotonic()
+        if not self.quiet:
+            speed = self.done / max(self._last - self._start, 1e-6)
+            percent = 100 * self.done / max(self.total, 1)
+            text = f"{self.label}: {size(self.done)} of {size(self.total)} ({percent:.0f}%), {size(speed)}/s"
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""Hugging Face folders for the converter's tests, made from the weight table alone: fast, any dtype, any config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_megatron.convert.cli import main
+from grpo_megatron.models.families import architecture_of, hf_shapes
+from tests import tiny
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "hf_configs"
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    config = {**tiny.COMMON, **tiny.FAMILIES[family], "hidden_act": "silu", "rms_norm_eps": 1e-6, **changes}
+    config.setdefault("tie_word_embeddings", False)
+    return config
+
+
+def shrunk(config: dict[str, Any]) -> dict[str, Any]:
+    """The same features, small."""
+    changes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48, "vocab_size": 101, "head_dim": 16}
+    changes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for key, size in (
+        ("moe_intermediate_size", 24),
+        ("num_experts", 4),
+        ("num_local_experts", 4),
+        ("num_experts_per_tok", 2),
+    ):
+        if key in config:
+            changes[key] = size
+    return {**config, **changes}
+
+
+def write(folder: Path, config: dict[str, Any], dtype: str = "float32", num_files: int = 1) -> Path:
+    """Random tensors of exactly the shapes that the config asks for, in `num_files` files."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(DTYPES[dtype])
+        for name, shape in hf_shapes(architecture_of(config)).items()
+    }
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    put(folder, tensors, num_files)
+    return folder
+
+
+def put(folder: Path, tensors: dict[str, torch.Tensor], num_files: int = 1) -> None:
+    if num_files == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {
+        name: f"model-{i % num_files + 1:05d}-of-{num_files:05d}.safetensors" for i, name in enumerate(tensors)
+    }
+    for file in set(weight_map.values()):
+        save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        out |= load_file(file)
+    return out
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert sorted(a) == sorted(b)
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def convert(*arguments: Any) -> int:
+    """The command line, in this process."""
+    return main([*map(str, arguments)])

@@ -1,0 +1,315 @@
+"""Every mistake is one clear error that names all of its kind, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.convert import folders
+from tests.convert.folders import convert, put, tensors_of
+
+Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pristine")
+    hf = folders.write(root / "hf", folders.config_of("qwen2"), num_files=2)
+    assert convert("to-megatron", hf, root / "megatron", "--quiet") == 0
+    return {"hf": hf, "megatron": root / "megatron"}
+
+
+@pytest.fixture
+def hf(pristine: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine["hf"], tmp_path / "hf"))
+
+
+@pytest.fixture
+def megatron(pristine: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine["megatron"], tmp_path / "megatron"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """The error of a command whose last argument is an output; checks the code, the form and that nothing is there."""
+    out = Path([a for a in arguments if not str(a).startswith("--")][2])
+    before = sorted(p.name for p in out.parent.iterdir())
+    capsys.readouterr()
+    assert convert(*arguments, "--quiet") == 2
+    told = capsys.readouterr().err
+    first, *rest = told.splitlines()
+    assert first.startswith("error: ") and all(line.startswith("  ") for line in rest), told
+    assert sorted(p.name for p in out.parent.iterdir()) == before, "something was left behind"
+    return told
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = tensors_of(folder)
+    change(tensors)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    put(folder, tensors, num_files=2)
+
+
+def cut(path: Path, count: int = 1000) -> None:
+    os.truncate(path, path.stat().st_size - count)
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+# -- Hugging Face folders ----------------------------------------------------------------------------------------------
+
+
+def test_truncated_shards_are_all_named(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in hf.glob("*.safetensors"):
+        cut(file)
+    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "model-00001-of-00002.safetensors" in told and "model-00002-of-00002.safetensors" in told
+
+
+def test_missing_extra_and_misshapen_are_all_named(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for layer in range(3):
+            del tensors[f"model.layers.{layer}.mlp.up_proj.weight"]
+            tensors[f"model.layers.{layer}.extra.weight"] = torch.zeros(3)
+        tensors[K] = tensors[K][:-1].clone()
+        tensors[Q] = tensors[Q].to(torch.int64)
+
+    rewrite(hf, change)
+    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    for layer in range(3):
+        assert f"missing model.layers.{layer}.mlp.up_proj.weight" in told
+        assert f"unexpected model.layers.{layer}.extra.weight" in told
+    assert f"{K} has shape [63, 128], expected [64, 128]" in told
+    assert f"{Q} has dtype int64, supported: float32, bfloat16, float16" in told
+
+
+def test_several_dtypes_need_a_choice(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite(hf, lambda tensors: tensors.update({Q: tensors[Q].bfloat16()}))
+    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert Q in told and "--dtype" in told
+    assert convert("to-megatron", hf, tmp_path / "out", "--dtype", "float32") == 0
+
+
+def test_an_index_that_lies(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = hf / "model.safetensors.index.json"
+
+    def wrong_file(content: dict[str, Any]) -> None:
+        for name in (Q, K):
+            here = content["weight_map"][name]
+            content["weight_map"][name] = here.replace("1-of", "3-of").replace("2-of", "1-of").replace("3-of", "2-of")
+        del content["weight_map"]["model.norm.weight"]
+
+    original = index.read_text()
+    edit(index, wrong_file)
+    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert told.count("the index says") == 2 and Q in told and K in told and "model.norm.weight" in told
+    index.write_text(original)
+    edit(index, lambda content: content["weight_map"].update(ghost=content["weight_map"][Q]))
+    assert "ghost: the index says" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    edit(index, lambda content: content["weight_map"].update(ghost="../../secret.safetensors"))
+    assert "no *.safetensors file of this folder" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    edit(index, lambda content: content["weight_map"].update(ghost="model-00009.safetensors"))
+    assert "model-00009.safetensors" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    index.write_text("{")
+    assert "not a readable index" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+
+
+def test_an_unknown_architecture(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(hf / "config.json", lambda config: config.update(model_type="mamba"))
+    assert "model_type='mamba' is not supported" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    edit(
+        hf / "config.json",
+        lambda config: config.update(model_type="qwen2", quantization_config={"quant_method": "awq"}),
+    )
+    assert "quantization_config (awq)" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    (hf / "config.json").write_text("{")
+    assert "config.json" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+
+
+def test_tied_embeddings_with_another_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy of the embedding is dropped; anything else would be lost in silence."""
+    hf = folders.write(tmp_path / "hf", folders.config_of("qwen2-tied"))
+    tensors = tensors_of(hf)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    put(hf, tensors)
+    assert convert("to-megatron", hf, tmp_path / "same") == 0
+    tensors["lm_head.weight"][100, 0] += 1
+    put(hf, tensors)
+    assert "lm_head.weight differs" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"), [("--tp=3", "num_attention_heads 4"), ("--pp=3", "num_hidden_layers 4"), ("--ep=2", "experts")]
+)
+def test_a_layout_that_does_not_divide(
+    flag: str, told: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, "to-megatron", hf, tmp_path / "out", flag)
+    assert "tp can be 1, 2, 4" in refused(capsys, "to-megatron", hf, tmp_path / "out", flag)
+    assert convert("inspect", hf, flag) == 2
+
+
+def test_pickled_weights_need_a_flag(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = tensors_of(hf)
+    for file in hf.glob("*.safetensors*"):
+        file.unlink()
+    torch.save(expected, hf / "pytorch_model.bin")
+    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "--allow-pickle" in told and "run code" in told
+    assert convert("to-megatron", hf, tmp_path / "out", "--allow-pickle") == 0
+    assert convert("to-hf", tmp_path / "out", tmp_path / "back") == 0
+    folders.same_bits(expected, tensors_of(tmp_path / "back"))
+    (hf / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    refused(capsys, "to-megatron", hf, tmp_path / "other", "--allow-pickle")
+    assert not (tmp_path / "exploded").exists()
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_a_tokenizer_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """101 rows: ids 0 to 100."""
+    vocab = {str(i): i for i in range(100)}
+    content = {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [{"id": 100, "content": "<end>"}]}
+    (hf / "tokenizer.json").write_text(json.dumps(content))
+    (hf / "chat_template.jinja").write_text("{{ messages }}")
+    assert convert("to-megatron", hf, tmp_path / "fits") == 0
+    assert (tmp_path / "fits" / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
+    content["added_tokens"][0]["id"] = 101
+    (hf / "tokenizer.json").write_text(json.dumps(content))
+    (hf / "added_tokens.json").write_text('{"<end>": 200}')
+    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "tokenizer.json has id 101, the embedding has 101 rows" in told and "added_tokens.json has id 200" in told
+
+
+def test_a_sentencepiece_model_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = next((folders.CONFIGS.parent / "tokenizers" / "sentencepiece_test_model").glob("*.model"))
+    shutil.copyfile(model, hf / "tokenizer.model")
+    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "tokenizer.model has id" in told and "101 rows" in told
+    (hf / "tokenizer.model").write_bytes(b"no model")
+    assert "not a SentencePiece model" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+
+
+# -- Megatron folders --------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(megatron / "__0_0.distcp", 100_000)
+    assert "__0_0.distcp: sha256 differs" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert convert("inspect", megatron, "--hashes") == 2
+    assert convert("verify", megatron, megatron) == 2
+    capsys.readouterr()
+    (megatron / "manifest.json").unlink()
+    assert "has lost its manifest.json" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+
+
+def test_a_flipped_bit_in_a_converted_hf_folder(
+    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert("to-hf", megatron, tmp_path / "back") == 0
+    flip(tmp_path / "back" / "model.safetensors", -8)
+    assert "model.safetensors: sha256 differs" in refused(capsys, "to-megatron", tmp_path / "back", tmp_path / "out")
+
+
+def test_a_truncated_or_missing_part(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut(megatron / "__0_0.distcp")
+    assert "__0_0.distcp" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    (megatron / "manifest.json").unlink()
+    assert "__0_0.distcp is truncated" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    (megatron / "__0_0.distcp").unlink()
+    assert "missing file __0_0.distcp" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+
+
+def test_a_checkpoint_of_another_model(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = folders.write(tmp_path / "other", folders.config_of("qwen3", num_hidden_layers=2))
+    told = refused(capsys, "to-hf", megatron, tmp_path / "out", f"--hf={other}")
+    for name in (
+        "missing decoder.layers.0.self_attention.q_layernorm.weight",
+        "unexpected decoder.layers.self_attention.linear_qkv.bias",
+    ):
+        assert name in told
+    assert "decoder.layers.mlp.linear_fc2.weight has shape [4, 128, 112], expected [2, 128, 112]" in told
+
+
+def test_a_table_of_contents_that_would_run_code(
+    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (megatron / "manifest.json").unlink()
+    (megatron / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    assert "not a readable table of contents" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_what_is_no_model_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], megatron: Path, hf: Path) -> None:
+    assert "is not a folder" in refused(capsys, "to-hf", tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    assert "neither" in refused(capsys, "to-hf", tmp_path / "empty", tmp_path / "out")
+    assert "already" in refused(capsys, "to-megatron", megatron, tmp_path / "out")
+    assert "already" in refused(capsys, "to-hf", hf, tmp_path / "out")
+    (megatron / "metadata.json").write_text("{}")
+    (megatron / "manifest.json").unlink()
+    assert "no Megatron-Core distributed checkpoint" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_output_that_exists(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert convert("to-megatron", hf, out) == 0
+    capsys.readouterr()
+    before = (out / "manifest.json").read_bytes()
+    assert "--force" in refused(capsys, "to-megatron", hf, out)
+    assert (out / "manifest.json").read_bytes() == before
+    assert convert("to-megatron", hf, out, "--force", "--dtype", "bfloat16") == 0
+    assert (out / "manifest.json").read_bytes() != before
+    capsys.readouterr()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    assert "remove it yourself" in refused(capsys, "to-megatron", hf, tmp_path / "precious", "--force")
+    assert (tmp_path / "precious" / "thesis.txt").exists()
+    assert "overlap" in refused(capsys, "to-megatron", hf, hf, "--force")
+    assert "overlap" in refused(capsys, "to-megatron", hf, hf / "out")
+    assert convert("to-megatron", hf, tmp_path / "no" / "where") == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_inspect_and_verify_say_what_they_see(hf: Path, megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert("inspect", megatron, "--hashes") == 0
+    told = capsys.readouterr().out
+    for part in ("qwen2", "float32", "tp 1, 2, 4", "files agree", "parameters"):
+        assert part in told
+    assert convert("verify", hf, megatron) == 0
+    assert "the models are the same" in capsys.readouterr().out
+    rewrite(hf, lambda tensors: tensors[Q].view(-1)[7].add_(1))
+    assert convert("verify", hf, megatron) == 1
+    told = capsys.readouterr().out
+    assert f"{Q}" in told and "1 of 16384 elements, largest 1" in told

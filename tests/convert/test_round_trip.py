@@ -1,0 +1,152 @@
+"""Hugging Face -> Megatron -> Hugging Face is bitwise: families, dtypes, tied or not, odd vocabulary, any file split."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_megatron.convert.chunks import pieces
+from grpo_megatron.convert.conversion import open_source
+from grpo_megatron.convert.span import blocks
+from grpo_megatron.models.architecture import UnsupportedModel
+from grpo_megatron.models.families import FAMILIES, architecture_of
+from tests import tiny
+from tests.convert import folders
+from tests.convert.folders import convert, same_bits, tensors_of
+
+SMALL_BLOCKS = 3000  # elements: tensors of the tiny models are cut into several blocks, as a 70B model's are
+
+
+@pytest.mark.parametrize("dtype", folders.DTYPES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_bitwise(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("span", "chunks", "megatron"):
+        monkeypatch.setattr(f"grpo_megatron.convert.{module}.BLOCK_ELEMENTS", SMALL_BLOCKS)
+    source = folders.write(tmp_path / "hf", folders.config_of(family), dtype, num_files=3)
+    assert convert("to-megatron", source, tmp_path / "megatron") == 0
+    assert convert("to-hf", tmp_path / "megatron", tmp_path / "back", "--shard-size", "40K") == 0
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3
+    same_bits(tensors_of(source), tensors_of(tmp_path / "back"))
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_transformers_reads_the_result(tmp_path: Path) -> None:
+    """Written by transformers, converted twice, read by transformers: the same logits."""
+    from transformers import AutoModelForCausalLM
+
+    source = tiny.make_model(tmp_path / "hf", "llama3")
+    assert convert("to-megatron", source, tmp_path / "megatron", "--quiet") == 0
+    assert convert("to-hf", tmp_path / "megatron", tmp_path / "back", "--shard-size", "100K", "--quiet") == 0
+    tokens = torch.arange(50)[None]
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(tmp_path / f)(tokens).logits for f in ("hf", "back")]
+    assert torch.equal(*logits)
+
+
+def test_numbered_rows(tmp_path: Path) -> None:
+    """4 heads of 32 in 2 groups. Row r of Q is filled with r, of K with 1000 + r, of V with 2000 + r. Megatron's order is
+    [Q rows of group 0 (64), K (32), V (32), Q rows of group 1, ...]; derived here by hand, not by the table."""
+    source = folders.write(tmp_path / "hf", folders.config_of("qwen2"))
+    tensors = tensors_of(source)
+    for layer in range(4):
+        for part, base in (("q", 0), ("k", 1000), ("v", 2000)):
+            for kind in ("weight", "bias"):
+                tensor = tensors[f"model.layers.{layer}.self_attn.{part}_proj.{kind}"]
+                numbers = torch.arange(len(tensor), dtype=torch.float32) + base + 10000 * layer
+                tensor.copy_(numbers[:, None].expand_as(tensor) if tensor.dim() == 2 else numbers)
+    folders.put(source, tensors)
+    assert convert("to-megatron", source, tmp_path / "megatron") == 0
+    expected = []
+    for group in range(2):
+        expected += [group * 64 + i for i in range(64)]
+        expected += [1000 + group * 32 + i for i in range(32)]
+        expected += [2000 + group * 32 + i for i in range(32)]
+    stored = read_with_torch(tmp_path / "megatron", "decoder.layers.self_attention.linear_qkv.weight")
+    bias = read_with_torch(tmp_path / "megatron", "decoder.layers.self_attention.linear_qkv.bias")
+    for layer in range(4):
+        rows = torch.tensor(expected, dtype=torch.float32) + 10000 * layer
+        assert torch.equal(stored[layer], rows[:, None].expand(256, 128))
+        assert torch.equal(bias[layer], rows)
+
+
+def read_with_torch(checkpoint: Path, key: str) -> torch.Tensor:
+    """One tensor through torch's own reader."""
+    from torch.distributed import checkpoint as dcp
+
+    reader = dcp.FileSystemReader(checkpoint)
+    info = reader.read_metadata().state_dict_metadata[key]
+    state = {key: torch.empty(info.size, dtype=info.properties.dtype)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state[key]
+
+
+def test_pieces_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a tensor is cut, its pieces end to end are what the weight table gives one rank."""
+    source = folders.write(tmp_path / "hf", folders.config_of("qwen2"))
+    model: Any = open_source(source)
+    for size in (100, 5000, 1 << 24):
+        for module in ("span", "chunks"):
+            monkeypatch.setattr(f"grpo_megatron.convert.{module}.BLOCK_ELEMENTS", size)
+        for row in model.rows:
+            whole = row.shard(model.tensors.__getitem__, model.arch, 0, 1)
+            parts = torch.cat([piece.make() for piece in pieces(row, model.arch, model.tensors.__getitem__)])
+            assert torch.equal(parts, whole[: len(parts)]), row.megatron
+            assert not whole[len(parts) :].any()  # vocabulary padding
+
+
+def test_blocks_cover_every_row_once() -> None:
+    for shape in ((7,), (1, 1 << 25), (3, 1 << 23), (100003, 300)):
+        rows = [r for first, last in blocks(shape) for r in range(first, last)]
+        assert rows == list(range(shape[0]))
+
+
+def test_dtype_changes_on_request(tmp_path: Path) -> None:
+    """The cast is torch's, and config.json says so."""
+    source = folders.write(tmp_path / "hf", folders.config_of("qwen3"))
+    assert convert("to-megatron", source, tmp_path / "megatron", "--dtype", "bfloat16") == 0
+    assert convert("to-hf", tmp_path / "megatron", tmp_path / "half") == 0
+    same_bits({n: t.bfloat16() for n, t in tensors_of(source).items()}, tensors_of(tmp_path / "half"))
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("path", sorted(folders.CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = folders.shrunk(json.loads(path.read_text()))
+    try:
+        architecture_of(config)
+    except UnsupportedModel as error:
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+        assert convert("to-megatron", tmp_path / "hf", tmp_path / "megatron") == 2
+        told = capsys.readouterr().err.strip()
+        assert told == f"error: {error}" and "\n" not in told and "supported" in told
+        assert not (tmp_path / "megatron").exists()
+        return
+    assert config["model_type"] in FAMILIES
+    source = folders.write(tmp_path / "hf", config, "bfloat16")
+    assert convert("to-megatron", source, tmp_path / "megatron") == 0
+    shutil.move(source, tmp_path / "away")  # nothing of the original is needed
+    assert convert("to-hf", tmp_path / "megatron", tmp_path / "back") == 0
+    same_bits(tensors_of(tmp_path / "away"), tensors_of(tmp_path / "back"))
+    assert convert("verify", tmp_path / "away", tmp_path / "megatron") == 0
+
+
+def test_names_of_local_specs_and_unstacked_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written at each other place that keys.py knows (norms unfused; one tensor a layer), then read as ever."""
+    from grpo_megatron.convert import chunks, keys
+
+    source = folders.write(tmp_path / "hf", folders.config_of("qwen3"))
+    for number in (1, 2, 3):
+
+        def chosen(row: Any, arch: Any, number: int = number) -> list[keys.Place]:
+            known = keys.places(row, arch)
+            return [known[min(number, len(known) - 1)]]
+
+        monkeypatch.setattr(chunks, "written_places", chosen)
+        assert convert("to-megatron", source, tmp_path / str(number), "--quiet") == 0
+        assert convert("verify", source, tmp_path / str(number), "--quiet") == 0

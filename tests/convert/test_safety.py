@@ -1,0 +1,199 @@
+"""Killed at any moment, out of space, out of memory: a folder with the final name is complete, and a second run works.
+
+Children are forked, so that they start at once and can be told where to die.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_megatron.convert import chunks, folder, manifest, shards
+from grpo_megatron.models.families import architecture_of, hf_shapes
+from tests.convert import folders
+from tests.convert.folders import convert, same_bits, tensors_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_child(action: Callable[[], Any]) -> int:
+    """The exit status of `action` in a forked child; negative: the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(int(action()))
+        except BaseException:  # noqa: BLE001 - a child of pytest must not return to it
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die(*args: Any, **kwargs: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(count: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    calls = [0]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return die() if calls[0] == count else original(*args, **kwargs)
+
+    return function
+
+
+MOMENTS: dict[str, tuple[Any, str, int]] = {  # where a child dies: (object, attribute, at which call)
+    "first tensor": (chunks._Planner, "resolve_data", 1),
+    "a later tensor": (chunks._Planner, "resolve_data", 30),
+    "before the table of contents": (chunks.FileSystemWriter, "finish", 1),
+    "before the manifest": (manifest, "write", 1),
+    "before the rename": (folder, "_sync", 1),
+    "after the rename": (folder, "_sync_folder", 9),
+}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.write(tmp_path_factory.mktemp("safety") / "hf", folders.config_of("qwen3"))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_while_writing_megatron(moment: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    owner, name, count = MOMENTS[moment]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, die_at(count, getattr(owner, name)))
+        assert in_child(lambda: convert("to-megatron", hf, out, "--quiet")) == -signal.SIGKILL
+    complete_or_absent(out)
+    assert convert("inspect", tmp_path / ".out.partial", "--hashes") == 2 or moment == "after the rename"
+    assert convert("to-megatron", hf, out, "--force", "--quiet") == 0
+    assert os.listdir(tmp_path) == ["out"]
+    assert convert("verify", hf, out, "--quiet") == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_killed_while_writing_hf(count: int, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert convert("to-megatron", hf, tmp_path / "megatron", "--quiet") == 0
+    out = tmp_path / "back"
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_all", die_at(count, shards.write_all))
+        assert in_child(lambda: convert("to-hf", tmp_path / "megatron", out, "--quiet")) == -signal.SIGKILL
+    assert not out.exists()
+    assert convert("to-hf", tmp_path / "megatron", out, "--quiet") == 0
+    same_bits(tensors_of(hf), tensors_of(out))
+
+
+def test_killed_while_replacing(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--force: the old folder stays whole until the new one is; between two renames there is none."""
+    out = tmp_path / "out"
+    assert convert("to-megatron", hf, out, "--quiet") == 0
+    for count in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", die_at(count, Path.rename))
+            in_child(lambda: convert("to-megatron", hf, out, "--force", "--quiet", "--dtype", "bfloat16"))
+        complete_or_absent(out)
+    assert convert("to-megatron", hf, out, "--force", "--quiet") == 0
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def complete_or_absent(out: Path) -> None:
+    if out.exists():
+        assert manifest.Verification(out).finish()
+
+
+def limited(size: int, *arguments: Any) -> int:
+    def action() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        return convert(*arguments)
+
+    return in_child(action)
+
+
+@pytest.mark.parametrize("size", [5_000, 1_000_000, 2_370_000])
+def test_no_space_left(size: int, hf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A write that the system refuses (a limit on file size stands for a full disk): one line, exit code 2, no trace."""
+    assert limited(size, "to-megatron", hf, tmp_path / "out", "--quiet") == 2
+    assert convert("to-megatron", hf, tmp_path / "megatron", "--quiet") == 0
+    assert limited(size, "to-hf", tmp_path / "megatron", tmp_path / "out", "--quiet") == 2
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 2 and all(
+        line.startswith("error: cannot write") and "File too large" in line for line in told
+    ), told
+    assert os.listdir(tmp_path) == ["megatron"]
+
+
+def test_a_disk_that_is_too_small_is_noticed_first(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert convert("to-megatron", hf, tmp_path / "out") == 2
+    assert "needs 66.3 MiB, its disk has 1000 B free" in capsys.readouterr().err
+    assert not os.listdir(tmp_path)
+
+
+def test_two_writers_of_one_folder(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with folder.replacing(tmp_path / "out", 0):
+        assert convert("to-megatron", hf, tmp_path / "out") == 2
+    assert "another process" in capsys.readouterr().err
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+BIG = {"num_hidden_layers": 4, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+       "num_key_value_heads": 8, "vocab_size": 32001}  # fmt: skip
+MEASURE = """
+import json, resource, sys, torch
+from grpo_megatron.convert.cli import main
+tiny, source, *outs = sys.argv[1:]  # a tiny conversion first: what the libraries take once is not the model's
+tinies = [out + "-tiny" for out in outs]
+assert main(["to-megatron", tiny, tinies[0], "--quiet"]) == main(["to-hf", *tinies, "--quiet"]) == 0
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+peaks = [peak()]
+assert main(["to-megatron", source, outs[0], "--quiet"]) == 0
+peaks.append(peak())
+assert main(["to-hf", *outs, "--quiet"]) == 0
+peaks.append(peak())
+print(json.dumps(peaks))
+"""
+
+
+def sparse(path: Path, config: dict[str, Any]) -> int:
+    """A folder whose one safetensors file is all holes; returns its bytes."""
+    shapes = hf_shapes(architecture_of(config))
+    start = shards.header(shapes, torch.bfloat16)
+    size = len(start) + sum(torch.Size(shape).numel() for shape in shapes.values()) * 2
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes(start)
+    os.truncate(path / "model.safetensors", size)
+    return size
+
+
+@pytest.mark.slow
+def test_memory_is_bounded(hf: Path, tmp_path: Path) -> None:
+    """1.9 GB of bfloat16. The largest fused tensor is the embedding, 32001 x 4096 x 2 = 262 MB (gate and up together:
+    180 MB); a block is 8 MB. Peak resident memory above the libraries' must stay below their sum, a sixth of the model.
+    Nothing is ever whole but query, key and value of a layer (50 MB)."""
+    config = folders.config_of("llama2", **BIG)
+    size = sparse(tmp_path / "big", config)
+    bound = 32001 * 4096 * 2 + (1 << 23)
+    assert size > 6 * bound
+    paths = [str(p) for p in (hf, tmp_path / "big", tmp_path / "megatron", tmp_path / "back")]
+    done = subprocess.run([sys.executable, "-c", MEASURE, *paths], cwd=ROOT, capture_output=True, text=True, check=True)
+    before, megatron, back = json.loads(done.stdout)
+    print(f"model {size:,}, bound {bound:,}, peaks above the libraries: {megatron - before:,} and {back - before:,}")
+    assert megatron - before < bound
+    assert back - before < bound
+    for name in ("big", "megatron", "back"):
+        shutil.rmtree(tmp_path / name)
