@@ -60,7 +60,24 @@ def build_optimizer(
             use_gloo_process_groups=False,
         )
     config.grad_scale_func = optimizer.scale_loss
+    _begin_state(optimizer)
     return optimizer
+
+
+def _begin_state(optimizer: MegatronOptimizer) -> None:
+    """What torch's Adam would make at its first step, made now: Megatron cannot save an optimizer that has no state yet,
+    and a run whose first updates were all skipped has none."""
+    for one in each_optimizer(optimizer):
+        inner = None if getattr(one, "is_stub_optimizer", False) else one.optimizer
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue  # Transformer Engine's and Apex's keep theirs otherwise
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:

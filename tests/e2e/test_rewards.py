@@ -36,6 +36,7 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
 def test_a_step_without_a_single_reward_changes_nothing(workspace: Path, tmp_path: Path) -> None:
     raw = ranks.settings(workspace, tmp_path, 1)
     raw["reward"] = {"function": "tests.e2e.rewards:broken_reward"}
+    raw["trainer"]["save_freq"] = 1  # before the optimizer has done anything
     (result,) = worlds.run(ranks.train, 1, raw=raw)
     with safe_open(workspace / "model/model.safetensors", framework="pt") as file:
         for name, tensor in result["weights"].items():
