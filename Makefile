@@ -1,18 +1,20 @@
 # make quickstart   train a tiny model on this CPU (SEED=1 for another draw of everything)
 # make test         everything CI runs: linters and all tests
 # make test-fast    what takes under two minutes
+# make test-gpu     what needs one GPU of 80 GB, with GPU_PYTHON (python3); under 15 minutes
 # All of them set up .venv first, once.
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+GPU_PYTHON ?= python3
 SEED ?= 0
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip leaves compiling to the first import
 
-.PHONY: setup quickstart test test-fast lint clean
+.PHONY: test-gpu setup quickstart test test-fast lint clean
 
 setup: $(INSTALLED)
 
@@ -42,6 +44,10 @@ test: lint
 
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow"
+
+# Not in .venv, whose torch is for the CPU: in an environment with pip install -e '.[gpu,dev]'.
+test-gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu
 
 clean:
 	rm -rf $(VENV) outputs

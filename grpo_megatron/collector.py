@@ -1,110 +1,149 @@
-"""Collector: prompts -> samples -> rewards, this rollout block's share of a step.
+"""Collectors: where a step's samples come from. Every variant of data source is one small class; they are stacked.
 
-The step's requests, prompt by prompt and sample by sample, are cut into equal runs, one a block: a prompt's samples stay
-together (and share its cached prefix) except where a cut falls. Every draw has a seed of its own, so the cuts change
-nothing but where a sample is made.
+    Drawn             n samples of the next prompts, from the policy as it is now
+    FromInitial(c)    the same from the model of the run's start (RFT: the SFT model answers, the policy learns)
+    FromFile          responses that somebody else wrote (SFT), chosen and rejected ones (DPO)
+    Informative(c)    rounds of c until every group has different rewards (DAPO's dynamic sampling)      filtering.py
+    Replayed(c)       groups of earlier steps beside those of c                                          replay.py
+
+A group is the list of this rollout block's samples of one prompt; it may be empty here and not elsewhere. Every rank
+holds the same number of groups in the same order, so decisions that are made from the gathered table fit all of them.
+`state` is what a resumed run needs to go on with the same groups.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+from grpo_megatron.config import DataConfig, RolloutConfig
+from grpo_megatron.data.prompts import Answered
+from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.generator import Generator
 from grpo_megatron.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
 from grpo_megatron.types import Prompt, Sample
 
-
-class Generator:
-    """Draws and scores n samples of every prompt, spread over the rollout blocks. Serves training and evaluation."""
-
-    def __init__(self, engine: RolloutEngine, pool: RewardPool | None, tokenizer: Any, mesh: Mesh, seed: int) -> None:
-        self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, seed
-
-    def draw(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        *,
-        draw_id: int,
-        version: int,
-        max_tokens: int,
-        temperature: float,
-        top_p: float = 1.0,
-        metrics: Metrics,
-    ) -> list[Sample]:
-        """This block's samples, in (prompt, index) order; scored on the block's leader only.
-
-        `draw_id` (the step) and the prompt's uid seed the draws; a prompt that comes twice in `prompts` is drawn anew.
-        """
-        requests = [(p, i) for p in range(len(prompts)) for i in range(n)]
-        blocks, block = self.mesh.num_rollout_blocks, self.mesh.rollout_block
-        mine = requests[block * len(requests) // blocks : (block + 1) * len(requests) // blocks]
-        seeds = self._uids(prompts)
-        with metrics.phase("gen"):
-            completions = self.engine.generate(
-                [
-                    Request(
-                        prompt_ids=prompts[p].token_ids,
-                        seed=sample_seed(self.seed, draw_id, seeds[p], i),
-                        max_tokens=max_tokens,
-                        temperature=temperature,
-                        top_p=top_p,
-                    )
-                    for p, i in mine
-                ],
-                version,
-            )
-            samples = [
-                Sample(
-                    prompt=prompts[p],
-                    prompt_index=p,
-                    index=i,
-                    response_ids=completion.token_ids,
-                    rollout_logprobs=completion.logprobs,
-                    finish_reason=completion.finish_reason,
-                    version=version,
-                )
-                for (p, i), completion in zip(mine, completions, strict=True)
-            ]
-        with metrics.phase("reward"):
-            problem = None
-            try:
-                self._score(samples)
-            except RuntimeError as error:  # the workers cannot run at all: no rank may go on
-                problem = str(error)
-            self.mesh.agree(problem)
-        return samples
-
-    def _uids(self, prompts: Sequence[Prompt]) -> list[str]:
-        seen: Counter[str] = Counter()
-        uids = []
-        for prompt in prompts:
-            uids.append(f"{prompt.uid}#{seen[prompt.uid]}")
-            seen[prompt.uid] += 1
-        return uids
-
-    def _score(self, samples: list[Sample]) -> None:
-        if self.pool is None:
-            return
-        for sample in samples:
-            sample.text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        results = self.pool.score([(s.prompt.reward, s.text, s.prompt.answer) for s in samples])
-        for sample, result in zip(samples, results, strict=True):
-            sample.reward, sample.scores = result.score, {**result.scores, "ok": float(result.status == "ok")}
-            sample.scores["timeout"] = float(result.status == "timeout")
+Group = list[Sample]
+State = dict[str, Any]
 
 
-def score_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
-    """Means of whatever the rewards reported beside the score; failures of the rewards themselves."""
+class Collector(Protocol):
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        """Up to `count` groups for step `step`. Collective; the engine is awake and holds the weights of `step`."""
+
+    def epoch(self) -> float:
+        """Passes over the data that are complete."""
+
+    def state(self) -> State:
+        """Collective: what `load_state` needs, the same on every rank; plain JSON."""
+
+    def load_state(self, state: State) -> None: ...
+
+
+def number(groups: Sequence[Group]) -> list[Sample]:
+    """The samples of all groups; `prompt_index` becomes the group's place."""
+    for place, group in enumerate(groups):
+        for sample in group:
+            sample.prompt_index = place
+    return [sample for group in groups for sample in group]
+
+
+def by_prompt(samples: Sequence[Sample], count: int) -> list[Group]:
+    """`count` groups of the samples, by their prompt_index."""
+    groups: list[Group] = [[] for _ in range(count)]
     for sample in samples:
-        for name, value in sample.scores.items():
-            if name == "ok":
-                metrics.mean("reward/failed_ratio", 1.0 - value, 1)
-            elif name == "timeout":
-                metrics.mean("reward/timeout_ratio", value, 1)
-            else:
-                metrics.mean(f"reward/{name}/mean", value, 1)
+        groups[sample.prompt_index].append(sample)
+    return groups
+
+
+class Drawn:
+    """The next prompts of the data, answered by whatever weights the engine holds."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        prompts: Sampler[Prompt],
+        data: DataConfig,
+        rollout: RolloutConfig,
+        *,
+        greedy: bool = False,
+    ) -> None:
+        self.generator, self.prompts, self.data, self.rollout, self.greedy = generator, prompts, data, rollout, greedy
+        self.position = 0
+        self.last_round = (-1, 0)  # step, rounds drawn for it
+
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        start, self.position = self.position, self.position + count
+        rounds = self.last_round[1] if self.last_round[0] == step else 0
+        self.last_round = (step, rounds + 1)
+        samples = self.generator.draw(
+            self.prompts.items_from(start, count),
+            self.rollout.n,
+            draw_id=step + (rounds << 32),  # a prompt that comes again in another round is drawn anew
+            version=step,
+            max_tokens=self.data.max_response_length,
+            temperature=self.rollout.temperature,
+            greedy=self.greedy,
+            metrics=metrics,
+        )
+        return by_prompt(samples, count)
+
+    def epoch(self) -> float:
+        return self.position / len(self.prompts.items)
+
+    def state(self) -> State:
+        return {"position": self.position}
+
+    def load_state(self, state: State) -> None:
+        self.position = state["position"]
+
+
+class FromInitial:
+    """`inner`, with the engine holding the initial model: `hand_over(step)` streams it there, checked."""
+
+    def __init__(self, inner: Collector, hand_over: Callable[[int, Metrics], None]) -> None:
+        self.inner, self.hand_over = inner, hand_over
+
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        self.hand_over(step, metrics)
+        return self.inner.groups(step, count, metrics)
+
+    def epoch(self) -> float:
+        return self.inner.epoch()
+
+    def state(self) -> State:
+        return self.inner.state()
+
+    def load_state(self, state: State) -> None:
+        self.inner.load_state(state)
+
+
+class FromFile:
+    """Groups that were read: each entry is a prompt, its responses as token ids, and their rewards."""
+
+    def __init__(self, entries: Sampler[Answered], mesh: Mesh) -> None:
+        self.entries, self.mesh, self.position = entries, mesh, 0
+
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        start, self.position = self.position, self.position + count
+        groups: list[Group] = []
+        for place, (prompt, responses, rewards) in enumerate(self.entries.items_from(start, count)):
+            held = place % self.mesh.num_rollout_blocks == self.mesh.rollout_block
+            groups.append(
+                [
+                    Sample(prompt, place, index, ids, [0.0] * len(ids), "stop", step, reward=reward)
+                    for index, (ids, reward) in enumerate(zip(responses, rewards, strict=True))
+                    if held
+                ]
+            )
+        return groups
+
+    def epoch(self) -> float:
+        return self.position / len(self.entries.items)
+
+    def state(self) -> State:
+        return {"position": self.position}
+
+    def load_state(self, state: State) -> None:
+        self.position = state["position"]

@@ -1,16 +1,21 @@
 """Colocation: policy and engine share a device. Who owns its memory when, and the checked hand-over of weights.
 
-Entering `rollout()`: wake the engine's weights, stream the policy into them, wake its KV cache, and probe: a fixed text
-must get the same log-probabilities from the engine as from the policy, or the run stops. Leaving it: the engine sleeps.
-On CPU sleeping frees nothing, but the same order is enforced. Moving optimizer states off the GPU is not done yet.
+Entering `rollout()`: the optimizer leaves the device (`actor.megatron.offload_optimizer`), the engine's weights wake, the
+policy is streamed into them, its KV cache wakes last, when the stream's copies are gone; then a probe: a fixed text must
+get the same log-probabilities from the engine as from the policy, or the run stops. Leaving it: the engine sleeps, then
+the optimizer comes back. From its construction to the first rollout the engine sleeps too. Before either side grows, what
+torch's allocator only keeps is given back to the device: the engine's memory is of another pool.
+On CPU sleeping frees nothing, but the same calls are made in the same order. Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from grpo_megatron.metrics import Metrics
 from grpo_megatron.models.policy import Policy
@@ -22,6 +27,14 @@ from grpo_megatron.types import Batch
 # Stale or half-pushed weights show 0.2 and more.
 DEFAULT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 PROBE_SEQUENCES, PROBE_LENGTH = 2, 32
+
+
+class WeightSource(Protocol):
+    """A model that the engine can hold: the policy, or the reference."""
+
+    def hf_weights(self, bucket_megabytes: int) -> Iterator[list[tuple[str, Tensor]]]: ...
+
+    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor: ...
 
 
 class Colocation:
@@ -38,6 +51,7 @@ class Colocation:
         self.policy, self.engine, self.mesh = policy, engine, mesh
         self.tolerance, self.bucket_megabytes = tolerance, bucket_megabytes
         self.probe_batch = _probe_batch(policy.arch.vocab_size, min(PROBE_LENGTH, max_length - 1))
+        engine.sleep()
 
     @contextlib.contextmanager
     def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
@@ -46,17 +60,29 @@ class Colocation:
         Raises RankError on every rank when the weights could not be handed over whole or the probe disagrees.
         """
         with metrics.phase("update_weights"):
+            self.policy.offload()
+            self.policy.device.empty_cache()
             self.engine.wake_weights()
             self.engine.load_weights(self.policy.hf_weights(self.bucket_megabytes), version)
+            self.policy.device.empty_cache()
             self.engine.wake_kv_cache()
         with metrics.phase("probe"):
             self.probe(metrics)
         yield
         self.engine.sleep()
+        self.policy.device.empty_cache()
+        self.policy.onload()
 
-    def probe(self, metrics: Metrics) -> None:
-        """Compare engine and policy on a fixed text at temperature 1. Collective. Raises RankError."""
-        expected = self.policy.logprobs(self.probe_batch, temperature=1.0)
+    def hand_over(self, source: WeightSource, version: int, metrics: Metrics) -> None:
+        """Other weights into the awake engine: `source` draws the samples until `rollout` is entered again. Collective."""
+        with metrics.phase("update_weights"):
+            self.engine.load_weights(source.hf_weights(self.bucket_megabytes), version)
+        with metrics.phase("probe"):
+            self.probe(metrics, source)
+
+    def probe(self, metrics: Metrics, source: WeightSource | None = None) -> None:
+        """Compare the engine with `source` (the policy) on a fixed text at temperature 1. Collective. Raises RankError."""
+        expected = (source or self.policy).logprobs(self.probe_batch, temperature=1.0)
         scored = torch.tensor(self.engine.score([tokens.tolist() for tokens in self.probe_batch.tokens]))
         difference = (scored - expected).abs()
         mean, worst = difference.mean().item(), difference.max().item()

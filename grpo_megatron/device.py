@@ -8,10 +8,14 @@ backward, optimizer step, save and load; never around vLLM.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
 import random
+import re
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
 
@@ -20,6 +24,42 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from grpo_megatron.config import ConfigError
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a machine offers to those who ask for more than every machine has. None: it has no such thing.
+
+    Versions are (major, minor): of the device's compute capability, of the CUDA that torch was built with, of
+    Transformer Engine.
+    """
+
+    capability: Version | None
+    cuda_version: Version | None
+    transformer_engine: Version | None
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.capability is not None
+
+
+def read_hardware(kind: Literal["auto", "cpu", "cuda"]) -> Hardware:
+    """This machine's, as a run with `trainer.device` = `kind` would see it. Transformer Engine is not imported."""
+    engine = None
+    if importlib.util.find_spec("transformer_engine") is not None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            engine = _version(importlib.metadata.version("transformer_engine"))
+    if kind == "cpu" or not torch.cuda.is_available():
+        return Hardware(None, None, engine)
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    return Hardware(torch.cuda.get_device_capability(index), _version(torch.version.cuda or "0"), engine)
+
+
+def _version(text: str) -> Version:
+    """The leading numbers of a version, at most two: "2.20.2+abc" -> (2, 20)."""
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
 
 
 class Device:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.algo.losses import PAIRED_LOSSES
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.prompts import load_prompts, load_supervised, load_tokenizer
+from grpo_megatron.data.prompts import Answered, load_answered, load_prompts, load_supervised, load_tokenizer
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task, read_question
 from grpo_megatron.models.architecture import Architecture
@@ -20,6 +21,7 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf
 from grpo_megatron.types import Prompt
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 SupervisedRow = tuple[list[int], list[int]]  # prompt ids, response ids
 
 
@@ -64,6 +66,23 @@ def check_weights(path: Path, arch: Architecture, key: str = "model.path") -> No
 def has_weights(path: Path) -> bool:
     """Whether the folder claims to hold any weights."""
     return (path / "model.safetensors.index.json").exists() or any(path.glob("*.safetensors"))
+
+
+def has_tokenizer(config: Config) -> bool:
+    folder = config.model.tokenizer_path or config.model.path
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
+def only_present(config: Config) -> Config:
+    """The config without the data files that this machine does not have: it plans for another one."""
+
+    def present(files: list[Path]) -> list[Path]:
+        return [file for file in files if file.exists()]
+
+    data, sft = config.data, config.sft
+    files = {"train_files": present(data.train_files), "val_files": present(data.val_files)}
+    warm_up = {"train_files": present(sft.train_files)}
+    return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warm_up)})
 
 
 def check_reference(config: Config, arch: Architecture) -> None:
@@ -143,6 +162,21 @@ def read_supervised(config: Config, tokenizer: Any | None) -> list[SupervisedRow
         return load_supervised(config.data, files, tokenizer)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
+
+
+def read_answered(config: Config, tokenizer: Any | None) -> list[Answered]:
+    """The rows of algorithm.source=file: prompts with responses, or with a chosen and a rejected one for DPO."""
+    key, files = "data.train_files", config.data.train_files
+    if tokenizer is None:
+        _check_rows(key, files, read_question)
+        return []
+    pairs = config.actor.loss_mode in PAIRED_LOSSES
+    try:
+        fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
+        return load_answered(config.data, files, tokenizer, fields)
+    except ConfigError as error:
+        wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"}'
+        raise ConfigError(f"{key}: {error} (algorithm.source=file reads rows {wanted})") from error
 
 
 def _check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:

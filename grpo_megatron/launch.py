@@ -6,7 +6,8 @@ agent; a world of one stays in that process, so that a debugger works. Under tor
 What ends a run is said once. Every rank that fails tries to be the first to say so, a file in torchrun's folder being
 the token; the others are silent. A rank that fails because another one has died is ended by torchrun before it speaks.
 
-Exit codes: 0; 2 for a mistake in the config, before anything was started; 1 for a failure later on; 128 + signal.
+Exit codes: 0; 2 for a mistake in the config, before anything was started; 1 for a failure later on; 75 when the run was
+asked to stop (see stopping.py) and can be started again; 128 + signal.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from grpo_megatron.config import Config, ConfigError, load_config
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config_file import load_config
 
 if TYPE_CHECKING:
     from grpo_megatron.validate import Checked
@@ -52,9 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         from grpo_megatron.convert.cli import main as convert
 
         return convert(argv[1:])
-    args = _parse(argv)
+    args = None if argv[:1] == ["evaluate"] else _parse(argv)
     try:
-        return _train(args, argv)
+        code = _evaluate(argv) if args is None else _train(args, argv)
+        if code == 0:
+            return 0
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         if os.environ.get("RANK", "0") == "0" and LAUNCHER_PID not in os.environ:
@@ -70,6 +74,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("convert", help="Hugging Face <-> Megatron-Core checkpoints", add_help=False)
+    commands.add_parser("evaluate", help="scores on GSM8K, MATH and others, graded and reported", add_help=False)
     train = commands.add_parser(
         "train",
         help="train as a YAML file says",
@@ -78,7 +83,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the file")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
-    train.add_argument("--world-size", type=int, metavar="N", help="plan for N ranks (with --dry-run)")
+    train.add_argument(
+        "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
+    )
     args, rest = parser.parse_known_args(argv)
     for argument in rest:  # overrides that came after an option
         if argument.startswith("-"):
@@ -97,7 +104,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     _quieten(is_rank, starts_ranks)
     from grpo_megatron.validate import validate  # imports torch: after the file is known to be well-formed
 
-    checked = validate(config, world_size, dry_run=args.dry_run)
+    checked = validate(config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None)
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             from grpo_megatron.report import describe
@@ -109,16 +116,33 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if starts_ranks:
         del checked  # the ranks read their own
         return _start_ranks(world_size, argv)
-    _run(config, checked)
+    return _run(config, checked)
+
+
+def _run(config: Config, checked: Checked) -> int:
+    """Be this rank until the run is over; returns the exit code."""
+    from grpo_megatron.stopping import EXIT_STOPPED, Stopped, listen
+
+    _die_with_launcher()
+    listen(config.trainer.output_dir, is_first_rank=os.environ.get("RANK", "0") == "0")
+    from grpo_megatron.trainer import Trainer
+
+    try:
+        Trainer(config, checked).run()
+    except Stopped:
+        return EXIT_STOPPED
     return 0
 
 
-def _run(config: Config, checked: Checked) -> None:
-    """Be this rank until the run is over."""
-    _die_with_launcher()
-    from grpo_megatron.trainer import Trainer
+def _evaluate(argv: list[str]) -> int:
+    """`evaluate ...`: its own command line, with this one's ranks and failures."""
+    is_rank = "RANK" in os.environ
+    _quieten(is_rank, starts_ranks=False)
+    if is_rank:
+        _die_with_launcher()
+    from grpo_megatron.evaluation.cli import main as evaluate
 
-    Trainer(config, checked).run()
+    return evaluate(argv[1:], _start_ranks, is_child=LAUNCHER_PID in os.environ)
 
 
 def _world_size(config: Config, is_rank: bool) -> int:
@@ -146,6 +170,7 @@ def _quieten(is_rank: bool, starts_ranks: bool) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if speaks else logging.ERROR)
     if not _debugs():
         warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # nobody here can act on them
+        warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor")  # Megatron-Core's checkpoints use it
 
 
 # -- starting ranks ----------------------------------------------------------------------------------------------------
@@ -177,7 +202,11 @@ def _start_ranks(world_size: int, argv: list[str]) -> int:
 
 def _report_failed_rank(error: Any) -> int:
     """The last line of a failed run. A rank that could still speak has told the reason already."""
+    from grpo_megatron.stopping import EXIT_STOPPED
+
     rank, failure = error.get_first_failure()
+    if failure.exitcode == EXIT_STOPPED:
+        return EXIT_STOPPED
     if failure.exitcode < 0:
         name = failure.signal_name()
         hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""

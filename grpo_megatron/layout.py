@@ -1,4 +1,4 @@
-"""Layout arithmetic: which tp x pp x dp and which rollout blocks a world and a model allow. Plain integers."""
+"""Layout arithmetic: which tp x cp x pp x dp and which rollout blocks a world and a model allow. Plain integers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
+CP = "actor.megatron.context_parallel_size"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 TABLE = "actor.megatron.override_transformer_config"
@@ -18,6 +19,7 @@ def layout_problems(config: Config, world_size: int, arch: Architecture | None) 
     """What does not divide what. `arch` None: the model could not be read, and only the world is looked at."""
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    yield from _context_problems(config, world_size)
     if world_size % (tp * pp):
         best_tp, best_pp = _nearest_layout(world_size, tp, pp, arch)
         keys = [f"{TP}={best_tp}"] * (best_tp != tp) + [f"{PP}={best_pp}"] * (best_pp != pp)
@@ -40,6 +42,32 @@ def layout_problems(config: Config, world_size: int, arch: Architecture | None) 
             f"actor.megatron.sequence_parallel=true needs {TP} > 1, and it is 1: there is nothing to cut the sequence"
             " over; leave sequence_parallel out (it follows tensor parallelism)"
         )
+
+
+def _context_problems(config: Config, world_size: int) -> Iterator[str]:
+    """Context parallelism: a size that fits the rest of the layout, and layers that can do it."""
+    megatron = config.actor.megatron
+    cp, tp, pp = (
+        megatron.context_parallel_size,
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+    )
+    if cp == 1:
+        return
+    if world_size % (tp * pp) == 0 and world_size % (tp * cp * pp):
+        yield (
+            f"{CP}={cp} does not divide the {world_size // (tp * pp)} ranks that the world size {world_size} leaves each"
+            f" of tp {tp} x pp {pp}; set one of {_listed(_divisors(world_size // (tp * pp)))}"
+        )
+    if config.trainer.device == "cpu":
+        yield f"{CP}={cp} on the CPU: only Transformer Engine's attention can share a sequence; set {CP}=1"
+    elif megatron.transformer_impl == "local":
+        yield (
+            f"{CP}={cp} with actor.megatron.transformer_impl=local: only Transformer Engine's attention can share a"
+            f" sequence; set transformer_impl=auto, or {CP}=1"
+        )
+    if config.reward_model.path is not None:
+        yield f"{CP}={cp} with reward_model.path: a reward model reads whole sequences on each rank; set {CP}=1"
 
 
 def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:

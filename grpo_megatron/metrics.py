@@ -12,6 +12,7 @@ omitted, not zero.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,12 +59,15 @@ class Metrics:
         values = _float64(values)
         self.mean(name, values.sum(), values.numel())
 
-    def std(self, name: str, values: Tensor | Sequence[float]) -> None:
+    def std(self, name: str, values: Tensor | Sequence[float], *, kind: str = "std") -> None:
         """Add every element to a standard deviation (ddof 1). Fewer than two elements over all ranks: omitted."""
         values = _float64(values)
         if values.numel():
             mean = values.mean()
-            self._record(name, "std", (values.numel(), mean, (values - mean).square().sum()))
+            self._record(name, kind, (values.numel(), mean, (values - mean).square().sum()))
+
+    population_std = functools.partialmethod(std, kind="population_std")  # ddof 0
+    effective_sample_size = functools.partialmethod(std, kind="effective_sample_size")  # 1 / mean((w / mean w)^2)
 
     def sum(self, name: str, value: float | Tensor) -> None:
         """Add `value` to a total over calls and ranks."""
@@ -130,7 +134,7 @@ class Metrics:
         """This rank's items of one metric as the small state that is exchanged."""
         if kind == "mean":
             return sum(float(s) for s, _ in items), sum(float(c) for _, c in items)
-        if kind == "std":
+        if kind in ("std", "population_std", "effective_sample_size"):
             return _merge_moments([(float(n), float(mean), float(m2)) for n, mean, m2 in items])
         if kind == "percentile":
             values = torch.cat([v for _, v in items]).cpu()
@@ -169,9 +173,14 @@ def _merge_moments(states: Sequence[tuple[float, float, float]]) -> tuple[float,
     return count, mean, sum(m2 + n * (m - mean) ** 2 for n, m, m2 in states)
 
 
-def _std(states: Sequence[tuple[float, float, float]]) -> float | None:
+def _std(states: Sequence[tuple[float, float, float]], ddof: int = 1) -> float | None:
     count, _, m2 = _merge_moments(states)
-    return math.sqrt(m2 / (count - 1)) if count > 1 else None
+    return math.sqrt(m2 / (count - ddof)) if count > ddof else None
+
+
+def _effective_sample_size(states: Sequence[tuple[float, float, float]]) -> float | None:
+    count, mean, m2 = _merge_moments(states)
+    return mean**2 / (mean**2 + m2 / count) if mean else None
 
 
 def _quantile(states: Sequence[tuple[float, int, Tensor]]) -> float | None:
@@ -189,6 +198,8 @@ def _quantile(states: Sequence[tuple[float, int, Tensor]]) -> float | None:
 _GLOBALLY: dict[str, Callable[[Any], float | None]] = {
     "mean": _mean,
     "std": _std,
+    "population_std": functools.partial(_std, ddof=0),
+    "effective_sample_size": _effective_sample_size,
     "sum": sum,
     "max": _max,
     "min": _min,
@@ -201,8 +212,8 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     """How far the training engine's log-probabilities are from the rollout engine's, for the same weights and tokens.
 
     All [B, R]; `mask` True on response tokens. d = old - rollout: `rollout_corr/kl` is the token mean of -d, `k3_kl` of
-    e^d - d - 1, `mult_prob_error` of e^|d| (1 is perfect, above 1.05 suspect), `chi2_token` of e^2d minus 1. The `ppl`
-    metrics are means over sequences with at least one token; `log_ppl_diff` is mean rollout minus mean old.
+    e^d - d - 1, `mult_prob_error` of e^|d| (1 is perfect, above 1.05 suspect), `chi2_token` of e^2d - 1. Over sequences
+    with tokens: the `ppl`s; `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
     """
     mask = mask.detach().cpu().bool()
     old, rollout = (torch.where(mask, _float64(x).cpu(), 0.0) for x in (old_logprobs, rollout_logprobs))
@@ -225,6 +236,8 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     kept = lengths > 0
     old_mean, rollout_mean = (x.sum(1)[kept] / lengths[kept] for x in (old, rollout))
     log_ppl_diff = rollout_mean - old_mean
+    total = (old - rollout).sum(1)[kept].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    metrics.mean_of("rollout_corr/chi2_seq", (2 * total).exp() - 1)
     metrics.mean_of("rollout_corr/training_ppl", (-old_mean).exp())
     metrics.mean_of("rollout_corr/rollout_ppl", (-rollout_mean).exp())
     metrics.mean_of("rollout_corr/ppl_ratio", log_ppl_diff.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp())
@@ -235,16 +248,21 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
 def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length: int) -> None:
     """Rewards and lengths of every sample of the step. The table is the same on all ranks, so these are constants.
 
-    Scores leave out empty responses and unscorable ones (NaN). `clip_ratio` is the share with exactly
+    `critic/score` is the reward as it was given, `critic/rewards` with its penalties. Both leave out empty responses and
+    unscorable ones (NaN). `clip_ratio` is the share with exactly
     `max_response_length` tokens, including those that stopped there of their own accord; `truncated_ratio` is the share
     that the engine cut off.
     """
     if not len(table):
         return
     lengths = table.response_length
-    scores = [r for r, n in zip(table.reward, lengths, strict=True) if n and not math.isnan(r)]
+    rewards, scores = (
+        [r for r, n in zip(column, lengths, strict=True) if n and not math.isnan(r)]
+        for column in (table.reward, table.score or table.reward)
+    )
     summaries: dict[str, Sequence[float]] = {
         "critic/score": scores,
+        "critic/rewards": rewards,
         "response_length": lengths,
         "response_length_non_aborted": [n for n in lengths if n],
         "prompt_length": table.prompt_length,

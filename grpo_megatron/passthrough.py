@@ -28,7 +28,8 @@ OWNED_BY_TRAINING: dict[str, str] = {
     **dict.fromkeys(("window_size", "rotary_interleaved", "softmax_scale", "layernorm_zero_centered_gamma"), _MODEL),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
     **dict.fromkeys(("calculate_per_token_loss", "grad_scale_func", "finalize_model_grads_func"), _LOSS),
-    **dict.fromkeys(("context_parallel_size", "virtual_pipeline_model_parallel_size"), _NEVER),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "hybrid_context_parallel"), _NEVER),
+    **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param", "fp8_quantizer_factory"), _NEVER),
     **dict.fromkeys(("variable_seq_lengths", "moe_token_dispatcher_type", "no_sync_func", "test_mode"), _NEVER),
     **dict.fromkeys(("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"), _STAGES),
     "account_for_loss_in_pipeline_split": _STAGES,
@@ -38,6 +39,16 @@ OWNED_BY_TRAINING: dict[str, str] = {
     "use_cpu_initialization": _LOADED,
     "init_model_with_meta_device": _LOADED,
     "transformer_impl": "set actor.megatron.transformer_impl",
+    "context_parallel_size": "set actor.megatron.context_parallel_size",
+    "fp8": "set actor.megatron.fp8.recipe (and .format)",
+    "fp8_param": "set actor.megatron.fp8.param_gather",
+    **{
+        name: f"set actor.megatron.fp8.{name.removeprefix('fp8_')}"
+        for name in (
+            *("fp8_recipe", "fp8_wgrad", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+            *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        )
+    },
     "tensor_model_parallel_size": "set actor.megatron.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "set actor.megatron.pipeline_model_parallel_size",
     "expert_model_parallel_size": "set actor.megatron.expert_model_parallel_size",
@@ -61,6 +72,7 @@ OWNED_BY_ROLLOUT: dict[str, str] = {
         name: f"set rollout.{name}"
         for name in ("seed", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager")
     },
+    "quantization": "set rollout.quantization",
     "enable_prefix_caching": "set rollout.enable_prefix_caching",
     "tensor_parallel_size": "set rollout.tensor_model_parallel_size",
 }

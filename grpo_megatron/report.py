@@ -1,6 +1,7 @@
 """The printed plan: what a config comes to, in numbers, before anything is started. `train --dry-run` shows it.
 
-    parameters of a rank = sum of the weight table's shards of its pipeline stage
+    parameters of a rank = those of its pipeline stage as Megatron-Core builds it on the meta device; where it is not
+                           installed, the sum of the weight table's shards
     bytes per parameter  = weights 2 (bfloat16) or 4; gradients 4; Adam 8, with bfloat16 4 more for a float32 copy
 
 The distributed optimizer divides the last by the number of data-parallel ranks. Activations, logits and the engine's
@@ -31,12 +32,13 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 def describe(config: Config, checked: Checked, world_size: int) -> str:
     """The plan of a validated config: layout, step, lengths, model, memory, data, then every key. Several lines."""
+    stages, source = _stages(config, checked.arch, world_size)
     sections = {
         "Layout": _layout(config, world_size),
         "One step": _step(config, world_size),
         "Lengths, in tokens": _lengths(config, checked.arch),
         "Model": _model(config, checked),
-        "Memory of one rank, in GiB": _memory(config, checked.arch, world_size),
+        f"Memory of one rank, in GiB ({source})": _memory(config, checked.arch, world_size, stages),
         "Data": _data(config, checked),
     }
     parts = [f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items()]
@@ -110,10 +112,30 @@ def _model(config: Config, checked: Checked) -> Iterator[str]:
         yield _line("weights", "complete, by name and shape")
     else:
         yield _line("weights", "NOT FOUND, so not checked; training needs *.safetensors in the folder")
-    yield _line("tokenizer", f"{len(checked.tokenizer):,} tokens, ends with {checked.tokenizer.eos_token!r}")
+    if checked.tokenizer is None:
+        yield _line("tokenizer", "NOT FOUND, so neither it nor the lengths of prompts were checked")
+    else:
+        yield _line("tokenizer", f"{len(checked.tokenizer):,} tokens, ends with {checked.tokenizer.eos_token!r}")
 
 
-def _memory(config: Config, arch: Architecture, world_size: int) -> Iterator[str]:
+def _stages(config: Config, arch: Architecture, world_size: int) -> tuple[list[tuple[int, int]], str]:
+    """(layers, parameters of one rank) of each pipeline stage, and where they are from."""
+    megatron = config.actor.megatron
+    try:
+        from grpo_megatron.models.meta import count_stages
+    except ImportError:
+        layers = stage_layers(arch.num_layers, megatron) or []
+        counts = stage_parameters(
+            arch, layers, megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
+        )
+        return counts, "parameters from the weight table; Megatron-Core is not installed here"
+    stages = count_stages(arch, megatron, config.model.dtype, world_size)
+    total = sum(stage.whole for stage in stages)
+    assert total == arch.num_parameters(), f"the stages hold {total:,} parameters, the model {arch.num_parameters():,}"
+    return [(stage.layers, stage.parameters) for stage in stages], "parameters counted in Megatron-Core's own modules"
+
+
+def _memory(config: Config, arch: Architecture, world_size: int, stages: list[tuple[int, int]]) -> Iterator[str]:
     megatron, itemsize = config.actor.megatron, DTYPE_BYTES[config.model.dtype]
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     sharing = world_size // (tp * pp) if megatron.use_distributed_optimizer else 1
@@ -122,8 +144,6 @@ def _memory(config: Config, arch: Architecture, world_size: int) -> Iterator[str
     yield f"{'stage':>5} {'layers':>6} {'parameters':>15} {'weights':>9} {'gradients':>9} {'optimizer':>9} " + (
         f"{'reference':>9} {'together':>9}"
     )
-    ep = megatron.expert_model_parallel_size
-    stages = stage_parameters(arch, stage_layers(arch.num_layers, megatron) or [], tp, ep)
     for stage, (layers, count) in enumerate(stages):
         bytes_ = [count * itemsize, count * 4, count * optimizer_bytes / sharing, count * reference]
         columns = " ".join(f"{part / GIB:>9.3f}" for part in [*bytes_, sum(bytes_)])
@@ -155,11 +175,11 @@ def _data(config: Config, checked: Checked) -> Iterator[str]:
     trainer, sft = config.trainer, config.sft
     if sft.steps:
         rows = len(checked.supervised_rows)
-        yield _line("warm-up", f"{_count(rows, 'row')}; {_epochs(sft.steps, sft.train_batch_size, rows)}")
+        yield _line("warm-up", f"{_read(rows, 'row')}; {_epochs(sft.steps, sft.train_batch_size, rows)}")
     if trainer.total_training_steps:
-        prompts = len(checked.train_prompts)
+        prompts = len(checked.train_prompts) or len(checked.answered)
         epochs = _epochs(trainer.total_training_steps, config.data.train_batch_size, prompts)
-        yield _line("training", f"{_count(prompts, 'prompt')} of task {config.data.task}; {epochs}")
+        yield _line("training", f"{_read(prompts, 'prompt')} of task {config.data.task}; {epochs}")
     if checked.val_prompts:
         when = ["before training"] * trainer.val_before_train
         when += [f"every {trainer.test_freq} steps"] * (trainer.test_freq > 0)
@@ -168,8 +188,13 @@ def _data(config: Config, checked: Checked) -> Iterator[str]:
     yield _line("output", str(trainer.output_dir))
 
 
+def _read(number: int, noun: str) -> str:
+    return _count(number, noun) if number else f"{noun}s NOT FOUND, so not checked,"
+
+
 def _epochs(steps: int, batch_size: int, items: int) -> str:
-    return f"{steps} steps x {batch_size} = {steps * batch_size / items:.2f} epochs"
+    epochs = f" = {steps * batch_size / items:.2f} epochs" if items else ""
+    return f"{steps} steps x {batch_size}{epochs}"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -13,25 +13,33 @@ import yaml
 
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
+from grpo_megatron.algo.needs import needs_old_logprobs
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.checkpoint import Checkpoints, check_same_model
-from grpo_megatron.collector import Generator, score_metrics
+from grpo_megatron.algo.shaping import with_overlong_penalty
+from grpo_megatron.checkpoint import Checkpoints, check_same_model, on_disk, run_state
+from grpo_megatron.collector import number
 from grpo_megatron.colocation import DEFAULT_TOLERANCE, Colocation
 from grpo_megatron.config import Config
-from grpo_megatron.data.prompts import PromptSampler
 from grpo_megatron.device import Device
 from grpo_megatron.evaluate import Evaluator
 from grpo_megatron.flops import ModelShape, mfu_metrics, peak_tflops
-from grpo_megatron.metrics import Metrics, group_table_metrics, rollout_mismatch, throughput
+from grpo_megatron.generator import Generator, score_metrics
+from grpo_megatron.metrics import Metrics, group_table_metrics, throughput
 from grpo_megatron.models.export import save_hf
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
-from grpo_megatron.models.reference import NoReference, Reference
+from grpo_megatron.models.reference import Reference
+from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
+from grpo_megatron.references import References
+from grpo_megatron.revision import Revision
+from grpo_megatron.reward_training import FrozenReward, LearningReward, NoRewardModel
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.vllm import VllmEngine
 from grpo_megatron.sinks import build_sinks
+from grpo_megatron.sources import build_collector
+from grpo_megatron.stopping import Stopping
 from grpo_megatron.summary import Summary
 from grpo_megatron.supervised import record_update, warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
@@ -82,8 +90,10 @@ class Trainer:
         )
         self.pool = self._build_pool() if self.mesh.is_block_leader else None
         self.generator = Generator(self.engine, self.pool, self.tokenizer, self.mesh, config.rollout.seed)
-        data, prompts = config.data, checked.train_prompts
-        self.sampler = PromptSampler(prompts, data.train_batch_size, data.shuffle, data.seed) if prompts else None
+        has_data = checked.train_prompts or checked.answered
+        self.collector = (
+            build_collector(config, checked, self.generator, self.mesh, self._hand_over) if has_data else None
+        )
         self.evaluator = Evaluator(
             self.generator,
             checked.val_prompts,
@@ -95,7 +105,10 @@ class Trainer:
         )
         self.supervised_rows = checked.supervised_rows
         self.summary = Summary(self.output_dir)
-        self.checkpoints = Checkpoints(self.output_dir, self.mesh, config.trainer.max_actor_ckpt_to_keep)
+        keep, verify = config.trainer.max_actor_ckpt_to_keep, config.trainer.verify_checkpoints
+        self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
+        self.stopping = Stopping(config.trainer, self.mesh)
+        self.revision = Revision(config.algorithm, config.actor, self.mesh, config.data.max_response_length)
         self.loss = self._build_loss()
         self.metrics = Metrics(self.device.synchronize)
         self.first_step = 0
@@ -135,30 +148,42 @@ class Trainer:
     def train(self) -> None:
         for step in range(self.first_step, self.config.trainer.total_training_steps):
             with self.metrics.phase("step"):
+                self.begin_iteration(step)  # the reference becomes the policy, where the run is iterative
                 with self.colocation.rollout(step, self.metrics):  # weights into the engine, checked; engine awake
                     self.evaluate(step)
                     samples = self.collect(step)  # prompts -> samples -> rewards
-                table = gather_groups(samples, self.mesh)  # every sample's reward, on every rank
+                table = self.rewards(step, samples)  # every sample's reward, on every rank
                 plan = self.plan(table)  # advantages, token weights, who trains on what
                 batch = exchange(samples, table, plan, self.mesh)  # this replica's share, balanced by tokens
                 batch.old_logprobs = self.old_logprobs(batch)
                 batch.ref_logprobs = self.ref_logprobs(batch)
+                plan = self.revision.apply(batch, table, plan, self.metrics)  # rollout correction, KL in the reward
                 self.update(batch)  # mini-batches, clipping, optimizer
+                self.end_iteration(step)  # the reward model learns from the iteration's samples
                 self.save(step + 1)
             self.log(step, samples, table, plan, batch)
+            self.stopping.after(step + 1, self.save_now)
+
+    def begin_iteration(self, step: int) -> None:
+        """Iterative GRPO: every so often the KL term holds the policy to where it has come."""
+        with self.metrics.phase("renew_reference"):
+            kept = on_disk(self.output_dir)
+            oldest = int(kept[0].name.removeprefix("step_")) if kept else 0
+            self.references.renew(step, self.policy, self._save_hf, oldest)
+
+    def end_iteration(self, step: int) -> None:
+        length = self.config.algorithm.iteration_steps
+        if length is not None and (step + 1) % length == 0:
+            self.reward_model.learn(step, self.metrics)
 
     def collect(self, step: int) -> list[Sample]:
-        config = self.config
-        assert self.sampler is not None
-        return self.generator.draw(
-            self.sampler.batch(step),
-            config.rollout.n,
-            draw_id=step,
-            version=step,
-            max_tokens=config.data.max_response_length,
-            temperature=config.rollout.temperature,
-            metrics=self.metrics,
-        )
+        assert self.collector is not None
+        return number(self.collector.groups(step, self.config.data.train_batch_size, self.metrics))
+
+    def rewards(self, step: int, samples: list[Sample]) -> GroupTable:
+        table = gather_groups(samples, self.mesh)
+        table = self.reward_model.reward(step, samples, table, self.metrics)
+        return with_overlong_penalty(table, self.config.reward.overlong_buffer, self.config.data.max_response_length)
 
     def plan(self, table: GroupTable) -> Plan:
         config = self.config
@@ -172,13 +197,15 @@ class Trainer:
                 max_response_length=config.data.max_response_length,
             )
 
-    def old_logprobs(self, batch: Batch) -> torch.Tensor:
+    def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        if not needs_old_logprobs(self.config.algorithm, self.config.actor):
+            return None
         with self.metrics.phase("old_log_prob"):
             return self.policy.logprobs(batch)
 
     def ref_logprobs(self, batch: Batch) -> torch.Tensor | None:
         with self.metrics.phase("ref"):
-            return self.reference.logprobs(batch)
+            return self.references.scored.logprobs(batch)
 
     def update(self, batch: Batch) -> None:
         with self.metrics.phase("update_actor"):
@@ -202,14 +229,16 @@ class Trainer:
             return
         if steps_done % trainer.save_freq == 0 or steps_done == trainer.total_training_steps:
             with self.metrics.phase("save_checkpoint"):
-                self.checkpoints.save(steps_done, self.policy, self.config)
+                self.save_now(steps_done)
+
+    def save_now(self, steps_done: int) -> Path:
+        run = {"collector": self.collector.state() if self.collector else {}, "kl": self.revision.kl.state()}
+        return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model])
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:
         """One exchange for all metrics of the step, then to the sinks."""
         metrics, config = self.metrics, self.config
         mine = metrics.when(self.mesh.is_first_replica_rank)
-        assert batch.old_logprobs is not None and self.sampler is not None
-        rollout_mismatch(mine, batch.old_logprobs, batch.rollout_logprobs, batch.response_mask)
         mine.mean_of("critic/advantages/mean", batch.advantages[batch.response_mask])
         packs = [rows for mini in batch.schedule for rows in mini]
         padding = sum(-sum(batch.lengths[r] for r in rows) % self.policy.multiple for rows in packs)
@@ -219,7 +248,8 @@ class Trainer:
         for name, value in {**plan.metrics, **self.device.memory_gib()}.items():
             (metrics.max if name.startswith("perf/") else metrics.constant)(name, value)
         metrics.constant("training/global_step", step)
-        metrics.constant("training/epoch", self.sampler.epoch(step))
+        assert self.collector is not None
+        metrics.constant("training/epoch", self.collector.epoch())
         metrics.constant("actor/kl_coef", config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0)
         reduced = metrics.reduce(self.mesh.control)
         lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
@@ -251,8 +281,9 @@ class Trainer:
         if resumed is not None:
             check_same_model(resumed, config)
         self.policy.set_optimizer(config.actor.optim, self._num_updates())
+        self.reward_model = self._build_reward_model()
         if resumed is not None:
-            self.first_step = self.checkpoints.load(resumed, self.policy)
+            self._resume(resumed)
         if self.mesh.rank == 0:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             dump = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
@@ -267,7 +298,38 @@ class Trainer:
         elif config.sft.steps:
             self._warm_up()
             self.policy.set_optimizer(config.actor.optim, self._num_updates())
-        self.reference = self._build_reference()
+        self.references = References(
+            config,
+            self.arch,
+            self.mesh,
+            self.device,
+            start=self._warmed_up if config.sft.steps else config.model.path,
+            first_step=self.first_step,
+        )
+
+    def _resume(self, checkpoint: Path) -> None:
+        self.first_step = self.checkpoints.load(checkpoint, self.policy, [self.reward_model])
+        run = run_state(checkpoint)
+        if self.collector is not None and run.get("collector"):
+            self.collector.load_state(run["collector"])
+        if run.get("kl"):
+            self.revision.kl.load_state(run["kl"])
+
+    def _build_reward_model(self) -> NoRewardModel:
+        config = self.config
+        if config.reward_model.path is None:
+            return NoRewardModel()
+        if config.algorithm.iteration_steps is None:
+            frozen = FrozenRewardModel(config.reward_model, config.model.dtype, config.actor, self.mesh, self.device)
+            return FrozenReward(config.reward_model, frozen, config.actor)
+        return LearningReward(
+            config.reward_model,
+            RewardModel(config.reward_model, config.model.dtype, config.actor, self.mesh, self.device),
+            config.actor,
+            iteration_steps=config.algorithm.iteration_steps,
+            total_steps=config.trainer.total_training_steps,
+            seed=config.trainer.seed,
+        )
 
     def _num_updates(self) -> int:
         """Optimizer steps of the whole run, for the learning-rate schedule."""
@@ -294,20 +356,10 @@ class Trainer:
         """The warmed-up model: what GRPO starts from, and its reference."""
         return self.output_dir / "warmup"
 
-    def _build_reference(self) -> Reference | NoReference:
-        config = self.config
-        if not config.actor.use_kl_loss:
-            return NoReference()
-        default = self._warmed_up if config.sft.steps else config.model.path
-        return Reference(
-            config.ref.path or default,
-            config.model,
-            config.actor,
-            self.arch,
-            self.mesh,
-            self.device,
-            temperature=config.rollout.temperature,
-        )
+    def _hand_over(self, step: int, metrics: Metrics) -> None:
+        """The engine draws from the model that the run, or its outer iteration, started from."""
+        assert isinstance(self.references.initial, Reference)
+        self.colocation.hand_over(self.references.initial, step, metrics)
 
     def _save_hf(self, target: Path) -> None:
         stream = self.policy.hf_weights(self.config.rollout.update_weights_bucket_megabytes)
@@ -326,6 +378,7 @@ class Trainer:
             self._save_hf(self.output_dir / "hf")
         if self.mesh.rank == 0:
             self.summary.show(self.sinks)
+        self.stopping.finished(total, self.checkpoints.last)
 
     def close(self, *, alone: bool = False) -> None:
         """Release everything. `alone`: other ranks may not come here, so leave the engine and the groups to the exit."""

@@ -28,7 +28,10 @@ class Prompt:
 
 @dataclass
 class Sample:
-    """One drawn response. `index` is its place among the n samples of prompt number `prompt_index` of the step."""
+    """One drawn response. `index` is its place among the n samples of prompt number `prompt_index` of the step.
+
+    Index `GREEDY` (-1) is the prompt's greedy response: a baseline that is scored and not trained on (ReMax).
+    """
 
     prompt: Prompt
     prompt_index: int
@@ -40,13 +43,14 @@ class Sample:
     text: str = ""
     reward: float = float("nan")  # NaN: unscorable (the reward raised or timed out)
     scores: dict[str, float] = field(default_factory=dict)  # what the reward also reported, for metrics
+    steps: list[tuple[int, float]] = field(default_factory=list)  # (last token of the step, its reward), increasing
 
 
 @dataclass(frozen=True)
 class GroupTable:
     """One row per sample of the whole step, in (prompt_index, index) order; the same on every rank.
 
-    Columns are lists of equal length. Rows of one prompt are contiguous.
+    Columns are lists of equal length; the last five may be empty: not known. Rows of one prompt are contiguous.
     """
 
     prompt_index: list[int]
@@ -56,6 +60,11 @@ class GroupTable:
     response_length: list[int]
     truncated: list[bool]
     holder: list[int]  # global rank that holds the tokens
+    score: list[float] = field(default_factory=list)  # the reward before any penalty; empty: the reward itself
+    step_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # (last response token of a step, reward)
+    greedy_reward: list[float] = field(default_factory=list)  # of the prompt's greedy response; NaN: unknown
+    token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
+    num_kept_tokens: list[int] = field(default_factory=list)  # response tokens that no correction has masked
 
     def __len__(self) -> int:
         return len(self.prompt_index)
@@ -68,6 +77,8 @@ class GroupTable:
         return [rows[key] for key in sorted(rows)]
 
 
+GREEDY = -1  # Sample.index of a greedy response
+
 # schedule[mini-batch][micro-batch] -> rows
 Schedule = list[list[list[int]]]
 
@@ -76,12 +87,13 @@ Schedule = list[list[list[int]]]
 class Plan:
     """What every rank agrees to do with the table: pure arithmetic, no communication.
 
-    `advantages[row]` is one float for the sample or one float per response token. `token_weights[row]` is the weight of
-    each of its tokens in its mini-batch's loss. `schedules[dp_rank]` holds table rows; every dp rank has the same number
-    of mini-batches, and of micro-batches in each (an empty list is a micro-batch of nothing).
+    `advantages[row]` is one float for the sample, one float per response token, or None: not in the loss.
+    `token_weights[row]` is the weight of each of its tokens in its mini-batch's loss. `schedules[dp_rank]` holds table
+    rows; every dp rank has the same number of mini-batches, and of micro-batches in each (an empty list is a micro-batch
+    of nothing).
     """
 
-    advantages: list[float | list[float]]
+    advantages: list[float | list[float] | None]
     token_weights: list[float]
     schedules: list[Schedule]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -111,8 +123,10 @@ class Batch:
     advantages: Tensor  # float32 [B, R]
     token_weights: Tensor  # float32 [B, R], 0 where masked
     schedule: Schedule  # rows of this batch
+    rows: list[int] = field(default_factory=list)  # the table row of each sequence
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
 
     def __len__(self) -> int:
         return len(self.tokens)

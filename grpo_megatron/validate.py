@@ -10,19 +10,24 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from grpo_megatron import inputs
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.algo.token_weights import token_weightings
 from grpo_megatron.config import Config, ConfigError, OptimConfig
+from grpo_megatron.data.prompts import Answered
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.layout import layout_problems
+from grpo_megatron.methods import method_problems
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.experts import expert_problems
+from grpo_megatron.models.precision import hardware_problems, precision_problems
 from grpo_megatron.passthrough import engine_problems, transformer_problems
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward
@@ -33,7 +38,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Problems = Iterator[str]
 
-GROUP_RELATIVE = ("grpo", "rloo")  # estimators that compare a prompt's samples with each other
 TEMPERATURES = (0.01, 2.0)  # vLLM silently raises what is below, and refuses what is above
 
 
@@ -43,16 +47,18 @@ class Checked:
 
     arch: Architecture
     has_weights: bool  # false only in a dry run
-    tokenizer: Any
+    tokenizer: Any  # None only in a dry run for another machine
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     supervised_rows: list[inputs.SupervisedRow]
+    answered: list[Answered] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
 
 
-def validate(config: Config, world_size: int, *, dry_run: bool = False) -> Checked:
+def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False) -> Checked:
     """Check the whole config for a world of `world_size` ranks. Raises ConfigError with every problem, one a line.
 
-    `dry_run`: the model folder need not hold weights, nor the machine Megatron-Core and vLLM.
+    `dry_run`: the model folder need not hold weights, nor the machine Megatron-Core and vLLM. `elsewhere`: it plans for
+    another machine; tokenizer and data files that are not on this one are not missed.
     """
     problems: list[str] = []
 
@@ -66,37 +72,49 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False) -> Check
     arch = attempt(inputs.read_model, config.model.path)
     problems += layout_problems(config, world_size, arch)
     problems += expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu")
-    for topic in (batches, sampling, names, optimizers, outputs):
+    for topic in (batches, sampling, names, method_problems, optimizers, outputs):
         problems += topic(config)
+    problems += precision_problems(config, arch)
     problems += transformer_problems(config.actor.megatron.override_transformer_config)
     problems += engine_problems(config.rollout.engine_kwargs)
     problems += lengths(config, arch)
     if not dry_run:
         problems += packages()
+        problems += hardware_problems(config)
 
     has_weights = inputs.has_weights(config.model.path)
     if arch is not None:
         if has_weights or not dry_run:
             attempt(inputs.check_weights, config.model.path, arch)
-        if config.actor.use_kl_loss and config.ref.path is not None:
+        if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
             attempt(inputs.check_reference, config, arch)
 
     tokenizer = None
-    if arch is not None or config.model.tokenizer_path is not None:  # one that is in no folder has been named already
+    named = arch is None and config.model.tokenizer_path is None  # one that is in no folder has been named already
+    if not named and not (elsewhere and not inputs.has_tokenizer(config)):
         tokenizer = attempt(inputs.read_tokenizer, config, arch)
     problems += files(config)
-    train_prompts = val_prompts = supervised_rows = None
+    config = inputs.only_present(config) if elsewhere else config
+    train_prompts = val_prompts = supervised_rows = answered = None
     if _task_problem(config) is None:
         if config.trainer.total_training_steps and config.data.train_files:
-            train_prompts = attempt(inputs.read_train_prompts, config, tokenizer)
+            if config.algorithm.source == "file":
+                answered = attempt(inputs.read_answered, config, tokenizer)
+            else:
+                train_prompts = attempt(inputs.read_train_prompts, config, tokenizer)
         if config.data.val_files:
             val_prompts = attempt(inputs.read_val_prompts, config, tokenizer)
+        if config.data.val_tasks:
+            asked = attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
+            val_prompts = [*(val_prompts or []), *(asked or [])]
         if config.sft.steps and config.sft.train_files:
             supervised_rows = attempt(inputs.read_supervised, config, tokenizer)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     assert arch is not None
-    return Checked(arch, has_weights, tokenizer, train_prompts or [], val_prompts or [], supervised_rows or [])
+    return Checked(
+        arch, has_weights, tokenizer, train_prompts or [], val_prompts or [], supervised_rows or [], answered or []
+    )
 
 
 # -- the model's limits ----------------------------------------------------------------------------------------------
@@ -165,11 +183,6 @@ def sampling(config: Config) -> Problems:
     for key, value in drawn.items():
         if not low <= value <= high:
             yield f"rollout.{key}={value:g} is outside the engine's {low:g} to {high:g}; set a value in between"
-    if rollout.n == 1 and config.algorithm.adv_estimator in GROUP_RELATIVE:
-        yield (
-            f"rollout.n=1: algorithm.adv_estimator={config.algorithm.adv_estimator!r} compares the samples of a prompt"
-            " with each other, and one alone has advantage 0; set rollout.n=2 or more (8 is usual)"
-        )
 
 
 def names(config: Config) -> Problems:
@@ -182,6 +195,8 @@ def names(config: Config) -> Problems:
     ]
     if actor.use_kl_loss:
         registries.append(("actor.kl_loss_type", actor.kl_loss_type, kl_penalties))
+    if config.algorithm.use_kl_in_reward:
+        registries.append(("algorithm.kl_penalty", config.algorithm.kl_penalty, kl_penalties))
     for key, name, registry in registries:
         try:
             if not callable(registry.get(name)):
@@ -254,10 +269,10 @@ def files(config: Config) -> Problems:
     trainer = config.trainer
     if trainer.total_training_steps and not config.data.train_files:
         yield f"trainer.total_training_steps={trainer.total_training_steps} needs prompts; set data.train_files"
-    if (trainer.val_before_train or trainer.test_freq > 0) and not config.data.val_files:
+    if (trainer.val_before_train or trainer.test_freq > 0) and not (config.data.val_files or config.data.val_tasks):
         yield (
             f"trainer.val_before_train={str(trainer.val_before_train).lower()}, trainer.test_freq={trainer.test_freq}:"
-            " evaluation needs data.val_files; set it, or val_before_train=false and test_freq=-1"
+            " evaluation needs data.val_files; set it (or data.val_tasks), or val_before_train=false and test_freq=-1"
         )
     if config.sft.steps and not config.sft.train_files:
         yield f"sft.steps={config.sft.steps} needs rows to learn from; set sft.train_files, or sft.steps=0"

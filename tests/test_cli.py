@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron import launch
-from grpo_megatron.config import load_config
+from grpo_megatron.config_file import load_config
 from grpo_megatron.layout import stage_layers
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.report import WIDTH, stage_parameters

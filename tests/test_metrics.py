@@ -28,6 +28,7 @@ V13 = {
     "rollout_corr/kl": -0.325,
     "rollout_corr/k3_kl": 0.5639179,
     "rollout_corr/chi2_token": 4.9605046,
+    "rollout_corr/chi2_seq": 12.463738,
     "rollout_corr/training_ppl": 2.7182818,
     "rollout_corr/rollout_ppl": 3.7621854,
     "rollout_corr/ppl_ratio": 0.7225274,
@@ -244,6 +245,9 @@ def test_group_table_metrics() -> None:
             "critic/score/mean": 0.0,
             "critic/score/max": 1.0,
             "critic/score/min": -1.0,
+            "critic/rewards/mean": 0.0,  # no penalty: the score itself
+            "critic/rewards/max": 1.0,
+            "critic/rewards/min": -1.0,
             "response_length/mean": 6.0,
             "response_length/max": 10.0,
             "response_length/min": 0.0,

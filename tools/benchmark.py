@@ -1,9 +1,11 @@
 """Benchmarks that print what they compare with.
 
-    python tools/benchmark.py convert [--gigabytes 2] [--folder /tmp]
+    python tools/benchmark.py convert [--gigabytes 2] [--repeats 5] [--cold] [--folder DIR]
 
-convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face, against `cp` of the same files. Each is
-timed until the data are on the disk (sync), sources in the page cache. Also mbridge's loader, where it is installed.
+convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face, against `cp` of the same files, and against
+`cp` and then `sha256sum` of the copy, since the converter hashes what it writes. In turn, several times; medians. Each
+is timed until it returns (the converter's files are on the disk then, those of cp are not) and until `sync` returns.
+Python's start is not counted: everything runs in one process. Also mbridge, where it is installed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -67,43 +71,87 @@ def random_model(folder: Path, gigabytes: float) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def timed(action: Callable[[], Any]) -> float:
+Times = tuple[float, float, float]  # seconds until the action returned, until sync did, of processors
+
+
+def timed(action: Callable[[], Any]) -> Times:
     os.sync()
-    start = time.perf_counter()
+    begin, spent = time.perf_counter(), processor_seconds()
     action()
+    returned = time.perf_counter()
     os.sync()
-    return time.perf_counter() - start
+    return returned - begin, time.perf_counter() - begin, processor_seconds() - spent
+
+
+def processor_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    os.sync()
+    for path in folder.iterdir():
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def convert(args: argparse.Namespace) -> int:
     from grpo_megatron.convert.conversion import to_hf, to_megatron
 
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="benchmark-convert-") as root:
-        hf, megatron, back, copy = (Path(root) / name for name in ("hf", "megatron", "back", "copy"))
+        hf, megatron, out = (Path(root) / name for name in ("hf", "megatron", "out"))
         size = random_model(hf, args.gigabytes)
-        rows: list[tuple[str, float]] = []
+        to_megatron(hf, megatron, quiet=True)
 
-        def measure(name: str, action: Callable[[], Any]) -> None:
-            rows.append((name, timed(action)))
+        def run(*command: Any) -> None:
+            subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
 
-        def cp(source: Path) -> None:
-            subprocess.run(["cp", "-r", source, copy], check=True)
+        def copy_and_hash() -> None:
+            run("cp", "-r", hf, out)
+            run("sha256sum", *sorted(out.iterdir()))
 
-        measure("cp -r (HF folder)", lambda: cp(hf))
-        shutil.rmtree(copy)
-        measure("to-megatron", lambda: to_megatron(hf, megatron, quiet=True))
-        measure("cp -r (checkpoint)", lambda: cp(megatron))
-        shutil.rmtree(copy)
-        measure("to-hf, hashes compared", lambda: to_hf(megatron, back, quiet=True))
-        shutil.rmtree(back)
-        measure("to-hf --no-hashes", lambda: to_hf(megatron, back, quiet=True, check_hashes=False))
-        base = rows[0][1]
-        print(f"{size / 1e9:.2f} GB, {os.cpu_count()} cores")
-        for name, seconds in rows:
-            print(f"{name:24s} {seconds:7.2f} s  {size / seconds / 1e6:7.0f} MB/s  {seconds / base:5.2f} x cp")
-        if importlib.util.find_spec("mbridge") is None:
-            print("mbridge                  not installed, not measured")
+        rows: dict[str, tuple[Path, Callable[[], Any]]] = {
+            "cp -r": (hf, lambda: run("cp", "-r", hf, out)),
+            "cp -r, then sha256sum": (hf, copy_and_hash),
+            "to-megatron": (hf, lambda: to_megatron(hf, out, quiet=True)),
+            "to-hf": (megatron, lambda: to_hf(megatron, out, quiet=True)),
+            "to-hf --no-hashes": (megatron, lambda: to_hf(megatron, out, quiet=True, check_hashes=False)),
+        }
+        times: dict[str, list[Times]] = {name: [] for name in rows}
+        for _ in range(args.repeats):
+            for name, (source, action) in rows.items():
+                if args.cold:
+                    forget(source)
+                times[name].append(timed(action))
+                shutil.rmtree(out)
+        busy = os.getloadavg()[0]
+        state = "dropped from" if args.cold else "in"
+        print(f"{size / 1e9:.2f} GB, {os.cpu_count()} cores, load {busy:.1f}, sources {state} the page cache,", end=" ")
+        print(f"medians of {args.repeats}")
+        report({name: tuple(map(statistics.median, zip(*t, strict=True))) for name, t in times.items()}, size)
+        print(beside_mbridge())
     return 0
+
+
+def report(medians: dict[str, tuple[float, ...]], size: int) -> None:
+    base = medians["cp -r"]
+    print(f"{'':24s} returns   MB/s   x cp   on disk   x cp   processor   x cp")
+    for name, (returned, synced, spent) in medians.items():
+        print(
+            f"{name:24s} {returned:6.2f} s {size / returned / 1e6:6.0f} {returned / base[0]:6.2f}  {synced:6.2f} s"
+            f" {synced / base[1]:6.2f}    {spent:6.2f} s {spent / base[2]:6.2f}"
+        )
+
+
+def beside_mbridge() -> str:
+    if importlib.util.find_spec("mbridge") is None:
+        return "mbridge                  not installed, not measured"
+    return (
+        "mbridge                  installed, not measured: it writes no Megatron-Core checkpoint, and builds its models of\n"
+        "                         Transformer Engine's layers, on a GPU (mbridge 0.15.1: core/llm_bridge.py, core/util.py)"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,6 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("convert", help="checkpoint conversion against cp")
     one.add_argument("--gigabytes", type=float, default=2.0)
+    one.add_argument("--repeats", type=int, default=5)
+    one.add_argument("--cold", action="store_true", help="drop the sources from the page cache before each")
     one.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     one.set_defaults(run=convert)
     args = parser.parse_args(arguments)

@@ -183,7 +183,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    task = commands.add_parser("arithmetic", help="sft.jsonl, train.jsonl, val.jsonl and tokenizer/ of the quickstart")
+    task = commands.add_parser("arithmetic", help="the quickstart's jsonl files and tokenizer/")
     task.add_argument("out", type=Path)
     task.add_argument("--num-train", type=int, default=4096, help="rows (default 4096)")
     task.add_argument("--num-val", type=int, default=256, help="rows with held-out pairs (default 256)")

@@ -15,6 +15,12 @@ clamp also switches k3's gradient off, for tokens more than about 13.6 times les
 "k3+" keeps its gradient there. We compute e^d - 1 with expm1, exact where d is small, which is where training lives.
 
 A penalty has the contract of a policy loss: value and per-token metrics, elementwise, `[B, R]` in and out.
+
+In the reward instead of the loss (`algorithm.use_kl_in_reward`), coefficient * the same value is subtracted from each
+token's reward, from the log-probabilities at the start of the update and without a gradient. Its coefficient may be
+adaptive (Ziegler et al., arXiv 1909.08593): after a step with n samples and a KL of k nats,
+
+    coefficient *= 1 + clamp(k / target - 1, -0.2, 0.2) * n / horizon
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_megatron.config import KlCtrl
 from grpo_megatron.registry import Registry
 
 LOG_RATIO_CLAMP = 20.0
@@ -73,3 +80,40 @@ _PENALTIES = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var
 for _name, _penalty in _PENALTIES.items():
     kl_penalties.register(_name)(_penalty)
     kl_penalties.register(_name + "+")(straight_through(_penalty))
+
+
+@torch.no_grad()
+def reward_penalty(kl_penalty: KlPenalty, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The KL estimate of every response token, before the coefficient; 0 where masked. All [B, R], mask bool."""
+    old, ref = (tensor.masked_fill(~mask, 0.0) for tensor in (old_logprobs, ref_logprobs))
+    value, _ = kl_penalty(old, ref)
+    return value.masked_fill(~mask, 0.0)
+
+
+def sequence_kl(penalty: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each response's tokens, of the responses that have any: what `actor/reward_kl_penalty` averages."""
+    num_tokens = mask.sum(-1)
+    return penalty.double().sum(-1)[num_tokens > 0] / num_tokens[num_tokens > 0]
+
+
+class KlController:
+    """The coefficient of the KL penalty in the reward. `kl_coef` is the one for the step at hand."""
+
+    def __init__(self, config: KlCtrl) -> None:
+        self._config = config
+        self.kl_coef = config.kl_coef
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """After a step of `num_samples` samples whose mean KL (nats, before the coefficient) was `kl`."""
+        if self._config.type == "adaptive":
+            error = max(-0.2, min(0.2, kl / self._config.target_kl - 1.0))
+            self.kl_coef *= 1.0 + error * num_samples / self._config.horizon
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint needs."""
+        return {"kl_coef": self.kl_coef}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Continue from `state`. A fixed coefficient is the config's, which may have been changed on purpose."""
+        if self._config.type == "adaptive":
+            self.kl_coef = state["kl_coef"]

@@ -1,18 +1,21 @@
 """Policy losses per token, and the one function that composes policy loss, KL and entropy into a scalar.
 
-With rho = exp(clamp(logprobs - old_logprobs, -20, 20)) and A the advantage:
+With rho = exp(clamp(logprobs - old_logprobs, -20, 20)), A the advantage and sg the stop of the gradient:
 
-    vanilla  max(-A rho, -A clamp(rho, 1 - clip_ratio_low, 1 + clip_ratio_high))         PPO, arXiv 1707.06347
-             where A < 0 also at most -A clip_ratio_c (dual clip)                        arXiv 1912.09729
-             clip_ratio_high > clip_ratio_low is DAPO's clip-higher                      arXiv 2503.14476
-    sft      -logprobs
+    vanilla   max(-A rho, -A clamp(rho, 1 - clip_ratio_low, 1 + clip_ratio_high))        PPO, arXiv 1707.06347
+              where A < 0 also at most -A clip_ratio_c (dual clip)                       arXiv 1912.09729
+              clip_ratio_high > clip_ratio_low is DAPO's clip-higher                     arXiv 2503.14476
+    cispo     -sg(clamp(rho, 1 - cispo_clip_ratio_low, 1 + clip_ratio_high)) A logprobs  arXiv 2506.13585
+    sapo      -A 4/tau sigmoid(tau (rho - 1)), tau = tau_pos where A > 0, else tau_neg   arXiv 2511.20347
+    gpg, sft  -A logprobs                                    arXiv 2504.02546; A = 1: maximum likelihood
 
-    total    sum over tokens of  w * (policy loss + kl_loss_coef * KL - entropy_coeff * entropy)
+    total     sum over tokens of  w * (c * policy loss + kl_loss_coef * KL - entropy_coeff * entropy)
 
-w are the weights of `token_weights.py`: already normalised over the optimizer step. The total is therefore a **plain
-sum**: add it, and its gradient, over micro-batches and ranks; never average. Where we depart from the papers: the
-log-ratio is clamped, so that one token cannot overflow exp (as in verl); `actor/ratio_clamp_frac` counts those tokens
-and `actor/ppo_kl` is reported unclamped.
+`sequence_losses.py` has those that know a whole response. c is the correction of `correction.py` (1 without); w are the
+weights of `token_weights.py`: already normalised over the optimizer step. The total is therefore a **plain sum**: add
+it, and its gradient, over micro-batches and ranks; never average. Where we depart from the papers: the log-ratio is
+clamped, so that one token cannot overflow exp (as in verl); `actor/ratio_clamp_frac` counts those tokens and
+`actor/ppo_kl` is reported unclamped. CISPO's lower bound is off unless it is asked for, as in its paper.
 
 Another loss is one function with the signature of `PolicyLoss`. It sees whole sequences, so sequence-level ratios need
 nothing else. Masked positions are 0 in every tensor it is given, whatever they held before.
@@ -50,6 +53,7 @@ class LossInputs:
     advantages: Tensor
     mask: Tensor  # bool; true: a token of the loss
     token_weights: Tensor
+    correction: Tensor | None = None  # multiplies the policy loss alone; None: 1
 
     def __post_init__(self) -> None:
         assert self.mask.dtype == torch.bool, f"mask must be bool, not {self.mask.dtype}"
@@ -79,14 +83,37 @@ class MetricSum(NamedTuple):
         return MetricSum(self.total + other.total, self.num_tokens + other.num_tokens)
 
 
-# (inputs, config) -> (loss, metrics by name); all [B, R]. The metrics are averaged over unmasked tokens.
-PolicyLoss = Callable[[LossInputs, ActorConfig], tuple[Tensor, dict[str, Tensor]]]
+# A metric by name: [B, R], averaged over unmasked tokens, or a MetricSum that the loss has made itself.
+LossMetrics = dict[str, Tensor | MetricSum]
+PolicyLoss = Callable[[LossInputs, ActorConfig], tuple[Tensor, LossMetrics]]  # the loss is [B, R]
 
 policy_losses: Registry[PolicyLoss] = Registry("policy loss")
 
+LIKELIHOOD_LOSSES = ("sft", "dpo")  # no ratio to the weights that drew the sample: nothing to correct
+PAIRED_LOSSES = ("dpo",)  # rows 2i (chosen) and 2i + 1 (rejected) of a micro-batch belong together
+
+
+# Losses with one value for a sequence, to which the correction is a sequence's geometric mean (GMPO).
+geometric_correction: set[PolicyLoss] = set()
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp of the clamped log-ratio."""
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+
+def ratio_metrics(log_ratio: Tensor, clipped: Tensor, lower: Tensor | None = None) -> LossMetrics:
+    """The metrics of every loss with a ratio. `log_ratio` per token, unclamped; None: a loss without a lower clip."""
+    return {
+        "actor/pg_clipfrac": clipped,
+        "actor/pg_clipfrac_lower": torch.zeros_like(clipped) if lower is None else lower,
+        "actor/ppo_kl": -log_ratio,
+        "actor/ratio_clamp_frac": log_ratio.abs() > LOG_RATIO_CLAMP,
+    }
+
 
 @policy_losses.register("vanilla")
-def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """PPO's clipped surrogate with asymmetric bounds and the dual clip; the loss GRPO and DAPO use.
 
     Reports `actor/pg_clipfrac` (clipped surrogate > unclipped one, as losses), `actor/pg_clipfrac_lower` (dual clip
@@ -94,7 +121,7 @@ def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, dict[str, 
     """
     advantages = inputs.advantages
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    ratio = ratio_of(log_ratio)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
     loss = torch.maximum(unclipped, clipped)
@@ -103,18 +130,35 @@ def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, dict[str, 
         bound = -advantages * config.clip_ratio_c
         dual_active = (advantages < 0) & (loss > bound)
         loss = torch.where(dual_active, bound, loss)
-    return loss, {
-        "actor/pg_clipfrac": clipped > unclipped,
-        "actor/pg_clipfrac_lower": dual_active,
-        "actor/ppo_kl": -log_ratio,
-        "actor/ratio_clamp_frac": log_ratio.abs() > LOG_RATIO_CLAMP,
-    }
+    return loss, ratio_metrics(log_ratio, clipped > unclipped, dual_active)
 
 
+@policy_losses.register("cispo")
+def cispo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """REINFORCE with a clipped importance weight: a clipped token keeps its gradient, at a bounded weight.
+
+    `actor/pg_clipfrac` is the share of tokens whose ratio is outside the bounds, whatever the advantage.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    ratio = ratio_of(log_ratio).detach()
+    weight = ratio.clamp(max(0.0, 1.0 - config.cispo_clip_ratio_low), 1.0 + config.clip_ratio_high)
+    return -weight * inputs.advantages * inputs.logprobs, ratio_metrics(log_ratio, weight != ratio)
+
+
+@policy_losses.register("sapo")
+def sapo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """A sigmoid gate in place of the clip: its slope is 1 at ratio 1 and falls off smoothly on both sides."""
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    tau = torch.full_like(log_ratio, config.tau_neg).masked_fill(inputs.advantages > 0, config.tau_pos)
+    gate = torch.sigmoid(tau * (ratio_of(log_ratio) - 1.0)) * 4.0 / tau
+    return -inputs.advantages * gate, ratio_metrics(log_ratio, torch.zeros_like(inputs.mask))
+
+
+@policy_losses.register("gpg")
 @policy_losses.register("sft")
-def sft(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood; advantages and ratios play no part."""
-    return -inputs.logprobs, {}
+def log_likelihood(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """Log-likelihood weighted by the advantage: supervised learning where it is 1, plain policy gradient otherwise."""
+    return -inputs.advantages * inputs.logprobs, {}
 
 
 def total_loss(
@@ -128,15 +172,17 @@ def total_loss(
     `kl_penalty` None: no KL term; else `inputs.ref_logprobs` must be there.
     """
     weights = inputs.token_weights
-    per_token, token_metrics = policy_loss(inputs, config)
+    per_token, loss_metrics = policy_loss(inputs, config)
     per_token = torch.where(inputs.mask, per_token, 0.0)
+    if inputs.correction is not None:
+        per_token = per_token * _correction(inputs, inputs.correction, policy_loss)
     weighted = {"actor/pg_loss": per_token, "actor/entropy_loss": inputs.entropy}
 
     if kl_penalty is not None:
         assert inputs.ref_logprobs is not None, "a KL loss needs ref_logprobs"
         kl, kl_metrics = kl_penalty(inputs.logprobs, inputs.ref_logprobs)
         weighted["actor/kl_loss"] = kl
-        token_metrics = token_metrics | kl_metrics
+        loss_metrics = {**loss_metrics, **kl_metrics}
         # A coefficient of 0 leaves the term out: 0 * inf would be NaN.
         if config.kl_loss_coef != 0.0:
             per_token = per_token + config.kl_loss_coef * kl
@@ -144,9 +190,18 @@ def total_loss(
         per_token = per_token - config.entropy_coeff * inputs.entropy
 
     metrics = {name: MetricSum((weights * value.detach()).sum(), None) for name, value in weighted.items()}
-    token_metrics = token_metrics | {"actor/entropy": inputs.entropy}
     num_tokens = inputs.mask.sum()
-    for name, value in token_metrics.items():
-        masked = torch.where(inputs.mask, value.detach().to(weights.dtype), 0.0)
-        metrics[name] = MetricSum(masked.sum(), num_tokens)
+    for name, metric in {**loss_metrics, "actor/entropy": inputs.entropy}.items():
+        if isinstance(metric, Tensor):
+            masked = torch.where(inputs.mask, metric.detach().to(weights.dtype), 0.0)
+            metric = MetricSum(masked.sum(), num_tokens)
+        metrics[name] = metric
     return (weights * per_token).sum(), metrics
+
+
+def _correction(inputs: LossInputs, correction: Tensor, policy_loss: PolicyLoss) -> Tensor:
+    """What multiplies the policy loss: [B, R], or [B, 1] for losses in `geometric_correction`."""
+    if policy_loss not in geometric_correction:
+        return correction
+    logs = torch.where(inputs.mask, correction, 1.0).log()  # a weight of 0 takes the whole sequence out
+    return (logs.sum(-1, keepdim=True) / inputs.mask.sum(-1, keepdim=True).clamp(min=1)).exp()

@@ -1,8 +1,10 @@
-"""One torch archive (a zip file with a tensor in it) somewhere in a file: where its elements lie, and their checksum."""
+"""One torch archive (a zip file with a tensor in it) somewhere in a file: what is around its elements, where they lie."""
 
 from __future__ import annotations
 
+import functools
 import io
+import math
 import os
 import pickle
 import zipfile
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.span import Span, as_bytes, blocks
+
+FRAMED_BYTES = 32 << 20
 
 
 class _View(io.RawIOBase):
@@ -56,10 +60,46 @@ def _data_entry(view: _View) -> zipfile.ZipInfo:
     return found[0]
 
 
-def locate(path: Path, start: int, length: int, sizes: tuple[int, ...]) -> Span:
+def _data_start(view: _View, info: zipfile.ZipInfo) -> int:
+    view.seek(info.header_offset + 26)  # lengths of name and extra field, then both, then the data
+    name_length, extra_length = (int.from_bytes(view.read(2), "little") for _ in range(2))
+    return info.header_offset + 30 + name_length + extra_length
+
+
+@functools.lru_cache(maxsize=64)
+def frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the elements of a tensor. Without checksums it is the same for all such
+    tensors, so that their elements can go from file to file without passing through torch.save."""
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # the manifest's sha256 says more
+    try:
+        whole = io.BytesIO()
+        torch.save(torch.zeros(shape, dtype=dtype), whole)
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    view = _View(whole, 0, len(whole.getbuffer()))
+    start, count = _data_start(view, _data_entry(view)), math.prod(shape) * dtype.itemsize
+    return bytes(whole.getbuffer()[:start]), bytes(whole.getbuffer()[start + count :])
+
+
+def _is_framed(file: Any, start: int, length: int, frame: tuple[bytes, bytes]) -> bool:
+    before, after = frame
+    file.seek(start)
+    if file.read(len(before)) != before:
+        return False
+    file.seek(start + length - len(after))
+    return bool(file.read(len(after)) == after)
+
+
+def locate(path: Path, start: int, length: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Span:
     """The elements of the archive. Its structure is read, its data is not. Raises ConvertError."""
+    nbytes = math.prod(sizes) * dtype.itemsize
     try:
         with path.open("rb") as file:
+            if nbytes <= FRAMED_BYTES:  # most often it is to the byte what torch makes of such a tensor
+                expected = frame(sizes, dtype)
+                if length == nbytes + sum(map(len, expected)) and _is_framed(file, start, length, expected):
+                    return Span(path, start + len(expected[0]), dtype, sizes)
             view = _View(file, start, length)
             info = _data_entry(view)
             view.seek(0)
@@ -68,11 +108,10 @@ def locate(path: Path, start: int, length: int, sizes: tuple[int, ...]) -> Span:
                 raise ValueError("an archive that holds something else than one whole tensor")
             if tuple(tensor.shape) != sizes or not tensor.is_contiguous():
                 raise ValueError(f"a tensor {list(tensor.shape)} instead of {list(sizes)}")
-            view.seek(info.header_offset + 26)  # lengths of name and extra field, then both, then the data
-            name_length, extra_length = (int.from_bytes(view.read(2), "little") for _ in range(2))
+            offset = start + _data_start(view, info)
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise ConvertError(f"{path}: damaged at byte {start} ({str(error).splitlines()[0]})") from error
-    return Span(path, start + info.header_offset + 30 + name_length + extra_length, tensor.dtype, sizes)
+    return Span(path, offset, tensor.dtype, sizes)
 
 
 def is_sound(path: Path, start: int, length: int, span: Span) -> bool:

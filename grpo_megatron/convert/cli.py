@@ -116,12 +116,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(a: Source, b: Source, hashes: bool, quiet: bool) -> int:
-    checks = [source.verification(hashes) for source in (a, b)]
     settings = different_settings(a, b)
-    tensors, structure = compare(a, b, quiet)
-    for check in checks:
-        if check is not None:
-            check.finish()
+    with a.checked(hashes), b.checked(hashes):
+        tensors, structure = compare(a, b, quiet)
     print(table(tensors))
     for line in [*settings, *structure]:
         print(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -34,7 +33,9 @@ class Compared:
         self.count += a.numel()
         if a.dtype == b.dtype:
             bits = INTEGERS[a.dtype.itemsize]
-            unequal = a.contiguous().view(bits) != b.contiguous().view(bits)
+            if torch.equal(a.view(bits), b.view(bits)):
+                return
+            unequal = a.view(bits) != b.view(bits)
         else:
             unequal = a.float() != b.float()
         if unequal.any():
@@ -51,31 +52,21 @@ def different_settings(a: Source, b: Source) -> list[str]:
 
 def compare(a: Source, b: Source, quiet: bool = False) -> tuple[list[Compared], list[str]]:
     """(tensors of both with the same shape, names and shapes in which they differ)."""
-    left, right = _shapes(a), _shapes(b)
+    left, right = a.shapes(), b.shapes()
     structure = [f"only in {a.folder}: {name}" for name in left if name not in right]
     structure += [f"only in {b.folder}: {name}" for name in right if name not in left]
     both = [name for name in left if name in right]
     structure += [f"{n}: shape {list(left[n])} != {list(right[n])}" for n in both if left[n] != right[n]]
-    same = {name for name in both if left[name] == right[name]}
-    out: dict[str, Compared] = {}
+    out: list[Compared] = []
     with Progress("verify", sum(x.num_bytes(x.dtypes[next(iter(x.dtypes))]) for x in (a, b)), quiet) as progress:
-        for (name, ours), (other, theirs) in zip(_blocks(a, same), _blocks(b, same), strict=True):
-            assert name == other, f"{name} and {other}: streams of different order"
-            if name not in out:
-                out[name] = Compared(name, left[name], (ours.dtype, theirs.dtype))
-            out[name].add(ours, theirs)
-            progress.add(ours.nbytes + theirs.nbytes)
-    return list(out.values()), structure
-
-
-def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    return {name: shape for row in source.rows for name, shape in zip(row.hf, row.hf_shapes(source.arch), strict=True)}
-
-
-def _blocks(source: Source, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for row in source.rows:
-        if names.intersection(row.hf):
-            yield from (block for block in source.blocks(row) if block[0] in names)
+        for name in both:
+            if left[name] != right[name]:
+                continue
+            out.append(Compared(name, left[name], (a.dtypes[name], b.dtypes[name])))
+            for ours, theirs in zip(a.blocks(name, left[name]), b.blocks(name, left[name]), strict=True):
+                out[-1].add(ours, theirs)
+                progress.add(ours.nbytes + theirs.nbytes)
+    return out, structure
 
 
 def table(tensors: list[Compared]) -> str:

@@ -82,12 +82,10 @@ def to_megatron(
     wanted = model.dtype(dtype)
     total = model.num_bytes(wanted)
     with replacing(target, total + OVERHEAD_BYTES) as folder:
-        verification = model.verification(check_hashes)
-        with Progress("to-megatron", total, quiet) as progress:
-            hashes = chunks.write(model, folder, wanted, progress)
-        _carry(model, folder / "hf", wanted)
-        if verification is not None:
-            verification.finish()
+        with model.checked(check_hashes):
+            with Progress("to-megatron", total, quiet) as progress:
+                hashes = chunks.write(model, folder, wanted, progress)
+            _carry(model, folder / "hf", wanted)
         manifest.write(folder, "megatron", hashes)
 
 
@@ -111,12 +109,10 @@ def to_hf(
     wanted = model.dtype(dtype)
     total = model.num_bytes(wanted)
     with replacing(target, total + OVERHEAD_BYTES) as folder:
-        verification = model.verification(check_hashes)
-        with Progress("to-hf", total, quiet) as progress:
-            hashes = shards.write(model, folder, wanted, shard_bytes, progress)
-        _carry(model, folder, wanted)
-        if verification is not None:
-            verification.finish()
+        with model.checked(check_hashes):
+            with Progress("to-hf", total, quiet) as progress:
+                hashes = shards.write(model, folder, wanted, shard_bytes, progress)
+            _carry(model, folder, wanted)
         manifest.write(folder, "hf", hashes)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from grpo_megatron.convert import ConvertError, listed
 from grpo_megatron.convert.source import FLOATS, Source, short
 from grpo_megatron.convert.span import Resident, Span, blocks
 from grpo_megatron.models.families import architecture_of, hf_shapes, read_config
-from grpo_megatron.models.mapping import Row
 
 INDEX = "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote
@@ -33,6 +31,7 @@ class HFFolder(Source):
     kind = "hf"
 
     def __init__(self, folder: Path, allow_pickle: bool = False) -> None:
+        super().__init__()
         self.folder = self.data_folder = self.hf_folder = folder
         try:
             self.config = read_config(folder)
@@ -50,11 +49,8 @@ class HFFolder(Source):
         self.dtypes = {name: self.tensors[name].dtype for name in hf_shapes(self.arch)}
         self.layout = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
 
-    def blocks(self, row: Row) -> Iterator[tuple[str, Tensor]]:
-        for name in row.hf:
-            tensor = self.tensors[name]
-            for first, last in blocks(tensor.shape):
-                yield name, tensor.rows(first, last)
+    def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
+        self.tensors[name].read_into(first, last, out)
 
     def check_content(self) -> bool:
         return False  # safetensors has no checksums

@@ -16,51 +16,6 @@ VERSION = 1
 READ_BYTES = 1 << 20
 
 
-class Follower:
-    """sha256 of a file while another thread writes it: what is hashed is what the file holds, still in the page cache."""
-
-    def __init__(self, path: Path) -> None:
-        self._sha, self._written, self._closed = hashlib.sha256(), 0, False
-        self._news = threading.Condition()
-        self._thread = threading.Thread(target=self._run, args=(path,), daemon=True)
-        self._error: Exception | None = None
-        self._thread.start()
-
-    def advance(self, written: int) -> None:
-        """The first `written` bytes are in the file and final."""
-        with self._news:
-            self._written = written
-            self._news.notify()
-
-    def close(self) -> str:
-        """Wait for the rest; the digest."""
-        with self._news:
-            self._closed = True
-            self._news.notify()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._sha.hexdigest()
-
-    def _run(self, path: Path) -> None:
-        done = 0
-        buffer = memoryview(bytearray(READ_BYTES))
-        try:
-            with path.open("rb", buffering=0) as file:
-                while True:
-                    with self._news:
-                        while self._written == done and not self._closed:
-                            self._news.wait()
-                        if self._written == done:
-                            return
-                        todo = self._written - done
-                    count = file.readinto(buffer[: min(todo, READ_BYTES)])
-                    self._sha.update(buffer[:count])
-                    done += count or 0
-        except Exception as error:  # noqa: BLE001 - raised again in close()
-            self._error = error
-
-
 def sha256_of(path: Path) -> str:
     sha = hashlib.sha256()
     buffer = memoryview(bytearray(READ_BYTES))
@@ -148,5 +103,6 @@ class Verification:
             raise listed(f"{self.folder} is not what its {NAME} says:", self.problems)
         return self.exists
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
+        """The answer is not needed any more."""
         self._stop = True

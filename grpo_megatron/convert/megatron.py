@@ -7,9 +7,10 @@ is read by contents.py, which unpickles nothing but torch's own records.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from grpo_megatron.convert import ConvertError, listed
 from grpo_megatron.convert.archive import is_sound, locate
 from grpo_megatron.convert.contents import read_contents
 from grpo_megatron.convert.keys import Place, places, whole_shape
+from grpo_megatron.convert.rows import megatron_runs
 from grpo_megatron.convert.source import FLOATS, Source, short
-from grpo_megatron.convert.span import BLOCK_ELEMENTS, Span, blocks
+from grpo_megatron.convert.span import Memory, Span
 from grpo_megatron.models.families import architecture_of, read_config
-from grpo_megatron.models.mapping import QKV, GateUp, InputSplit, Row, Vocabulary, Whole
+from grpo_megatron.models.mapping import Row, Vocabulary
 
 FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"
 
@@ -33,6 +35,7 @@ FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"
 class _Chunk:
     """Part of a stored tensor: `offsets` and `sizes` include the stacked axes."""
 
+    key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     path: Path
@@ -47,6 +50,7 @@ class MegatronFolder(Source):
     kind = "megatron"
 
     def __init__(self, folder: Path, hf: Path | None = None) -> None:
+        super().__init__()
         self.folder = folder
         self.data_folder = folder if (folder / FORMAT_FILE).exists() else folder / "state"
         self.hf_folder = hf or self._find_hf()
@@ -65,7 +69,10 @@ class MegatronFolder(Source):
                 self._chunks.setdefault(where.fqn, []).append(chunk)
         self._where: dict[str, Place] = {}
         self._spans: dict[_Chunk, Span] = {}
+        self._columns = Memory()
+        self._owners = {name: (row, part) for row in self.rows for part, name in enumerate(row.hf)}
         self._check()
+        self._parts = self._parts_of_layers()
 
     def _find_hf(self) -> Path:
         if (self.folder / "hf" / "config.json").exists():
@@ -99,7 +106,7 @@ class MegatronFolder(Source):
             raise ConvertError(
                 f"{self.data_folder}: {where.fqn} is said to be in {info.relative_path!r}, outside the folder"
             )
-        return _Chunk(offsets, sizes, self.data_folder / info.relative_path, info.offset, info.length)
+        return _Chunk(where.fqn, offsets, sizes, self.data_folder / info.relative_path, info.offset, info.length)
 
     # -- the census ----------------------------------------------------------------------------------------------------
 
@@ -148,6 +155,16 @@ class MegatronFolder(Source):
             return [f"{place.key} has parts of {volume} elements in all, expected {torch.Size(size).numel()}"]
         return []
 
+    def _parts_of_layers(self) -> dict[tuple[str, tuple[int, ...]], list[_Chunk]]:
+        """(key, index along the stacked axes) -> chunks that hold something of it."""
+        parts: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
+        for key, depth in {place.key: len(place.stack) for place in self._where.values()}.items():
+            for chunk in self._chunks[key]:
+                ranges = (range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
+                for index in itertools.product(*ranges):
+                    parts.setdefault((key, index), []).append(chunk)
+        return parts
+
     def _ends(self) -> dict[Path, int]:
         ends: dict[Path, int] = {}
         for place in self._where.values():
@@ -162,81 +179,53 @@ class MegatronFolder(Source):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def blocks(self, row: Row) -> Iterator[tuple[str, Tensor]]:
-        shapes = row.hf_shapes(self.arch)
-        if isinstance(row, (Whole, Vocabulary, InputSplit, GateUp)):  # over one rank: the tensors end to end
-            start = 0
-            for name, shape in zip(row.hf, shapes, strict=True):
-                for first, last in blocks(shape):
-                    yield name, self._rows(row, start + first, start + last)
-                start += shape[0]
-            return
-        for name, tensor in zip(row.hf, self._merged(row), strict=True):
-            for first, last in blocks(tuple(tensor.shape)):
-                yield name, tensor[first:last]
+    def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
+        row, part = self._owners[name]
+        done = 0
+        for low, high in megatron_runs(row, self.arch, part, first, last):
+            self._fill(self._where[row.megatron], low, high, out[done : done + high - low])
+            done += high - low
 
-    def _merged(self, row: Row) -> list[Tensor]:
-        """Interleaved tensors, taken apart by the row itself; query, key and value a few groups at a time."""
-        shape = row.local_shape(self.arch, 1)
-        if not isinstance(row, QKV):
-            return row.merge([self._rows(row, 0, shape[0])], self.arch)
-        groups = self.arch.num_query_groups
-        each = shape[0] // groups
-        step = max(1, BLOCK_ELEMENTS // max(1, torch.Size(shape).numel() // groups))
-        out = [torch.empty(s, dtype=self.dtypes[row.hf[0]]) for s in row.hf_shapes(self.arch)]
-        for first in range(0, groups, step):
-            count = min(step, groups - first)
-            heads = self.arch.num_attention_heads // groups * count
-            part = dataclasses.replace(self.arch, num_attention_heads=heads, num_query_groups=count)
-            fused = self._rows(row, first * each, (first + count) * each)
-            for whole, piece in zip(out, row.merge([fused], part), strict=True):
-                size = len(whole) // groups
-                whole[first * size : (first + count) * size] = piece
-        return out
-
-    def _rows(self, row: Row, first: int, last: int) -> Tensor:
-        """Rows of the whole Megatron tensor, gathered from the chunks that have them."""
-        place = self._where[row.megatron]
+    def _fill(self, place: Place, first: int, last: int, out: Tensor) -> None:
+        """Rows of a whole Megatron tensor, gathered from the chunks that have them."""
         depth = len(place.stack)
-        tail = tuple(self._sizes[place.key].size)[depth + 1 :]
-        out: Tensor | None = None
         filled = 0
-        for chunk in self._chunks[place.key]:
-            if chunk.offsets[:depth] != place.index and not _covers(chunk, place.index):
-                continue
+        for chunk in self._parts.get((place.key, place.index), []):
             low, high = chunk.offsets[depth], chunk.offsets[depth] + chunk.sizes[depth]
             a, b = max(first, low), min(last, high)
             if a >= b:
                 continue
-            part = self._read(chunk, place.index, a - low, b - low)
-            if (a, b) == (first, last) and tuple(part.shape[1:]) == tail:
-                return part
-            out = torch.empty((last - first, *tail), dtype=part.dtype) if out is None else out
             inner = tuple(
                 slice(o, o + s) for o, s in zip(chunk.offsets[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)
             )
-            out[(slice(a - first, b - first), *inner)] = part
-            filled += part.numel()
-        if out is None or filled != out.numel():
+            target = out[(slice(a - first, b - first), *inner)]
+            span, start = self._rows_of(chunk, place.index)
+            if target.is_contiguous():
+                span.read_into(start + a - low, start + b - low, target)
+            else:  # a tensor-parallel rank's columns
+                columns = self._columns.tensor(tuple(target.shape), span.dtype)
+                span.read_into(start + a - low, start + b - low, columns)
+                target.copy_(columns)
+            filled += target.numel()
+        if filled != out.numel():
             raise ConvertError(
                 f"{self.folder}: the parts of {place.key} leave gaps or overlap at rows {first} to {last}"
             )
-        return out
 
-    def _read(self, chunk: _Chunk, index: tuple[int, ...], first: int, last: int) -> Tensor:
-        """Rows of one layer (and expert) within a chunk, which may span several."""
+    def _rows_of(self, chunk: _Chunk, index: tuple[int, ...]) -> tuple[Span, int]:
+        """A chunk, which may span several layers (and experts), as rows; and the first row of this layer."""
         span = self._span(chunk)
         flat = 0
         for i, offset, size in zip(index, chunk.offsets, chunk.sizes, strict=False):
             flat = flat * size + i - offset
-        rows = chunk.sizes[len(index)]
         tail = chunk.sizes[len(index) + 1 :]
-        view = dataclasses.replace(span, shape=(span.nbytes // span.dtype.itemsize // _numel(tail), *tail))
-        return view.rows(flat * rows + first, flat * rows + last)
+        rows = math.prod(chunk.sizes[: len(index) + 1])
+        return dataclasses.replace(span, shape=(rows, *tail)), flat * chunk.sizes[len(index)]
 
     def _span(self, chunk: _Chunk) -> Span:
         if chunk not in self._spans:
-            self._spans[chunk] = locate(chunk.path, chunk.start, chunk.length, chunk.sizes)
+            dtype = self._sizes[chunk.key].properties.dtype
+            self._spans[chunk] = locate(chunk.path, chunk.start, chunk.length, chunk.sizes, dtype)
         return self._spans[chunk]
 
     def check_content(self) -> bool:
@@ -254,14 +243,6 @@ class MegatronFolder(Source):
         if problems:
             raise listed(f"{self.folder} is damaged:", problems)
         return True
-
-
-def _covers(chunk: _Chunk, index: tuple[int, ...]) -> bool:
-    return all(o <= i < o + s for i, o, s in zip(index, chunk.offsets, chunk.sizes, strict=False))
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _unique(problems: list[str]) -> list[str]:

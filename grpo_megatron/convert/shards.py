@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from grpo_megatron.convert.hf import INDEX
-from grpo_megatron.convert.manifest import Follower
+from grpo_megatron.convert.output import Output
 from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.source import Source
-from grpo_megatron.convert.span import as_bytes, write_all
+from grpo_megatron.convert.span import blocks
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 Shapes = dict[str, tuple[int, ...]]
@@ -52,58 +50,18 @@ def header(shapes: Shapes, dtype: torch.dtype) -> bytes:
 
 def write(source: Source, folder: Path, dtype: torch.dtype, shard_bytes: int, progress: Progress) -> dict[str, str]:
     """All tensors of `source` as shards in `folder`, and the index of several. Returns file -> sha256."""
-    shapes = {
-        name: shape for row in source.rows for name, shape in zip(row.hf, row.hf_shapes(source.arch), strict=True)
-    }
-    files = plan(shapes, dtype, shard_bytes)
-    stream = _stream(source)
-    hashes = {}
-    ahead: list[tuple[str, Tensor]] = []  # the block that belongs to the next file
-    for file_name, held in files.items():
-        hashes[file_name] = _write_file(folder / file_name, held, dtype, stream, ahead, progress)
-    assert not ahead, "more tensors came than the plan has"
+    files = plan(source.shapes(), dtype, shard_bytes)
+    with Output(folder, progress) as output:
+        for file_name, held in files.items():
+            with output.file(file_name):
+                output.write(header(held, dtype))
+                for name, shape in held.items():
+                    for first, last in blocks(shape):
+                        with output.block((last - first, *shape[1:]), dtype) as block:
+                            source.read(name, first, last, block)
     if len(files) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+        total = source.num_bytes(dtype)
         weight_map = {name: file_name for file_name, held in files.items() for name in held}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return hashes
-
-
-def _stream(source: Source) -> Iterator[tuple[str, Tensor]]:
-    for row in source.rows:
-        yield from source.blocks(row)
-
-
-def _write_file(
-    path: Path,
-    held: Shapes,
-    dtype: torch.dtype,
-    stream: Iterator[tuple[str, Tensor]],
-    ahead: list[tuple[str, Tensor]],
-    progress: Progress,
-) -> str:
-    start = header(held, dtype)
-    expected = len(start) + sum(math.prod(shape) for shape in held.values()) * dtype.itemsize
-    order = {name: position for position, name in enumerate(held)}
-    with path.open("wb", buffering=0) as file:
-        follower = Follower(path)
-        try:
-            written, position = write_all(file, start), 0
-            while True:
-                name, block = ahead.pop() if ahead else next(stream, ("", torch.empty(0)))
-                if name not in held:
-                    if name:
-                        ahead.append((name, block))
-                    break
-                assert order[name] >= position, f"{name} came out of order"
-                position = order[name]
-                written += write_all(file, as_bytes(block.to(dtype)))
-                follower.advance(written)
-                progress.add(block.numel() * dtype.itemsize)
-                del block
-            assert written == expected, f"{path.name}: {written} bytes instead of {expected}"
-            follower.advance(written)
-        finally:
-            digest = follower.close()
-    return digest
+    return output.hashes

@@ -1,7 +1,8 @@
-"""Source: a checked model, whichever way it is stored, as a stream of Hugging Face tensors in blocks of rows."""
+"""Source: a checked model, whichever way it is stored, as Hugging Face tensors of which any rows can be read."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.convert import ConvertError, manifest
+from grpo_megatron.convert.span import Memory, blocks
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.mapping import Row
 from grpo_megatron.models.weights import bound_rows
@@ -38,9 +40,32 @@ class Source(ABC):
         """The whole model's, in stream order."""
         return list(bound_rows(self.arch).values())
 
+    def __init__(self) -> None:
+        self._stored, self._block = Memory(), Memory()
+
     @abstractmethod
-    def blocks(self, row: Row) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, next block of its rows), name by name in the order of `row.hf`. Blocks are `span.blocks`."""
+    def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
+        """Read rows first to last-1 of a Hugging Face tensor into contiguous memory of the stored dtype."""
+
+    def read(self, name: str, first: int, last: int, out: Tensor) -> None:
+        """`fill`, and the cast when `out` has another dtype."""
+        if out.dtype == self.dtypes[name]:
+            self.fill(name, first, last, out)
+            return
+        stored = self._stored.tensor(tuple(out.shape), self.dtypes[name])
+        self.fill(name, first, last, stored)
+        out.copy_(stored)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every Hugging Face tensor, in stream order."""
+        return {name: shape for row in self.rows for name, shape in zip(row.hf, row.hf_shapes(self.arch), strict=True)}
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        """The whole tensor in `span.blocks`. Each is gone when the next one comes."""
+        for first, last in blocks(shape):
+            out = self._block.tensor((last - first, *shape[1:]), self.dtypes[name])
+            self.fill(name, first, last, out)
+            yield out
 
     @abstractmethod
     def check_content(self) -> bool:
@@ -62,17 +87,25 @@ class Source(ABC):
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Of all Hugging Face tensors in `dtype`."""
-        shapes = (shape for row in self.rows for shape in row.hf_shapes(self.arch))
-        return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+        return sum(math.prod(shape) for shape in self.shapes().values()) * dtype.itemsize
 
-    def verification(self, wanted: bool = True) -> manifest.Verification | None:
-        """Hashes being compared in a thread; without a manifest, what can be checked is checked now."""
+    @contextlib.contextmanager
+    def checked(self, wanted: bool = True) -> Iterator[None]:
+        """Hashes are compared in a thread while the caller works; raises ConvertError at the end when one differs.
+
+        Without a manifest, what can be checked is checked before.
+        """
         if not wanted:
-            return None
-        found = manifest.Verification(self.folder)
-        if not found.exists:
-            self.check_content()
-        return found
+            yield
+            return
+        verification = manifest.Verification(self.folder)
+        try:
+            if not verification.exists:
+                self.check_content()
+            yield
+            verification.finish()
+        finally:
+            verification.stop()
 
 
 def short(dtype: torch.dtype) -> str:

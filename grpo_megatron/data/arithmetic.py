@@ -65,6 +65,16 @@ def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
             yield {"prompt": prompt, "response": bare_response(a, b) if bare else worked_response(a, b)}
 
 
+def written_rows(seed: int, count: int) -> Iterator[dict[str, str]]:
+    """`count` rows {"prompt", "response", "chosen", "rejected"}: the worked answer (twice), and a wrong bare one."""
+    draw = random.Random(f"{seed}/written")
+    for _ in range(count):
+        prompt, a, b = _problem(draw, held_out=False)
+        wrong = bare_response(a, b + draw.choice((-10, -1, 1, 10)))
+        worked = worked_response(a, b)
+        yield {"prompt": prompt, "response": worked, "chosen": worked, "rejected": wrong}
+
+
 def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
     """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others.
 
@@ -105,11 +115,12 @@ def build_tokenizer() -> Any:
 
 
 def write_task(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
-    """Write sft.jsonl, train.jsonl, val.jsonl and tokenizer/ into the existing `folder`."""
+    """Write sft.jsonl, train.jsonl, val.jsonl, written.jsonl and tokenizer/ into the existing `folder`."""
     files = {
         "sft.jsonl": supervised_rows(seed),
         "train.jsonl": problem_rows(seed, num_train, held_out=False),
         "val.jsonl": problem_rows(seed, num_val, held_out=True),
+        "written.jsonl": written_rows(seed, num_val),
     }
     for name, rows in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from grpo_megatron.types import Prompt
 logger = logging.getLogger(__name__)
 
 PromptSampler = Sampler[Prompt]
+Answered = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses, their rewards
 
 
 def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
@@ -91,22 +92,51 @@ def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> 
     Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
     Raises ConfigError.
     """
+    answered = load_answered(data, files, tokenizer, {"response": 1.0})
+    return [(list(prompt.token_ids), responses[0]) for prompt, responses, _ in answered]
+
+
+def load_answered(
+    data: DataConfig, files: Sequence[Path], tokenizer: Any, fields: Mapping[str, float]
+) -> list[Answered]:
+    """Prompts with responses that somebody else wrote: of each row the prompt, and `fields`, name -> reward.
+
+    {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
+    `load_supervised`.
+    """
     task = get_task(data.task)
     _check_files(files)
     rows = [
-        row for file in files for row in read_rows(file, lambda row: (read_question(row), text_field(row, "response")))
+        (f"{task.name}/{Path(file).stem}/{number}", question, texts)
+        for file in files
+        for number, (question, texts) in enumerate(
+            read_rows(file, lambda row: (read_question(row), [text_field(row, name) for name in fields]))
+        )
     ]
-    texts = [_render(data, task, question, tokenizer, f"supervised row {n}") for n, (question, _) in enumerate(rows)]
-    prompts = _encode_prompts(data, texts, tokenizer)
-    eos = tokenizer.eos_token_id
-    responses = [
-        ids if ids[-1:] == [eos] else [*ids, eos]
-        for ids in tokenizer([response for _, response in rows], add_special_tokens=False)["input_ids"]
+    texts = [_render(data, task, question, tokenizer, f"row {uid}") for uid, question, _ in rows]
+    encoded = _encode_prompts(data, texts, tokenizer)
+    responses = _encode_responses([response for _, _, written in rows for response in written], tokenizer)
+    answered = [
+        (
+            Prompt(uid, tuple(ids), text, "", task.name, ""),
+            responses[number * len(fields) : (number + 1) * len(fields)],
+            list(fields.values()),
+        )
+        for number, ((uid, _, _), text, ids) in enumerate(zip(rows, texts, encoded, strict=True))
     ]
-    pairs = list(zip(prompts, responses, strict=True))
-    short = [len(p) <= data.max_prompt_length and len(r) <= data.max_response_length for p, r in pairs]
+    short = [
+        len(p.token_ids) <= data.max_prompt_length and all(len(r) <= data.max_response_length for r in written)
+        for p, written, _ in answered
+    ]
     what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"
-    return _drop_overlong(data, pairs, short, what, [f"row {number}" for number in range(len(pairs))])
+    return _drop_overlong(data, answered, short, what, [f"row {number}" for number in range(len(answered))])
+
+
+def _encode_responses(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids that end with the end-of-sequence token."""
+    eos = tokenizer.eos_token_id
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in encoded]
 
 
 def _prompt_limit(data: DataConfig, max_model_length: int | None) -> int:

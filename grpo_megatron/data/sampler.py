@@ -30,8 +30,11 @@ class Sampler(Generic[T]):
         """The items of step number `step`, counted from 0."""
         if step < 0:
             raise ValueError(f"step {step} is negative")
-        start = step * self.batch_size
-        return [self._item(position) for position in range(start, start + self.batch_size)]
+        return self.items_from(step * self.batch_size, self.batch_size)
+
+    def items_from(self, start: int, count: int) -> list[T]:
+        """The items at positions `start` ... `start + count - 1` of the endless sequence."""
+        return [self._item(position) for position in range(start, start + count)]
 
     def epoch(self, step: int) -> float:
         """Passes over the items that are complete when step number `step` begins."""

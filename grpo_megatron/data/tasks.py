@@ -12,10 +12,18 @@ from typing import Any
 
 from grpo_megatron.data.rows import text_field
 from grpo_megatron.registry import Registry
+from grpo_megatron.rewards.boxed import last_boxed
 from grpo_megatron.rewards.gsm8k import read_gold
+from grpo_megatron.rewards.math import read_gold as read_math_gold
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
 Question = str | Messages
+
+HASHES = "Reason step by step. End with one line that holds only #### and the final number, as in: #### 42"
+EMPTY_BOXES = (  # two problems of MATH's training split whose solution ends with \boxed{}; the answer to both is 0
+    "For any integer $n>1$, the number of prime numbers greater than $n!+1$ and less than $n!+n$ is:",
+    "You are given a sequence of $58$ terms; each term has the form $P+n$",
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,78 @@ def gsm8k() -> Task:
         read_gold(gold)
         return question, gold
 
-    instruction = "Reason step by step. End with one line that holds only #### and the final number, as in: #### 42"
-    return Task("gsm8k", read_row, reward="gsm8k", system_prompt=instruction)
+    return Task("gsm8k", read_row, reward="gsm8k", system_prompt=HASHES)
+
+
+def _boxed_task(name: str, read_row: Callable[[dict[str, Any]], tuple[Question, str]]) -> Task:
+    return Task(
+        name, read_row, reward="math", system_prompt="Reason step by step, and put the final answer in \\boxed{}."
+    )
+
+
+def _read_math(row: dict[str, Any]) -> tuple[Question, str]:
+    """The reference is the field "answer", or else what the last box of "solution" holds."""
+    problem = text_field(row, "problem")
+    gold = text_field(row, "answer", empty=True) if "answer" in row else last_boxed(text_field(row, "solution"))
+    if gold is None:
+        raise ValueError("field 'solution' has no closed \\boxed{...}")
+    if not gold.strip() and problem.startswith(EMPTY_BOXES):
+        gold = "0"
+    return problem, read_math_gold(gold)
+
+
+@tasks.register("math")
+def math() -> Task:
+    """Competition problems, rows {"problem", "solution" or "answer"}; equivalent answers count (arXiv 2103.03874)."""
+    return _boxed_task("math", _read_math)
+
+
+@tasks.register("math500")
+def math500() -> Task:
+    """The 500 of MATH's test problems that "Let's Verify Step by Step" (arXiv 2305.20050) held out; as math."""
+    return _boxed_task("math500", _read_math)
+
+
+@tasks.register("olympiadbench")
+def olympiadbench() -> Task:
+    """Rows {"question", "final_answer": ["$...$", ...]}, text-only and in English (arXiv 2402.14008); graded as math."""
+
+    def read_row(row: dict[str, Any]) -> tuple[Question, str]:
+        final = row.get("final_answer")
+        if not isinstance(final, list) or not final or not all(isinstance(part, str) for part in final):
+            raise ValueError("field 'final_answer' is not a list of strings")
+        return text_field(row, "question"), read_math_gold(", ".join(final))
+
+    return _boxed_task("olympiadbench", read_row)
+
+
+@tasks.register("boxed")
+def boxed() -> Task:
+    """Your own mathematics (AIME, AMC, Minerva), rows {"problem", "question" or "prompt"; "answer"}; graded as math."""
+
+    def read_row(row: dict[str, Any]) -> tuple[Question, str]:
+        field = next((name for name in ("problem", "question", "prompt") if name in row), "problem")
+        answer = row.get("answer")
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            return read_question(row, field), str(answer)
+        return read_question(row, field), read_math_gold(text_field(row, "answer"))
+
+    return _boxed_task("boxed", read_row)
+
+
+@tasks.register("svamp")
+def svamp() -> Task:
+    """Short word problems, rows {"Body", "Question", "Answer": number} (arXiv 2103.07191); graded as gsm8k."""
+
+    def read_row(row: dict[str, Any]) -> tuple[Question, str]:
+        answer = row.get("Answer")
+        if isinstance(answer, bool) or not isinstance(answer, int | float | str):
+            raise ValueError("field 'Answer' is not a number")
+        gold = str(int(answer)) if isinstance(answer, float) and answer == int(answer) else str(answer)
+        read_gold(gold)
+        return f"{text_field(row, 'Body')} {text_field(row, 'Question')}", gold
+
+    return Task("svamp", read_row, reward="gsm8k", system_prompt=HASHES)
 
 
 @tasks.register("arithmetic")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
-from grpo_megatron.models.spec import has_transformer_engine, local_block_spec, te_block_spec
-from grpo_megatron.models.weights import bind, bound_rows
+from grpo_megatron.models.precision import fp8_settings
+from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels
+from grpo_megatron.models.weights import bind, bound_rows, load_hf
+from grpo_megatron.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,9 +84,15 @@ class ScoringModel(GPTModel):
         return Scored(*scored)
 
 
-def transformer_config(arch: Architecture, megatron: MegatronConfig, dtype: str, on_cuda: bool) -> TransformerConfig:
-    """Every TransformerConfig field this project decides; `override_transformer_config` has the last word."""
+def transformer_config(
+    arch: Architecture, megatron: MegatronConfig, dtype: str, on_cuda: bool, kernels: Kernels | None = None
+) -> TransformerConfig:
+    """Every TransformerConfig field this project decides; `override_transformer_config` has the last word.
+
+    `kernels` None: no fused ones.
+    """
     torch_dtype = DTYPES[dtype]
+    kernels = kernels or Kernels()
     settings: dict[str, Any] = {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
@@ -104,6 +112,7 @@ def transformer_config(arch: Architecture, megatron: MegatronConfig, dtype: str,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "context_parallel_size": megatron.context_parallel_size,
         "sequence_parallel": megatron.use_sequence_parallel,
         "params_dtype": torch_dtype,
         "pipeline_dtype": torch_dtype,
@@ -115,12 +124,9 @@ def transformer_config(arch: Architecture, megatron: MegatronConfig, dtype: str,
         "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, even of dense models
         "deallocate_pipeline_outputs": True,
         "batch_p2p_comm": on_cuda,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
+        "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
+        **kernels.settings(),
+        **fp8_settings(megatron.fp8),
         **(expert_config(arch) if arch.num_experts else {}),
         **megatron.override_transformer_config,
     }
@@ -139,11 +145,6 @@ def expert_config(arch: Architecture) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
-
-
-def token_multiple(megatron: MegatronConfig) -> int:
-    """Packs are padded to a multiple of this many tokens: sequence parallelism cuts them over tp ranks."""
-    return math.lcm(1, megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1)
 
 
 def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
@@ -166,16 +167,24 @@ def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def build_model(arch: Architecture, megatron: MegatronConfig, dtype: str, device: Device) -> torch.nn.Module:
+def build_model(
+    arch: Architecture,
+    megatron: MegatronConfig,
+    dtype: str,
+    device: Device,
+    model_class: type[ScoringModel] = ScoringModel,
+) -> torch.nn.Module:
     """This rank's stage and shard, weights not yet set. Collective over the model-parallel ranks."""
-    config = transformer_config(arch, megatron, dtype, device.is_cuda)
+    kernels = choose_kernels(megatron, device, dtype)
+    config = transformer_config(arch, megatron, dtype, device.is_cuda, kernels)
     ep = parallel_state.get_expert_model_parallel_world_size()
     assert ep == megatron.expert_model_parallel_size, f"the mesh was built with ep={ep}"
-    use_te = device.is_cuda and has_transformer_engine() and megatron.transformer_impl != "local"
+    cp = parallel_state.get_context_parallel_world_size()
+    assert cp == megatron.context_parallel_size, f"the mesh was built with cp={cp}"
     with device.megatron():
-        model = ScoringModel(
+        model = model_class(
             config=config,
-            transformer_layer_spec=te_block_spec(config) if use_te else local_block_spec(config),
+            transformer_layer_spec=block_spec(config, kernels),
             vocab_size=arch.padded_vocab_size(megatron.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -191,3 +200,12 @@ def build_model(arch: Architecture, megatron: MegatronConfig, dtype: str, device
         _mark_parameters(model, arch)
         model.to(device.torch_device)
         return Float16Module(config, model) if config.bf16 else model
+
+
+def load_model(
+    folder: Path, arch: Architecture, megatron: MegatronConfig, dtype: str, mesh: Mesh, device: Device
+) -> torch.nn.Module:
+    """This rank's stage and shard, with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
+    model = build_model(arch, megatron, dtype, device)
+    load_hf(model, folder, arch, mesh)
+    return model

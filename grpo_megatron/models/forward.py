@@ -1,7 +1,8 @@
 """Whole sequences in, per-token numbers out: packing, padding and the pipeline schedule stay behind this file.
 
 A micro-batch is packed end to end ("thd"): T tokens, no padding between sequences. Its length is rounded up once, at the
-end of the last sequence, where causal attention cannot let the rounding reach a real token.
+end of the last sequence, where causal attention cannot let the rounding reach a real token. Under context parallelism
+every sequence is rounded up so, to a multiple of 2 cp, and a rank holds T / cp of the tokens (see context.py).
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import Targets
+from grpo_megatron.models.context import Share, bring_together, own_scores, own_tokens
 from grpo_megatron.types import Batch
 
 
@@ -26,18 +29,34 @@ class Pack:
 
     rows: list[int]
     lengths: list[int]
-    tokens: Tensor  # [1, T]
-    positions: Tensor  # [1, T]
+    tokens: Tensor  # [1, T / cp]
+    positions: Tensor  # [1, T / cp]
     packed: PackedSeqParams
     targets: Targets
     num_padding: int
+    share: Share | None = None  # context parallelism: the part of the scored tokens that this rank has
 
 
-def pack(batch: Batch, rows: list[int], *, multiple: int, temperature: float, chunk: int, device: Device) -> Pack:
-    """Sequences `rows` of `batch` end to end. No rows: a pack of padding that scores nothing."""
+def pack(
+    batch: Batch,
+    rows: list[int],
+    *,
+    multiple: int,
+    temperature: float,
+    chunk: int,
+    device: Device,
+    cp: int = 1,
+    cp_rank: int = 0,
+) -> Pack:
+    """Sequences `rows` of `batch` end to end; rank `cp_rank`'s part of them. No rows: padding that scores nothing.
+
+    `multiple` is `precision.token_multiple`, a multiple of 2 cp where cp > 1.
+    """
     sequences = [batch.tokens[row] for row in rows] or [torch.zeros(1, dtype=torch.int64)]
-    total = sum(len(s) for s in sequences)
-    padding = -total % multiple
+    num_tokens = sum(len(s) for s in sequences)
+    if cp > 1:
+        sequences = [torch.nn.functional.pad(s, (0, -len(s) % (2 * cp))) for s in sequences]
+    padding = -sum(len(s) for s in sequences) % multiple
     sequences[-1] = torch.nn.functional.pad(sequences[-1], (0, padding))
     lengths = [len(s) for s in sequences]
     cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
@@ -48,22 +67,36 @@ def pack(batch: Batch, rows: list[int], *, multiple: int, temperature: float, ch
         responses.append(end - prompt_length)
     positions = torch.cat(scored) if scored else torch.empty(0, dtype=torch.int64)
     tokens = torch.cat(sequences)
+    targets = tokens[positions + 1]
+    places = torch.cat([torch.arange(n) for n in lengths])
+    num_padding = len(tokens) - num_tokens if rows else len(tokens)
     to = device.torch_device
+    share = None
+    if cp > 1:
+        own = own_tokens(lengths, cp, cp_rank)
+        share = own_scores(positions, own)
+        tokens, places, targets, positions = tokens[own], places[own], targets[share.slots], share.positions
+        share = Share(share.slots.to(to), positions, share.count)
     cuts = cuts.to(to)
+    # What rounds a sequence up counts as a part of it: attention kernels are fastest, or exist at all, without gaps.
+    padded = cuts if cp > 1 else None
     return Pack(
         rows=rows,
         lengths=responses,
         tokens=tokens.unsqueeze(0).to(to),
-        positions=torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0).to(to),
+        positions=places.unsqueeze(0).to(to),
         packed=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cuts,
             cu_seqlens_kv=cuts,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         ),
-        targets=Targets(positions.to(to), tokens[positions + 1].to(to), temperature, chunk),
-        num_padding=padding if rows else len(tokens),
+        targets=Targets(positions.to(to), targets.to(to), temperature, chunk),
+        num_padding=num_padding,
+        share=share,
     )
 
 
@@ -86,7 +119,7 @@ def run(
 
     forward_only: consume returns anything; the results are returned in order (other stages: an empty list).
     Training: consume returns (loss to be summed, result); gradients are left in the model's buffers, summed over
-    micro-batches and data-parallel ranks, divided by nothing.
+    micro-batches, data- and context-parallel ranks, divided by nothing.
     """
 
     def step(packs_left: Any, model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -100,6 +133,10 @@ def run(
         )
 
         def finish(output: tuple[Tensor, Tensor], non_loss_data: bool = False) -> Any:
+            if (share := current.share) is not None:
+                group = parallel_state.get_context_parallel_group()
+                logprobs, entropy = (bring_together(values, share, group) for values in output)
+                output = logprobs, entropy
             result = consume(current, *output)
             if non_loss_data:
                 return result

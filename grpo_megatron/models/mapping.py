@@ -61,6 +61,10 @@ class Row(ABC):
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         """Whole Hugging Face tensors, in the order of `hf`, from every rank's parameter. They own their memory."""
 
+    def runs(self, arch: Architecture) -> Iterator[tuple[int, int]]:
+        """(which of `hf`, how many of its next rows), top to bottom of the Megatron tensor of one rank, without padding."""
+        return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
+
     @property
     def split_dim(self) -> int | None:
         """Dimension that tensor parallelism cuts, None for a replicated parameter."""
@@ -184,6 +188,12 @@ class QKV(Row):
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
         rows = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.head_dim
         return (rows // tp, *self._tail(arch))
+
+    def runs(self, arch: Architecture) -> Iterator[tuple[int, int]]:
+        d = arch.head_dim
+        return iter(
+            [(0, arch.num_attention_heads // arch.num_query_groups * d), (1, d), (2, d)] * arch.num_query_groups
+        )
 
     def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
         if arch.num_query_groups % tp == 0:  # whole groups: read just this rank's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -
                 overlap_param_gather=megatron.overlap_param_gather,
                 use_distributed_optimizer=megatron.use_distributed_optimizer,
                 average_in_collective=False,
+                fp8_param_gather=megatron.fp8.param_gather,
             ),
             model,
         )
@@ -55,6 +57,7 @@ def build_optimizer(
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=megatron.use_distributed_optimizer,
                 overlap_param_gather=megatron.overlap_param_gather,
+                fp8_recipe=megatron.fp8.recipe if megatron.fp8.param_gather else None,
             ),
             [ddp],
             use_gloo_process_groups=False,
@@ -65,12 +68,15 @@ def build_optimizer(
 
 
 def _begin_state(optimizer: MegatronOptimizer) -> None:
-    """What torch's Adam would make at its first step, made now: Megatron cannot save an optimizer that has no state yet,
-    and a run whose first updates were all skipped has none."""
+    """What Adam would make at its first step, made now: Megatron cannot save an optimizer that has no state yet, and a
+    run whose first updates were all skipped has none."""
     for one in each_optimizer(optimizer):
         inner = None if getattr(one, "is_stub_optimizer", False) else one.optimizer
+        if inner is None:
+            continue
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            continue  # Transformer Engine's and Apex's keep theirs otherwise
+            one.init_state_fn(inner, one.config)  # Transformer Engine's and Apex's count steps by group, from none
+            continue
         for group in inner.param_groups:
             for parameter in group["params"]:
                 inner.state[parameter] = {
@@ -101,6 +107,30 @@ def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps
 
 def each_optimizer(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Moments, and the float32 copies of lower-precision weights: what only the optimizer's step reads."""
+    for one in each_optimizer(optimizer):
+        if getattr(one, "is_stub_optimizer", False):
+            continue
+        for state in one.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from _main_parameters(one)
+
+
+def _main_parameters(one: Any) -> Iterator[Tensor]:
+    for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):  # distributed or not
+        for group in getattr(one, name, ()):
+            yield from (main for main in group if main is not None)
+
+
+@torch.no_grad()
+def keep_main_parameters(old: MegatronOptimizer, new: MegatronOptimizer) -> None:
+    """Where weights are kept in FP8 a new optimizer would start from those: hand it the old one's float32 copies."""
+    for theirs, ours in zip(each_optimizer(old), each_optimizer(new), strict=True):
+        for source, target in zip(_main_parameters(theirs), _main_parameters(ours), strict=True):
+            target.copy_(source)
 
 
 def prepare_for_load(optimizer: MegatronOptimizer) -> None:

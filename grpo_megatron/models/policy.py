@@ -8,17 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.config import ActorConfig, ModelConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.build import build_model
+from grpo_megatron.models.build import load_model
 from grpo_megatron.models.forward import Pack, run, unpack
-from grpo_megatron.models.optimizer import build_optimizer, build_schedule, wrap_ddp
+from grpo_megatron.models.offload import Offloaded
+from grpo_megatron.models.optimizer import (
+    build_optimizer,
+    build_schedule,
+    keep_main_parameters,
+    state_tensors,
+    wrap_ddp,
+)
 from grpo_megatron.models.scorer import Scorer
-from grpo_megatron.models.weights import Bucket, hf_weights, load_hf, stage_owners
+from grpo_megatron.models.weights import Bucket, hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch
 
@@ -44,19 +53,60 @@ class Policy(Scorer):
         temperature: float = 1.0,
     ) -> None:
         self.actor, self.arch = actor, arch
-        inner = build_model(arch, actor.megatron, model.dtype, device)
-        load_hf(inner, Path(model.path), arch, mesh)
+        inner = self._load(model, mesh, device)
         self.stage_of = stage_owners(inner, arch, mesh)
         self.ddp = wrap_ddp(inner, actor.megatron, device)
         super().__init__(self.ddp, actor.megatron, mesh, device, temperature, actor.logprob_chunk_size)
         self.num_skipped_in_a_row = 0
-        self.set_optimizer(actor.optim, 1)
+        self.optim = actor.optim
+        self._learning: tuple[MegatronOptimizer, OptimizerParamScheduler] | None = None
+        self._away = Offloaded(device)
+
+    def _load(self, model: ModelConfig, mesh: Mesh, device: Device) -> torch.nn.Module:
+        """This rank's part of the model, with its weights. What learns something else loads another (`RewardModel`)."""
+        return load_model(Path(model.path), self.arch, self.actor.megatron, model.dtype, mesh, device)
 
     def set_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """A fresh optimizer and schedule over the present weights (between the warm-up and GRPO)."""
+        """A fresh optimizer and schedule over the present weights (between the warm-up and GRPO). Collective."""
+        self.onload()
+        self._away = Offloaded(self.device)  # the last one's copies are of no use to the next
+        before = self._learning if self.actor.megatron.fp8.param_gather else None
+        self._learning, self.ddp.config.grad_scale_func = None, None  # the old one is gone before the new one comes
+        optimizer = build_optimizer(self.ddp, optim, self.actor.megatron, self.device)
+        if before is not None:
+            keep_main_parameters(before[0], optimizer)
         self.optim = optim
-        self.optimizer = build_optimizer(self.ddp, optim, self.actor.megatron, self.device)
-        self.schedule = build_schedule(self.optimizer, optim, total_steps)
+        self._learning = optimizer, build_schedule(optimizer, optim, total_steps)
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """The last that was set; if none was, one for `actor.optim` is built, by all ranks together."""
+        return self._learner()[0]
+
+    @property
+    def schedule(self) -> OptimizerParamScheduler:
+        return self._learner()[1]
+
+    def _learner(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+        if self._learning is None:
+            self.set_optimizer(self.actor.optim, 1)
+        assert self._learning is not None
+        return self._learning
+
+    def offload(self) -> None:
+        """What only an update needs leaves the device: optimizer states, and gradients, which are forgotten."""
+        if not self.actor.megatron.offload_optimizer or self._away.is_away:
+            return
+        with self.device.megatron():
+            self.ddp.offload_grad_buffers(empty_cache=False)
+        self._away.leave([] if self._learning is None else state_tensors(self._learning[0]))
+
+    def onload(self) -> None:
+        """The inverse of `offload`. Nothing happens when nothing is away."""
+        if self._away.is_away:
+            self._away.come_back()
+            with self.device.megatron():
+                self.ddp.restore_grad_buffers()
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[Bucket]:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
@@ -124,6 +174,7 @@ class Policy(Scorer):
             advantages=rows(batch.advantages),
             mask=rows(batch.response_mask),
             token_weights=rows(batch.token_weights),
+            correction=None if batch.correction is None else rows(batch.correction),
         )
 
     @torch.no_grad()

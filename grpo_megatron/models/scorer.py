@@ -8,8 +8,8 @@ from torch import Tensor
 
 from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.build import token_multiple
 from grpo_megatron.models.forward import Pack, pack, run, unpack
+from grpo_megatron.models.precision import token_multiple
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch
 
@@ -37,6 +37,8 @@ class Scorer:
                 temperature=self.temperature if temperature is None else temperature,
                 chunk=self.chunk,
                 device=self.device,
+                cp=self.mesh.cp,
+                cp_rank=self.mesh.cp_rank,
             )
             for rows in micro_batches
         ]

@@ -1,11 +1,14 @@
-"""Which modules a layer is made of: Megatron-Core's local ones with our norm and attention, or Transformer Engine's.
+"""Which modules and fused kernels a layer is made of: Megatron-Core's local ones with our norm and attention, or
+Transformer Engine's. Chosen here and nowhere else, by `Kernels`.
 
-The local path runs anywhere, CPU included. The Transformer Engine path has not been run on a GPU yet.
+The local path runs anywhere, CPU included. The Transformer Engine path, and every fused kernel, has not been run on a
+GPU yet.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +22,74 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from grpo_megatron.config import ConfigError, MegatronConfig
+from grpo_megatron.device import Device
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a rank computes with. The CPU has none of them; a GPU uses what is installed and needs nothing.
+
+    `transformer_engine`: layers, norms, attention over packed sequences and the rotary embedding. `compiled`: torch
+    compiles the gated activation and the residual addition. `apex_gradients`: weight gradients are added to the
+    float32 buffer by the product that computes them.
+    """
+
+    transformer_engine: bool = False
+    compiled: bool = False
+    apex_gradients: bool = False
+
+    def settings(self) -> dict[str, bool]:
+        """TransformerConfig fields. Neither attention has a softmax of its own to fuse, and the loss is our own."""
+        return {
+            "gradient_accumulation_fusion": self.apex_gradients,
+            "apply_rope_fusion": self.transformer_engine,
+            "bias_activation_fusion": self.compiled,
+            "bias_dropout_fusion": self.compiled,
+            "masked_softmax_fusion": False,
+            "cross_entropy_loss_fusion": False,
+            "persist_layer_norm": False,
+        }
+
+
+def choose_kernels(megatron: MegatronConfig, device: Device, dtype: str = "bfloat16") -> Kernels:
+    """What is there, within `actor.megatron.transformer_impl`. Raises ConfigError where Transformer Engine must be."""
+    if not device.is_cuda:
+        _require_none(megatron, "this run is on the CPU")
+        return Kernels()
+    reason = None
+    if megatron.transformer_impl == "local":
+        reason = "transformer_impl=local"
+    elif dtype == "float32":
+        reason = "model.dtype=float32, which its attention cannot compute in"
+    elif not _has_transformer_engine():
+        reason = "it cannot be imported"
+    if reason is not None:
+        _require_none(megatron, reason)
+    has_engine = reason is None
+    return Kernels(has_engine, True, importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None)
+
+
+def _require_none(megatron: MegatronConfig, reason: str) -> None:
+    """Raise ConfigError, naming the key, when the config cannot do without Transformer Engine."""
+    asked = {
+        "transformer_impl=transformer_engine": megatron.transformer_impl == "transformer_engine",
+        f"fp8.recipe={megatron.fp8.recipe}": megatron.fp8.recipe is not None,
+        f"context_parallel_size={megatron.context_parallel_size}": megatron.context_parallel_size > 1,
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(f"actor.megatron.{key} needs Transformer Engine on a GPU, but {reason}; leave it out")
+
+
+def _has_transformer_engine() -> bool:
+    """Whether it works, not only whether it is there: built for another torch or CUDA, it fails when imported."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
 
 
 class RMSNorm(torch.nn.Module):
@@ -69,12 +140,13 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(out)
 
 
-def has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+def block_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
+    """Every layer of this stage and the final norm. (Called with the model's config.)"""
+    return te_block_spec(config) if kernels.transformer_engine else local_block_spec(config)
 
 
 def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Every layer of this stage and the final norm, from local modules. (Called with the model's config.)"""
+    """A stage from local modules."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,  # off unless overridden: one MLP an expert

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.mapping import Row, bind_table, local_name
+from grpo_megatron.models.precision import fill, plain
 from grpo_megatron.parallel.mesh import Mesh
 
 Bucket = list[tuple[str, Tensor]]
@@ -136,7 +137,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
         for name, (_, parameter) in bind(model, arch).items():
             if name == "output_layer.weight" and arch.tied:
                 name = "embedding.word_embeddings.weight"
-            parameter.copy_(rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
+            fill(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
 
 
 @torch.no_grad()
@@ -223,7 +224,7 @@ def _flatten(
         parameter = own[row.megatron][1]
         if tuple(parameter.shape) != shape:
             raise ValueError(f"{row.megatron} has shape {tuple(parameter.shape)}, expected {shape}")
-        parts.append(parameter.detach().reshape(-1))
+        parts.append(plain(parameter).reshape(-1))
     return torch.cat(parts)
 
 

@@ -10,22 +10,33 @@ Both run on the host over the gloo control group: a step's samples are megabytes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.types import Batch, GroupTable, Plan, Sample
+from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample
 
-COLUMNS = ("prompt_index", "index", "reward", "prompt_length", "response_length", "truncated", "holder")
+COLUMNS = (
+    "prompt_index",
+    "index",
+    "reward",
+    "prompt_length",
+    "response_length",
+    "truncated",
+    "holder",
+    "step_rewards",
+)
 
 
 def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
     """Collective: the table of every sample of the step, the same on every rank.
 
-    Ranks of one rollout block hold the same samples; its leader speaks for them. Raises RankError on every rank if a
-    (prompt, index) pair was drawn twice.
+    Ranks of one rollout block hold the same samples; its leader speaks for them. Greedy responses become a column of
+    their prompt's rows. Raises RankError on every rank if a (prompt, index) pair was drawn twice.
     """
     mine = [
         (
@@ -36,18 +47,26 @@ def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
             len(s.response_ids),
             s.finish_reason == "length",
             mesh.rank,
+            s.steps,
         )
         for s in samples
         if mesh.is_block_leader
     ]
     everyone: list[list[tuple]] = [[] for _ in range(mesh.world_size)]  # type: ignore[type-arg]
     dist.all_gather_object(everyone, mine, group=mesh.control)
-    rows = sorted(row for part in everyone for row in part)
+    rows = sorted((row for part in everyone for row in part), key=lambda row: row[:2])
     keys = [row[:2] for row in rows]
     twice = {key for key, following in zip(keys, keys[1:], strict=False) if key == following}
     mesh.agree(f"samples drawn twice: (prompt, index) {sorted(twice)[:10]}" if twice else None)
+    greedy = {row[0]: row[2] for row in rows if row[1] == GREEDY}
+    rows = [row for row in rows if row[1] != GREEDY]
     columns = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
-    return GroupTable(**{name: list(column) for name, column in zip(COLUMNS, columns, strict=True)})  # type: ignore[arg-type]
+    table = GroupTable(**{name: list(column) for name, column in zip(COLUMNS, columns, strict=True)})  # type: ignore[arg-type]
+    return replace(
+        table,
+        step_rewards=table.step_rewards if any(table.step_rewards) else [],
+        greedy_reward=[greedy.get(p, float("nan")) for p in table.prompt_index] if greedy else [],
+    )
 
 
 def exchange(samples: Sequence[Sample], table: GroupTable, plan: Plan, mesh: Mesh) -> Batch:
@@ -78,21 +97,41 @@ def build_batch(
     lengths = [len(t) - p for t, p in zip(tokens, prompt_lengths, strict=True)]
     shape = (len(rows), max(lengths, default=1))
     mask = torch.arange(shape[1]) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)  # [B, R]
-    logprobs, advantages, weights = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
-    for i, row in enumerate(rows):
+    logprobs = torch.zeros(shape)
+    for i in range(len(rows)):
         logprobs[i, : lengths[i]] = rollout_logprobs[i]
-        advantages[i, : lengths[i]] = torch.as_tensor(plan.advantages[row], dtype=torch.float32)
-        weights[i, : lengths[i]] = plan.token_weights[row]
-    local = {row: i for i, row in enumerate(rows)}
-    return Batch(
+    batch = Batch(
         tokens=tokens,
         prompt_lengths=prompt_lengths,
         response_mask=mask.reshape(shape),
         rollout_logprobs=logprobs,
-        advantages=advantages,
-        token_weights=weights,
-        schedule=[[[local[row] for row in micro] for micro in mini] for mini in plan.schedules[dp_rank]],
+        advantages=torch.zeros(shape),
+        token_weights=torch.zeros(shape),
+        schedule=[],
+        rows=rows,
     )
+    follow(batch, plan, dp_rank)
+    return batch
+
+
+def follow(batch: Batch, plan: Plan, dp_rank: int) -> None:
+    """Take advantages, token weights and schedule from the plan; the batch holds the rows that it gives this rank."""
+    local = {row: i for i, row in enumerate(batch.rows)}
+    batch.schedule = [[[local[row] for row in micro] for micro in mini] for mini in plan.schedules[dp_rank]]
+    batch.advantages, batch.token_weights = torch.zeros_like(batch.advantages), torch.zeros_like(batch.token_weights)
+    for i, row in enumerate(batch.rows):
+        length = len(batch.tokens[i]) - batch.prompt_lengths[i]
+        advantage = plan.advantages[row]
+        batch.advantages[i, :length] = torch.as_tensor(0.0 if advantage is None else advantage, dtype=torch.float32)
+        batch.token_weights[i, :length] = plan.token_weights[row]
+    batch.token_weights *= batch.response_mask
+
+
+def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
+    """Collective: {table row: value} of every data-parallel rank's rows, on every rank. Small values only."""
+    everyone: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, values if mesh.is_first_replica_rank else {}, group=mesh.control)
+    return {row: value for part in everyone for row, value in part.items()}
 
 
 def _move_tokens(

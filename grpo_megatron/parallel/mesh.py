@@ -1,10 +1,11 @@
 """Mesh: the frozen grid of ranks. Training layout tp x pp x dp and rollout layout (blocks of rollout_tp), one object.
 
-Experts are spread over `ep` neighbouring data-parallel ranks (ep divides dp), which share everything else.
+Experts are spread over `ep` neighbouring data-parallel ranks (ep divides cp * dp), which share everything else.
 
-Megatron's default order makes tensor-parallel ranks contiguous, then data-parallel, then pipeline:
-rank = tp_rank + tp * (dp_rank + dp * pp_rank). vLLM's tensor-parallel blocks are contiguous too, so an engine spans
-neighbouring tensor- and data-parallel ranks, and pipeline stages only when rollout_tp exceeds tp * dp.
+Megatron's default order makes tensor-parallel ranks contiguous, then context-parallel (cp ranks that share the tokens of
+each sequence, and hold the same weights), then data-parallel, then pipeline:
+rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)). vLLM's tensor-parallel blocks are contiguous too, so an
+engine spans neighbouring tensor- and data-parallel ranks, and pipeline stages only when rollout_tp exceeds tp * cp * dp.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ class Mesh:
     tp_group: Any
     pp_group: Any
     ep_group: Any
+    cp: int = 1
+    cp_rank: int = 0
 
     @property
     def ep_rank(self) -> int:
-        return self.dp_rank % self.ep
+        return self.rank // self.tp % self.ep
 
     @property
     def is_last_stage(self) -> bool:
@@ -57,7 +60,7 @@ class Mesh:
     @property
     def is_first_replica_rank(self) -> bool:
         """True on one rank per data-parallel replica, one that holds the loss: who reports metrics."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def num_rollout_blocks(self) -> int:
@@ -74,11 +77,11 @@ class Mesh:
 
     def dp_rank_of(self, rank: int) -> int:
         """Data-parallel coordinate of any global rank."""
-        return rank // self.tp % self.dp
+        return rank // (self.tp * self.cp) % self.dp
 
     def stage_rank(self, pp_rank: int) -> int:
-        """Global rank with this rank's tp and dp coordinates on pipeline stage `pp_rank`."""
-        return self.tp_rank + self.tp * (self.dp_rank + self.dp * pp_rank)
+        """Global rank with this rank's tp, cp and dp coordinates on pipeline stage `pp_rank`."""
+        return self.tp_rank + self.tp * (self.cp_rank + self.cp * (self.dp_rank + self.dp * pp_rank))
 
     def expert_rank(self, ep_rank: int) -> int:
         """Global rank of expert-parallel rank `ep_rank` in this rank's expert-parallel group."""
@@ -103,11 +106,19 @@ class Mesh:
 
 
 def build_mesh(
-    device: Device, *, tp: int, pp: int, rollout_tp: int, ep: int = 1, seed: int = 42, timeout_s: float = 1800.0
+    device: Device,
+    *,
+    tp: int,
+    pp: int,
+    rollout_tp: int,
+    ep: int = 1,
+    cp: int = 1,
+    seed: int = 42,
+    timeout_s: float = 1800.0,
 ) -> Mesh:
     """Join the world that torchrun described (or a world of one) and make Megatron's groups. Collective.
 
-    Sizes must have been validated: tp * pp * ep and rollout_tp divide the world.
+    Sizes must have been validated: tp * cp * pp, tp * pp * ep and rollout_tp divide the world.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -117,12 +128,13 @@ def build_mesh(
         _complete_environment()
         dist.init_process_group(device.backend, timeout=timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert world_size % (tp * pp * ep) == 0 and world_size % rollout_tp == 0
+    assert world_size % (tp * cp * pp) == 0 and world_size % (tp * pp * ep) == 0 and world_size % rollout_tp == 0
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             expert_model_parallel_size=ep,
+            context_parallel_size=cp,
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
         model_parallel_cuda_manual_seed(seed)  # Megatron's own generators, one a tensor-parallel rank
@@ -131,7 +143,9 @@ def build_mesh(
         rank=rank,
         tp=tp,
         pp=pp,
-        dp=world_size // (tp * pp),
+        dp=world_size // (tp * cp * pp),
+        cp=cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
         ep=ep,
         rollout_tp=rollout_tp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),

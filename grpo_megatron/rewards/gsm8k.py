@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from grpo_megatron.rewards.reward import rewards
+from grpo_megatron.rewards.reward import Answers, answers, rewards
 
 WINDOW = 256  # characters read after a mark; bounds every regular expression below, so time is linear in the text
 
@@ -117,6 +117,22 @@ def contains_number(text: str, value: Fraction) -> bool:
             rf"(?<![0-9.])(?<![0-9],){sign}\$?(?:{'|'.join(spellings)})(?![0-9]|\.[0-9]|,[0-9]{{3}}(?![0-9]))", text
         )
     )
+
+
+def answer_text(text: str) -> str | None:
+    """The extracted number as text: `1234`, `-12.5`, or `1/3` when no decimal can write it."""
+    value = extract_answer(text)
+    if value is None:
+        return None
+    places = next((n for n in range(40) if 10**n % value.denominator == 0), None)
+    if not places:
+        return str(value)
+    whole, rest = divmod(abs(value.numerator) * 10**places // value.denominator, 10**places)
+    return f"{'-' if value < 0 else ''}{whole}.{rest:0{places}d}"
+
+
+for _name in ("gsm8k", "graded", "arithmetic_steps"):
+    answers.register(_name)(Answers(answer_text, read_gold))
 
 
 @rewards.register("gsm8k")

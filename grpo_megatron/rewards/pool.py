@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from grpo_megatron.rewards.known import KNOWN_ANSWERS
 from grpo_megatron.rewards.process import WorkerProcess
 from grpo_megatron.rewards.reward import RewardResult, check_reward
 
@@ -29,14 +30,6 @@ MAX_FAILED_STARTS = 3  # in a row, before the run is told that workers cannot st
 MAX_LOG = 1 << 16  # characters of workers' output shown per `score` call
 
 Item = tuple[str, str, str]  # (reward name, completion, answer)
-
-KNOWN_ANSWERS: list[tuple[Item, float]] = [
-    (("gsm8k", "6 * 7 = 42\n#### 42", "42"), 1.0),
-    (("gsm8k", "<answer> $1,234.50 </answer>", "2469/2"), 1.0),
-    (("gsm8k", "6 * 7 = 42\n#### 43", "42"), 0.0),
-    (("gsm8k", "The answer is 42.", "42"), 0.0),
-    (("gsm8k", "", "42"), 0.0),
-]
 
 
 class RewardPool:
@@ -68,6 +61,7 @@ class RewardPool:
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
+        self._tested: set[str] = set()
         self._closed = False
         self._failed_starts = 0
         self._log_left = MAX_LOG
@@ -94,8 +88,10 @@ class RewardPool:
     def score(self, items: Sequence[Item]) -> list[RewardResult]:
         """One result per (reward name, completion, answer), in order. Scores are NaN where a reward could not tell.
 
-        Raises RuntimeError when worker processes cannot be started at all, or the pool is closed.
+        Raises RuntimeError when worker processes cannot be started at all, when a reward of this package fails its
+        self-test, or when the pool is closed.
         """
+        self.self_test(sorted({name for name, _, _ in items} - self._tested))
         results = self._score(items, self.kwargs)
         self.counts.update(result.status for result in results)
         failed = [result for result in results if result.status != "ok"]
@@ -109,15 +105,21 @@ class RewardPool:
             )
         return results
 
-    def self_test(self) -> None:
-        """Score known right and wrong answers. Raises RuntimeError for a wrong verdict: nothing could be learned."""
-        results = self._score([item for item, _ in KNOWN_ANSWERS], {})
-        for (item, expected), result in zip(KNOWN_ANSWERS, results, strict=True):
-            if result.score != expected:
-                raise RuntimeError(
-                    f"the reward workers fail their self-test: {item[0]!r} gave {result.score} ({result.status}"
-                    f" {result.message}) instead of {expected} for completion {item[1]!r}, answer {item[2]!r}"
-                )
+    def self_test(self, names: Iterable[str] = ("gsm8k",)) -> None:
+        """Score answers whose verdict is known (`rewards/known.py`). Raises RuntimeError for a wrong one.
+
+        `score` does this by itself for each name that it meets for the first time.
+        """
+        for name in names:
+            known = KNOWN_ANSWERS.get(name, [])
+            items = [(name, completion, answer) for completion, answer, _ in known]
+            for (completion, answer, score), result in zip(known, self._score(items, {}), strict=True):
+                if result.score != score:
+                    raise RuntimeError(
+                        f"the reward workers fail their self-test: {name!r} gave {result.score} ({result.status}"
+                        f" {result.message}) instead of {score} for completion {completion!r}, answer {answer!r}"
+                    )
+            self._tested.add(name)
 
     def _score(self, items: Sequence[Item], kwargs: dict[str, Any]) -> list[RewardResult]:
         with self._lock:
@@ -181,9 +183,12 @@ class RewardPool:
         self._failed_starts = 0 if worker.ready else self._failed_starts
         for verdict in verdicts:
             if "error" in verdict:
-                self._fail(verdict["id"], "error", verdict["error"])
+                self._fail(
+                    verdict["id"], "timeout" if verdict.get("status") == "timeout" else "error", verdict["error"]
+                )
             else:
-                self._results[verdict["id"]] = RewardResult(verdict["score"], verdict["scores"])
+                steps = tuple((end, value) for end, value in verdict["steps"])
+                self._results[verdict["id"]] = RewardResult(verdict["score"], verdict["scores"], steps=steps)
         return alive
 
     def _fail(self, number: int, status: Literal["error", "timeout"], message: str) -> None:

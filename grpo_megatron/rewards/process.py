@@ -152,4 +152,10 @@ class WorkerProcess:
 def _is_verdict(message: dict[str, Any]) -> bool:
     if "error" in message:
         return isinstance(message["error"], str)
-    return isinstance(message.get("score"), float) and isinstance(message.get("scores"), dict)
+    steps = message.get("steps")
+    return (
+        isinstance(message.get("score"), float)
+        and isinstance(message.get("scores"), dict)
+        and isinstance(steps, list)
+        and all(isinstance(step, list) and list(map(type, step)) == [int, float] for step in steps)
+    )

@@ -45,7 +45,7 @@ class VllmEngine:
     ) -> None:
         self._mesh, self._device, self._expected = mesh, device, expected
         self._max_model_len, self._eos_token_ids = max_model_len, tuple(eos_token_ids)
-        self._sleeps = rollout.free_cache_engine
+        self._sleeps, self._sleep_level = rollout.free_cache_engine, rollout.sleep_level
         self._version: int | None = None
         self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
         self._broken: str | None = None  # why nothing but a new engine helps
@@ -182,8 +182,11 @@ class VllmEngine:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Free weights and KV cache (level 2). Nothing happens when `rollout.free_cache_engine` is off.
+        """Free weights and KV cache. Nothing happens when `rollout.free_cache_engine` is off.
 
+        Level 2 (`rollout.sleep_level`) drops the weights, which the next push brings anyway; level 1 keeps a copy on the
+        host. Either way `version` is gone: an engine that wakes has garbage, or the weights of an earlier step. vLLM saves
+        the model's buffers itself, and keeps every parameter's address, so that CUDA graphs stay valid.
         On CPU no memory is freed, but the same calls are refused until waking. The GPU path was not run on a GPU yet.
         """
         if not self._sleeps or self._asleep:
@@ -191,7 +194,8 @@ class VllmEngine:
         self._version = None
         self._asleep = {"weights", "kv_cache"}
         if self._device.is_cuda:
-            self._llm.sleep(level=2)
+            with vllm_process.inside(self._device):
+                self._llm.sleep(level=self._sleep_level)
 
     def wake_weights(self) -> None:
         """First half of waking, before `load_weights`. The GPU path was not run on a GPU yet."""
@@ -206,7 +210,8 @@ class VllmEngine:
     def _wake(self, part: str) -> None:
         if part in self._asleep:
             if self._device.is_cuda:
-                self._llm.wake_up(tags=[part])
+                with vllm_process.inside(self._device):
+                    self._llm.wake_up(tags=[part])
             self._asleep.discard(part)
 
     def shutdown(self) -> None:

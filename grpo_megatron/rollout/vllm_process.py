@@ -2,6 +2,11 @@
 
 It imports late: `import vllm` takes seconds and rewrites the environment. One worker per process (external_launcher);
 weights arrive through a WeightTransferEngine of ours that takes Hugging Face tensors by reference.
+
+With `rollout.quantization` the stream stays the policy's own bfloat16. vLLM's layer-wise reload puts each linear layer back
+on the meta device as it was before quantisation, waits until all its tensors have come, loads them, quantises them as at
+the first load, and copies values and scales into the old addresses; embedding, norms and head are never quantised. Not
+run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -80,6 +85,7 @@ def _arguments(rollout: RolloutConfig, mesh: Mesh, device: Device) -> dict[str, 
         fixed["enable_sleep_mode"] = rollout.free_cache_engine
         tunable["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         tunable["enforce_eager"] = rollout.enforce_eager
+        fixed["quantization"] = rollout.quantization
     else:
         fixed["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
         tunable["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE

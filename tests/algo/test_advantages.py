@@ -1,10 +1,16 @@
-"""Advantage estimators against hand arithmetic and published vectors.
+"""Estimators that compare a prompt's samples, against hand arithmetic and published vectors.
 
 [1,0,0,1]: mean 1/2, squared deviations 4 * 1/4 = 1, std sqrt(1/3) = 0.5773503, 0.5 / 0.5773513 = 0.8660239.
 [1,1,1,0]: mean 3/4, squared deviations 3/16 + 9/16 = 3/4, std 1/2: 0.25 / 0.500001 = 0.4999990, -0.75 / 0.500001.
 One winner among n, any gap g: deviations g(n-1)/n and -g/n, std g/sqrt(n), so the winner gets (n-1)/sqrt(n) (minus the
 epsilon's share): 7/sqrt(8) = 2.4748737 for 8. No sample can ever get more, which bounds every group.
 [1, 1.00001]: deviations 5e-6, std 5e-6 * sqrt(2): 5e-6 / (7.0710678e-6 + 1e-6) = 0.6194967.
+
+Length-weighted baselines: rewards [1,0,0,1], lengths [3,2,3,3]: 6/11; [1,1,1,0] with [3,3,3,1]: 9/10. gpg: 8 samples, 5
+rewards that are not 0: 8/5 of the deviations. pass@k: [1,.2,.7,.1]: 1 - .7 = .3, std sqrt(.18) = .4242641.
+
+Process: steps .1 and .9 of one sample, .4 and 0 of the other: mean .35, squared deviations .0625 + .3025 + .0025 + .1225
+= .49, std sqrt(.49 / 3) = .4041452; z = -.6185880, 1.3608937, .1237176, -.8660233, summed from the end.
 """
 
 from __future__ import annotations
@@ -16,31 +22,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.config import AlgorithmConfig
-from grpo_megatron.types import GroupTable
+from grpo_megatron.algo.advantages import advantage_estimators, informative_groups, is_informative, penalised_rewards
+from tests.algo.tables import Step, make_table, per_token, run
 
 NAN = math.nan
-QUICK = settings(deadline=None, derandomize=True, max_examples=100)
+QUICK = settings(deadline=None, derandomize=True, max_examples=50)
+BY_GROUP = ["grpo", "rloo", "opo", "gpg", "grpo_passk"]  # one number per row, from the prompt's rewards
+LENGTHS = [[3, 2, 3, 3], [3, 3, 3, 1]]
 
 
-def make_table(groups: list[list[float]]) -> GroupTable:
-    rows = [(p, i, reward) for p, group in enumerate(groups) for i, reward in enumerate(group)]
-    n = len(rows)
-    return GroupTable(
-        prompt_index=[p for p, _, _ in rows],
-        index=[i for _, i, _ in rows],
-        reward=[reward for _, _, reward in rows],
-        prompt_length=[2] * n,
-        response_length=[3] * n,
-        truncated=[False] * n,
-        holder=[0] * n,
-    )
-
-
-def estimate(groups: list[list[float]], name: str = "grpo", by_std: bool = True) -> list[float]:
-    config = AlgorithmConfig(adv_estimator=name, norm_adv_by_std_in_grpo=by_std)
-    values = advantage_estimators.get(name)(make_table(groups), config)
+def estimate(
+    groups: list[list[float]], name: str = "grpo", by_std: bool = True, lengths: list[list[int]] | None = None
+) -> list[float]:
+    values = run(make_table(groups, lengths), name, norm_adv_by_std_in_grpo=by_std)
     assert all(isinstance(value, float) for value in values)
     return values  # type: ignore[return-value]
 
@@ -55,10 +49,62 @@ def float32(value: float) -> float:
         ("grpo", True, [0.8660239, -0.8660239, -0.8660239, 0.8660239, 0.4999990, 0.4999990, 0.4999990, -1.4999970]),
         ("grpo", False, [0.5, -0.5, -0.5, 0.5, 0.25, 0.25, 0.25, -0.75]),
         ("rloo", True, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3, -1.0]),
+        ("opo", True, [0.4545455, -0.5454545, -0.5454545, 0.4545455, 0.1, 0.1, 0.1, -0.9]),
+        ("gpg", True, [0.8, -0.8, -0.8, 0.8, 0.4, 0.4, 0.4, -1.2]),
     ],
 )
 def test_published_vectors(name: str, by_std: bool, expected: list[float]) -> None:
-    assert estimate([[1, 0, 0, 1], [1, 1, 1, 0]], name, by_std) == pytest.approx(expected, abs=1e-7)
+    assert estimate([[1, 0, 0, 1], [1, 1, 1, 0]], name, by_std, LENGTHS) == pytest.approx(expected, abs=1e-7)
+
+
+def test_pass_at_k() -> None:
+    assert estimate([[1, 0.2, 0.7, 0.1]], "grpo_passk", by_std=False) == pytest.approx([0.3, 0, 0, 0])
+    assert estimate([[1, 0.2, 0.7, 0.1]], "grpo_passk") == pytest.approx([0.7071051, 0, 0, 0], abs=1e-7)
+    assert estimate([[1, 1, 0]], "grpo_passk") == [0, 0, 0]
+
+
+def test_process_supervision() -> None:
+    steps: list[list[list[Step]]] = [[[(1, 0.1), (3, 0.9)], [(1, 0.4), (2, 0.0)]]]
+    table = make_table([[1, 0]], [[4, 4]], steps)
+    expected = [[0.7423057] * 2 + [1.3608937] * 2, [-0.7423057] * 2 + [-0.8660233, 0]]  # after the last step: 0
+    got = per_token(table, run(table, "grpo_process"))
+    assert got[0] == pytest.approx(expected[0], abs=1e-6)
+    assert got[1] == pytest.approx(expected[1], abs=1e-6)
+    # A sample without an outcome and one without steps change nothing; neither does the other's place.
+    wider = make_table([[0, NAN, 1, 1]], [[4, 4, 4, 2]], [[steps[0][1], [(0, 9.0)], steps[0][0], []]])
+    assert per_token(wider, run(wider, "grpo_process")) == [got[1], [0] * 4, got[0], [0, 0]]
+    dr = run(table, "grpo_process", norm_adv_by_std_in_grpo=False)
+    assert per_token(table, dr)[0] == pytest.approx([0.3, 0.3, 0.55, 0.55])
+
+
+def test_process_supervision_of_equal_steps_is_exactly_zero() -> None:
+    table = make_table([[1, 0]], steps=[[[(0, 0.1), (2, 0.1)], [(1, 0.1)]]])
+    assert run(table, "grpo_process") == [0, 0]
+
+
+@pytest.mark.parametrize(("steps", "ends"), [([(2, 1.0), (1, 1.0)], "2, 1"), ([(3, 1.0)], "3"), ([(-1, 1.0)], "-1")])
+def test_steps_outside_their_response_are_refused(steps: list[Step], ends: str) -> None:
+    with pytest.raises(ValueError, match=rf"table row 1: steps end at response tokens \[{ends}\], of 3"):
+        run(make_table([[1, 0]], steps=[[[(0, 1.0)], steps]]), "grpo_process")
+    with pytest.raises(ValueError, match="'grpo_process' needs step rewards"):
+        run(make_table([[1, 0]]), "grpo_process")
+
+
+def test_penalties_of_tokens_are_part_of_the_reward() -> None:
+    # 1 - .3 = .7 and 1 - .5 = .5: equal rewards, but not after the KL penalty.
+    table = make_table([[1, 1], [NAN, 1]], penalties=[[[0.1, 0.1, 0.1], [0.5, 0, 0]], [[1.0] * 3] * 2])
+    assert penalised_rewards(table)[:2] == pytest.approx([0.7, 0.5])
+    assert math.isnan(penalised_rewards(table)[2])
+    assert run(table, "rloo") == pytest.approx([0.2, -0.2, 0, 0])
+    for name in BY_GROUP:
+        assert run(table, name) != run(make_table([[1, 1], [NAN, 1]]), name) == [0.0] * 4
+
+
+def test_the_filter_of_dynamic_sampling_drops_every_equal_group() -> None:
+    groups: list[list[float]] = [[0.1] * 8, [0.3] * 8, [0.9] * 6, [0.1] * 7, [NAN, 0.5], [NAN], [float32(0.1)] * 5]
+    assert not any(is_informative(group) for group in groups)
+    assert list(informative_groups(make_table(groups))) == []
+    assert is_informative([0.1, 0.1 + 2**-56, NAN])  # the next float64
 
 
 def test_near_equal_groups_do_not_cancel() -> None:
@@ -68,9 +114,9 @@ def test_near_equal_groups_do_not_cancel() -> None:
 
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.9, 0.7, 0.35, 1e9, -1e-30])
 @pytest.mark.parametrize("n", [2, 6, 7, 8])
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
-def test_equal_rewards_give_exactly_zero(reward: float, n: int, name: str) -> None:
-    assert estimate([[reward] * n], name) == [0.0] * n
+def test_equal_rewards_give_exactly_zero(reward: float, n: int) -> None:
+    for name in BY_GROUP:
+        assert estimate([[reward] * n], name, lengths=[[1 + i % 3 for i in range(n)]]) == [0.0] * n
 
 
 def test_one_winner_does_not_explode() -> None:
@@ -110,18 +156,31 @@ groups_of_rewards = st.lists(st.lists(tenths | rewards | st.just(NAN), min_size=
 
 
 @QUICK
-@given(groups=groups_of_rewards, data=st.data(), name=st.sampled_from(["grpo", "rloo"]))
-def test_order_of_samples_and_groups_does_not_change_a_bit(
-    groups: list[list[float]], data: st.DataObject, name: str
-) -> None:
+@given(groups=groups_of_rewards, data=st.data())
+def test_order_of_samples_and_groups_does_not_change_a_bit(groups: list[list[float]], data: st.DataObject) -> None:
     orders = [data.draw(st.permutations(range(len(group)))) for group in groups]
     places = data.draw(st.permutations(range(len(groups))))
-    values = iter(estimate(groups, name))
-    expected = [[next(values) for _ in group] for group in groups]
-    permuted = iter(estimate([[groups[p][i] for i in orders[p]] for p in places], name))
-    for p in places:
-        for i in orders[p]:
-            assert next(permuted).hex() == expected[p][i].hex()
+    lengths = [[len(str(reward)) for reward in group] for group in groups]  # some lengths
+    moved, moved_lengths = ([[values[p][i] for i in orders[p]] for p in places] for values in (groups, lengths))
+    for name in BY_GROUP:
+        values = iter(estimate(groups, name, lengths=lengths))
+        expected = [[next(values) for _ in group] for group in groups]
+        permuted = iter(estimate(moved, name, lengths=moved_lengths))
+        for p in places:
+            for i in orders[p]:
+                assert next(permuted).hex() == expected[p][i].hex(), name
+
+
+@QUICK
+@given(data=st.data(), pool=st.lists(st.lists(tenths, max_size=3), min_size=2, max_size=5))
+def test_order_does_not_change_a_bit_of_process_supervision(data: st.DataObject, pool: list[list[float]]) -> None:
+    steps: list[list[Step]] = [[(2 * end + 1, reward) for end, reward in enumerate(rewards)] for rewards in pool]
+    order = data.draw(st.permutations(range(len(pool))))
+    zeros, lengths = [0.0] * len(pool), [7] * len(pool)
+    table = make_table([zeros], [lengths], [steps])
+    moved = make_table([zeros], [lengths], [[steps[i] for i in order]])
+    expected = per_token(table, run(table, "grpo_process"))
+    assert per_token(moved, run(moved, "grpo_process")) == [expected[i] for i in order]
 
 
 eighths = st.lists(st.integers(-64, 64).map(lambda k: k / 8), min_size=2, max_size=8)
@@ -132,7 +191,15 @@ eighths = st.lists(st.integers(-64, 64).map(lambda k: k / 8), min_size=2, max_si
 def test_shift_of_rewards_changes_nothing(group: list[float], shift: int) -> None:
     # Multiples of 1/8 are shifted without rounding; only the mean rounds, at 1e-13 of 1000.
     shifted = [reward + shift for reward in group]
-    for name, by_std in [("grpo", True), ("grpo", False), ("rloo", True)]:
+    cases = [
+        ("grpo", True),
+        ("grpo", False),
+        ("rloo", True),
+        ("opo", True),
+        ("grpo_passk", True),
+        ("grpo_passk", False),
+    ]
+    for name, by_std in cases:  # not gpg: it counts the rewards that are 0
         assert estimate([shifted], name, by_std) == pytest.approx(estimate([group], name, by_std), abs=1e-11)
 
 
@@ -140,7 +207,7 @@ def test_shift_of_rewards_changes_nothing(group: list[float], shift: int) -> Non
 @given(group=eighths, scale=st.sampled_from([0.5, 3.0, 1000.0]))
 def test_scale_of_rewards(group: list[float], scale: float) -> None:
     scaled = [reward * scale for reward in group]
-    for name, by_std in [("grpo", False), ("rloo", True)]:
+    for name, by_std in [("grpo", False), ("rloo", True), ("opo", True), ("gpg", True), ("grpo_passk", False)]:
         expected = [scale * value for value in estimate([group], name, by_std)]
         assert estimate([scaled], name, by_std) == pytest.approx(expected, rel=1e-12, abs=1e-9)
     # With the std: unchanged but for the epsilon. The smallest std of unequal eighths is 1/8 / sqrt(8) = 0.044, times
@@ -163,5 +230,5 @@ def test_near_equal_float32_rewards_never_exceed_the_bound(base: float, steps: l
 @given(groups=st.lists(st.lists(rewards, min_size=1, max_size=9), min_size=1, max_size=4))
 def test_advantages_of_a_group_sum_to_zero(groups: list[list[float]]) -> None:
     for group in groups:
-        for name in ("grpo", "rloo"):
+        for name in ("grpo", "rloo", "gpg"):
             assert abs(math.fsum(estimate([group], name))) < 1e-6

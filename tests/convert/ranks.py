@@ -59,3 +59,12 @@ def trained(folder: Path, step: Path, tp: int, pp: int, dtype: str) -> dict[str,
     dist.barrier()
     state.save(policy, step / "state")
     return {n: t.clone() for bucket in policy.hf_weights(1) for n, t in bucket}
+
+
+def started(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights that training begins with, for each `model.dtype`."""
+    out = {}
+    for dtype in ("float32", "bfloat16"):
+        policy = build(folder, 1, 1, False, dtype=dtype)
+        out[dtype] = {n: t.clone() for bucket in policy.hf_weights(1) for n, t in bucket}
+    return out

@@ -97,3 +97,12 @@ def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str
     part.write_bytes(data)
     assert convert("to-hf", step, tmp_path / "damaged") == 2
     assert not (tmp_path / "damaged").exists()
+
+
+def test_training_starts_from_float16(tmp_path: Path) -> None:
+    """A float16 folder is cast when read: to float32 without loss, to bfloat16 as torch rounds. (`model.dtype=float16`
+    is refused: tests/test_config.py.)"""
+    source = folders.write(tmp_path / "hf", folders.config_of("qwen3"), "float16")
+    weights = worlds.run(ranks.started, 1, folder=source)[0]
+    for dtype, tensors in weights.items():
+        same_bits({n: t.to(folders.DTYPES[dtype]) for n, t in tensors_of(source).items()}, tensors)

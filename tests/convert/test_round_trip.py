@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.convert.chunks import pieces
+from grpo_megatron.convert import chunks, span
 from grpo_megatron.convert.conversion import open_source
+from grpo_megatron.convert.rows import hf_runs, megatron_runs
 from grpo_megatron.convert.span import blocks
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
@@ -25,8 +26,8 @@ SMALL_BLOCKS = 3000  # elements: tensors of the tiny models are cut into several
 @pytest.mark.parametrize("dtype", folders.DTYPES)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_bitwise(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("span", "chunks", "megatron"):
-        monkeypatch.setattr(f"grpo_megatron.convert.{module}.BLOCK_ELEMENTS", SMALL_BLOCKS)
+    monkeypatch.setattr(span, "BLOCK_ELEMENTS", SMALL_BLOCKS // 3)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", SMALL_BLOCKS)
     source = folders.write(tmp_path / "hf", folders.config_of(family), dtype, num_files=3)
     assert convert("to-megatron", source, tmp_path / "megatron") == 0
     assert convert("to-hf", tmp_path / "megatron", tmp_path / "back", "--shard-size", "40K") == 0
@@ -86,17 +87,29 @@ def read_with_torch(checkpoint: Path, key: str) -> torch.Tensor:
 
 
 def test_pieces_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a tensor is cut, its pieces end to end are what the weight table gives one rank."""
+    """However a tensor is cut, its pieces end to end are what the weight table gives one rank, and the runs of rows
+    that make them are what the table merges back."""
     source = folders.write(tmp_path / "hf", folders.config_of("qwen2"))
     model: Any = open_source(source)
+    read = model.tensors.__getitem__
     for size in (100, 5000, 1 << 24):
-        for module in ("span", "chunks"):
-            monkeypatch.setattr(f"grpo_megatron.convert.{module}.BLOCK_ELEMENTS", size)
+        monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", size)
         for row in model.rows:
-            whole = row.shard(model.tensors.__getitem__, model.arch, 0, 1)
-            parts = torch.cat([piece.make() for piece in pieces(row, model.arch, model.tensors.__getitem__)])
+            whole = row.shard(read, model.arch, 0, 1)
+            cut = list(chunks.pieces(row, model.arch))
+            assert [p.first for p in cut] == [sum(p.shape[0] for p in cut[:i]) for i in range(len(cut))]
+            made = [
+                read(row.hf[part])[first:last]
+                for piece in cut
+                for part, first, last in hf_runs(row, model.arch, piece.first, piece.first + piece.shape[0])
+            ]
+            parts = torch.cat(made)
             assert torch.equal(parts, whole[: len(parts)]), row.megatron
             assert not whole[len(parts) :].any()  # vocabulary padding
+            for part, merged in enumerate(row.merge([whole], model.arch)):
+                for first, last in ((0, len(merged)), (len(merged) // 3, len(merged) // 2)):
+                    runs = megatron_runs(row, model.arch, part, first, last)
+                    assert torch.equal(torch.cat([whole[a:b] for a, b in runs]), merged[first:last]), row.megatron
 
 
 def test_blocks_cover_every_row_once() -> None:
@@ -138,7 +151,7 @@ def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys:
 
 def test_names_of_local_specs_and_unstacked_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written at each other place that keys.py knows (norms unfused; one tensor a layer), then read as ever."""
-    from grpo_megatron.convert import chunks, keys
+    from grpo_megatron.convert import keys
 
     source = folders.write(tmp_path / "hf", folders.config_of("qwen3"))
     for number in (1, 2, 3):

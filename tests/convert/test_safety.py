@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import pytest
 import torch
 
 from grpo_megatron.convert import chunks, folder, manifest, shards
+from grpo_megatron.convert.hf import HFFolder
+from grpo_megatron.convert.output import Output
 from grpo_megatron.models.families import architecture_of, hf_shapes
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
@@ -53,8 +55,8 @@ def die_at(count: int, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {  # where a child dies: (object, attribute, at which call)
-    "first tensor": (chunks._Planner, "resolve_data", 1),
-    "a later tensor": (chunks._Planner, "resolve_data", 30),
+    "first tensor": (HFFolder, "read", 1),
+    "a later tensor": (HFFolder, "read", 30),
     "before the table of contents": (chunks.FileSystemWriter, "finish", 1),
     "before the manifest": (manifest, "write", 1),
     "before the rename": (folder, "_sync", 1),
@@ -86,7 +88,7 @@ def test_killed_while_writing_hf(count: int, hf: Path, tmp_path: Path, monkeypat
     assert convert("to-megatron", hf, tmp_path / "megatron", "--quiet") == 0
     out = tmp_path / "back"
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "write_all", die_at(count, shards.write_all))
+        patch.setattr(Output, "_write", die_at(count, Output._write))
         assert in_child(lambda: convert("to-hf", tmp_path / "megatron", out, "--quiet")) == -signal.SIGKILL
     assert not out.exists()
     assert convert("to-hf", tmp_path / "megatron", out, "--quiet") == 0
@@ -130,6 +132,35 @@ def test_no_space_left(size: int, hf: Path, tmp_path: Path, capfd: pytest.Captur
         line.startswith("error: cannot write") and "File too large" in line for line in told
     ), told
     assert os.listdir(tmp_path) == ["megatron"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 2 MiB; the model has 2.4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a file system of one's own is not permitted here: {made.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk(
+    hf: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real error of a real file system, both ways, when it fills up after it was asked for its free space."""
+    assert convert("to-megatron", hf, tmp_path / "megatron", "--quiet") == 0
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    for command, source in (("to-megatron", hf), ("to-hf", tmp_path / "megatron")):
+        capsys.readouterr()
+        assert convert(command, source, small_disk / "out", "--quiet") == 2
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == 1 and "No space left on device" in told[0] and "needed" in told[0], told
+        assert not os.listdir(small_disk)
 
 
 def test_a_disk_that_is_too_small_is_noticed_first(

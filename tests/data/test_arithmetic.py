@@ -108,7 +108,7 @@ def test_files_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         (tmp_path / name).mkdir()
         write_task(tmp_path / name, seed, num_train=64, num_val=16)
-    for file in ("sft.jsonl", "train.jsonl", "val.jsonl", "tokenizer/tokenizer.json"):
+    for file in ("sft.jsonl", "train.jsonl", "val.jsonl", "written.jsonl", "tokenizer/tokenizer.json"):
         a, b, c = ((tmp_path / name / file).read_bytes() for name in "abc")
         assert a == b and (a != c) == file.endswith(".jsonl")
     first = json.loads((tmp_path / "a" / "sft.jsonl").read_text().partition("\n")[0])

@@ -140,7 +140,7 @@ def test_the_arithmetic_command_line(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"sft.jsonl", "train.jsonl", "val.jsonl", "tokenizer"}
+    assert names == {"sft.jsonl", "train.jsonl", "val.jsonl", "written.jsonl", "tokenizer"}
     assert len((tmp_path / "out" / "val.jsonl").read_text().splitlines()) == 8
 
 

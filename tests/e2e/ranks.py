@@ -93,3 +93,62 @@ def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
         step: sorted(sample for result in results if result["leader"] for sample in result["samples"][step])
         for step in steps
     }
+
+
+def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train every config in turn, in one world with one engine: starting those two is what takes the time.
+
+    Returns, per config, the plans and tables of its steps (the same on every rank) and its final weights; or the
+    message of what it raised.
+    """
+    from unittest import mock
+
+    from grpo_megatron import trainer as module
+    from grpo_megatron.parallel import mesh as mesh_module
+
+    built: dict[str, Any] = {}
+
+    def once(name: str, build: Any) -> Any:
+        def cached(*args: Any, **kwargs: Any) -> Any:
+            if name not in built:
+                built[name] = build(*args, **kwargs)
+            return built[name]
+
+        return cached
+
+    results = []
+    with (
+        mock.patch.object(module, "VllmEngine", once("engine", module.VllmEngine)),
+        mock.patch.object(module, "build_mesh", once("mesh", module.build_mesh)),
+        mock.patch.object(module, "destroy_mesh", lambda: None),
+    ):
+        for raw in raws:
+            if "engine" in built:
+                built["engine"].shutdown = lambda: None
+            results.append(_watched(raw))
+    del built["engine"].shutdown  # back to the class's own
+    built["engine"].shutdown()
+    mesh_module.destroy_mesh()
+    return results
+
+
+def _watched(raw: dict[str, Any]) -> dict[str, Any]:
+    from grpo_megatron.trainer import Trainer
+    from grpo_megatron.validate import validate
+
+    config = Config.model_validate(raw)
+    trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
+    seen: dict[str, Any] = {"tables": [], "plans": [], "batches": []}
+    log = trainer.log
+
+    def watch(step: int, samples: Any, table: Any, plan: Any, batch: Any) -> None:
+        seen["tables"].append(table)
+        seen["plans"].append(plan)
+        seen["batches"].append((batch.advantages.tolist(), batch.token_weights.tolist()))
+        log(step, samples, table, plan, batch)
+
+    trainer.log = watch  # type: ignore[method-assign]
+    trainer.engine.shutdown = lambda: None  # type: ignore[method-assign]
+    trainer.run()
+    seen["weights"] = {name: t.clone() for bucket in trainer.policy.hf_weights(1) for name, t in bucket}
+    return seen

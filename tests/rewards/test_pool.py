@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.rewards import rewards
+from grpo_megatron.rewards.known import KNOWN_ANSWERS
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.reward import read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1.5  # wall clock: a busy machine must not turn a good sample into a timeout
@@ -55,6 +58,9 @@ def score(completion, answer, **kwargs):
             signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.05); signal.pause()
         case "child": os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "61.375"); time.sleep(60)
         case "bonus": return kwargs["bonus"]
+        case "steps": return {"score": 1, "steps": [(2, 0.5), (len(completion), 1)]}
+        case "late step": return {"score": 1, "steps": [(len(completion) + 1, 1)]}
+        case "gives up": raise TimeoutError("enough")
         case _: return {"score": float(completion), "pid": os.getpid()}
     return 1.0
 
@@ -100,6 +106,8 @@ def _check(pool: RewardPool, completion: str) -> Any:
         ("segfault", "error", "process died: signal SIGSEGV"),
         ("nan", "error", "nan, not a finite number"),
         ("none", "error", "NoneType, not a number"),
+        ("late step", "error", "step 0 ends at 10; ends are integers above 0 and at most the completion's 9"),
+        ("gives up", "timeout", "TimeoutError: enough"),
         ("huge dict", "error", "returned 100001 entries"),
         ("huge message", "error", "ValueError: xxx"),
         ("pipes", "error", "wrote to its reply pipe"),
@@ -141,6 +149,11 @@ def test_kwargs_reach_the_reward_and_names_may_be_mixed(pool: RewardPool) -> Non
     assert [result.score for result in results[:2]] == [1.0, 0.0]
     assert results[0].scores == {"acc": 1.0, "extracted": 1.0}
     assert results[2].status == "error" and "invalid literal for int()" in results[2].message
+
+
+def test_steps_reach_the_caller(pool: RewardPool) -> None:
+    result = _check(pool, "steps")
+    assert (result.score, result.scores, result.steps) == (1.0, {}, ((2, 0.5), (5, 1.0)))
 
 
 def test_printing_is_passed_on_up_to_a_limit(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
@@ -198,9 +211,39 @@ def test_self_test_passes_and_can_fail(pool: RewardPool, monkeypatch: pytest.Mon
     before = dict(pool.counts)
     pool.self_test()
     assert dict(pool.counts) == before
-    monkeypatch.setattr("grpo_megatron.rewards.pool.KNOWN_ANSWERS", [(("gsm8k", "#### 41", "42"), 1.0)])
+    wrong = {"gsm8k": [("#### 41", "42", 1.0)], "format": [("#### 41", "", 0.0)]}
+    monkeypatch.setattr("grpo_megatron.rewards.pool.KNOWN_ANSWERS", wrong)
     with pytest.raises(RuntimeError, match="'gsm8k' gave 0.0 .* instead of 1.0 for completion '#### 41'"):
         pool.self_test()
+    # a reward that calls everything right is found before its first sample is scored, every time
+    for _ in range(2):
+        with RewardPool(1) as fresh, pytest.raises(RuntimeError, match="'format' gave 1.0 .* instead of 0.0"):
+            fresh.score([("format", "#### 1", "")])
+
+
+def test_every_reward_of_the_package_has_known_answers_on_both_sides() -> None:
+    assert sorted(KNOWN_ANSWERS) == rewards.names()
+    for name, known in KNOWN_ANSWERS.items():
+        assert len({score for _, _, score in known}) > 1, name
+        for completion, answer, score in known:
+            assert read_result(rewards.get(name)(completion, answer))[0] == score, (name, completion)
+
+
+def test_the_memory_of_a_built_in_reward_is_limited() -> None:
+    script = textwrap.dedent("""
+        import mmap
+        from grpo_megatron.rewards.worker import MEMORY_LIMIT, Memory
+        memory = Memory()
+        memory.limit(True)
+        try:
+            mmap.mmap(-1, MEMORY_LIMIT + 1)  # pages that nobody touches
+        except OSError:
+            memory.limit(False)
+            mmap.mmap(-1, MEMORY_LIMIT + 1)
+            print("limited, then not")
+    """)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "limited, then not\n", done.stderr
 
 
 def test_workers_that_cannot_start_are_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:

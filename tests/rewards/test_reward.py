@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_built_in_rewards() -> None:
-    assert rewards.names() == ["arithmetic", "format", "graded", "gsm8k"]
+    assert rewards.names() == [
+        *("arithmetic", "arithmetic_steps", "format", "graded", "gsm8k", "gsm8k_flexible", "gsm8k_strict", "math")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,11 +53,11 @@ def test_kwargs_are_checked_against_the_signature(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("returned", [1, True, 1.0, np.float32(1.0), np.int64(1), Decimal(1), {"score": 1}])
 def test_any_finite_number_is_a_score(returned: object) -> None:
-    assert read_result(returned) == (1.0, {})
+    assert read_result(returned) == (1.0, {}, ())
 
 
 def test_further_entries_are_numbers_too() -> None:
-    assert read_result({"score": 0.5, "acc": True, "length": 3}) == (0.5, {"acc": 1.0, "length": 3.0})
+    assert read_result({"score": 0.5, "acc": True, "length": 3}) == (0.5, {"acc": 1.0, "length": 3.0}, ())
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_further_entries_are_numbers_too() -> None:
         ({"score": float("inf")}, "entry 'score' is inf"),
         ({"acc": 1.0}, r"a dict without 'score' \(keys: acc\)"),
         ({"score": 1.0, "pred": "42"}, "entry 'pred' is str, not a number"),
-        ({"score": 1.0, **{str(n): n for n in range(65)}}, "returned 66 entries"),
+        ({"score": 1.0, **{str(n): n for n in range(66)}}, "returned 67 entries"),
     ],
 )
 def test_anything_else_is_an_error(returned: object, message: str) -> None:
@@ -75,9 +77,36 @@ def test_anything_else_is_an_error(returned: object, message: str) -> None:
         read_result(returned)
 
 
+def test_steps_are_ends_and_values() -> None:
+    steps = [(3, 1), [np.int64(7), np.float32(0.5)], (10, -1.0)]
+    assert read_result({"score": 1.0, "steps": steps}, 10) == (1.0, {}, ((3, 1.0), (7, 0.5), (10, -1.0)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (1.0, "entry 'steps' is float, not a list"),
+        ("ab", "entry 'steps' is str, not a list"),
+        ([3], "step 0 is int, not"),
+        ([(3, 1.0, 2.0)], "step 0 is tuple, not"),
+        ([(0, 1.0)], "step 0 ends at 0; ends are integers above 0 and at most the completion's 10"),
+        ([(3, 1.0), (3, 1.0)], "step 1 ends at 3; ends are integers above 3"),
+        ([(5, 1.0), (3, 1.0)], "step 1 ends at 3"),
+        ([(2.5, 1.0)], "step 0 ends at 2.5"),
+        ([(11, 1.0)], "step 0 ends at 11"),
+        ([(3, float("nan"))], "a step's value is nan, not a finite number"),
+        ([(3, "1")], "a step's value is str, not a number"),
+        ([(n + 1, 0.0) for n in range(10_001)], "more than 10000 steps|step 10 ends at 11"),
+    ],
+)
+def test_wrong_steps_are_errors(steps: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_result({"score": 1.0, "steps": steps}, 10)
+
+
 def test_workers_import_neither_torch_nor_transformers_nor_pydantic() -> None:
     code = (
         "import sys, grpo_megatron.rewards.worker, grpo_megatron.rewards.pool;"
-        "print([m for m in ('torch', 'transformers', 'tokenizers', 'pydantic', 'yaml', 'numpy') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'tokenizers', 'pydantic', 'yaml', 'numpy', 'sympy') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"

@@ -1,0 +1,136 @@
+"""Every method on the quickstart's task with the same budget: one table, one picture.
+
+    python examples/compare_methods.py [--only grpo rloo ...] [--steps 30] [--seed 0] [--output outputs/methods]
+
+Prepares the quickstart's data and warmed-up model if they are not there, then runs each config of examples/methods/ as
+`python -m grpo_megatron train` would, from the same weights, on the same prompts in the same order, and writes
+`table.md` and `curves.png`. A method that has been run already is not run again. One to two minutes a method on two
+CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS = ROOT / "examples" / "methods"
+QUICKSTART = Path("outputs/quickstart")
+ACCURACY = "val-core/arithmetic/acc/mean@1"
+WORKED = "val-aux/arithmetic/worked/mean"
+FAMILIES = {  # panels of the picture
+    "estimators": ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"),
+    "more estimators": ("grpo", "gpg", "grpo_passk", "grpo_process", "iterative_grpo"),
+    "losses": ("grpo", "gspo", "gspo_token", "gmpo", "cispo", "sapo"),
+    "sampling": ("grpo", "dapo", "dupo", "replay"),
+    "unified view": ("grpo", "sft", "rft", "online_rft", "dpo", "dpo_from_file"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = sorted(path.stem for path in METHODS.glob("*.yaml"))
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="METHOD", help=", ".join(names))
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("outputs/methods"))
+    options = parser.parse_args()
+    prepare(options.seed)
+    for number, name in enumerate(options.only, 1):
+        print(f"[{number}/{len(options.only)}] {name}", flush=True)
+        run(name, options.output / name, options.steps, options.seed)
+    curves = {name: read_curve(options.output / name) for name in options.only}
+    table = make_table(curves, options.output)
+    (options.output / "table.md").write_text(table)
+    plot(curves, options.output / "curves.png")
+    print(f"\n{table}\n{options.output / 'table.md'}\n{options.output / 'curves.png'}")
+
+
+def prepare(seed: int) -> None:
+    """The data, the random model, and the warm-up, where `make quickstart` has not left them."""
+    data, model = QUICKSTART / "data", QUICKSTART / "model"
+    tool = [sys.executable, str(ROOT / "tools" / "prepare_data.py")]
+    if not (data / "written.jsonl").exists():
+        subprocess.run([*tool, "arithmetic", str(data), "--seed", str(seed), "--force"], check=True)
+        subprocess.run(
+            [*tool, "model", "--preset", "quickstart", str(model), "--tokenizer", str(data / "tokenizer")]
+            + ["--seed", str(seed), "--std", "0.05", "--force"],
+            check=True,
+        )
+    if not (QUICKSTART / "run" / "warmup").exists():
+        train(ROOT / "examples" / "quickstart.yaml", "trainer.total_training_steps=0", "trainer.save_hf_at_end=false")
+
+
+def run(name: str, folder: Path, steps: int, seed: int) -> None:
+    """One method, unless it has been run to its end."""
+    if read_curve(folder).get(steps) is not None:
+        return
+    train(
+        METHODS / f"{name}.yaml",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.output_dir={folder}",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[jsonl]",
+        *(f"{section}.seed={seed}" for section in ("data", "rollout", "trainer")),
+    )
+
+
+def train(config: Path, *overrides: str) -> None:
+    subprocess.run([sys.executable, "-m", "grpo_megatron", "train", str(config), *overrides], check=True)
+
+
+def read_rows(folder: Path) -> list[dict[str, float]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def read_curve(folder: Path) -> dict[int, float]:
+    """Steps done -> accuracy on the held-out problems."""
+    return {int(row["step"]): row[ACCURACY] for row in read_rows(folder) if ACCURACY in row}
+
+
+def make_table(curves: dict[str, dict[int, float]], output: Path) -> str:
+    """Markdown: accuracy over the steps, the share of worked answers at the end, seconds a step."""
+    steps = sorted({step for curve in curves.values() for step in curve})
+    lines = [
+        "| method | " + " | ".join(f"step {step}" for step in steps) + " | worked | s/step |",
+        "| --- " * (len(steps) + 3) + "|",
+    ]
+    for name, curve in curves.items():
+        rows = read_rows(output / name)
+        worked = [row[WORKED] for row in rows if WORKED in row]
+        seconds = sorted(row["timing_s/step"] for row in rows if "timing_s/step" in row)
+        cells = [f"{curve[step]:.2f}" if step in curve else "" for step in steps]
+        cells += [f"{worked[-1]:.2f}" if worked else "", f"{seconds[len(seconds) // 2]:.2f}" if seconds else ""]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(curves: dict[str, dict[int, float]], target: Path) -> None:
+    """Accuracy over steps, a panel a family, the first method of each in black."""
+    panels = {title: [name for name in names if curves.get(name)] for title, names in FAMILIES.items()}
+    panels = {title: names for title, names in panels.items() if names}
+    if not panels:
+        return
+    figure = Figure(figsize=(4.2 * len(panels), 4.2), layout="constrained")
+    for place, (title, names) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(1, len(panels), place)
+        for name in names:
+            curve = sorted(curves[name].items())
+            style = {"color": "black", "linewidth": 2.5} if name == "grpo" else {"linewidth": 1.5}
+            axes.plot([s for s, _ in curve], [a for _, a in curve], marker="o", markersize=3, label=name, **style)
+        axes.set(title=title, xlabel="step", ylim=(0, 1))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="lower right")
+        if place == 1:
+            axes.set_ylabel("accuracy on held-out problems")
+    figure.savefig(target, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Correction for the mismatch of the two engines: samples come from mu (rollout), gradients are taken from pi_old.
+
+Even at equal weights the engines' probabilities differ: other kernels, other precision, other experts. With
+
+    w_t = exp(clamp(old_logprobs - rollout_logprobs, -20, 20))
+
+the policy loss of token t is multiplied by a weight, without a gradient (`algorithm.rollout_correction.rollout_is`):
+
+    token       min(w_t, C)                                       truncated importance sampling, Yao et al. 2025
+    sequence    min(product of the response's w, C), the same at all its tokens; the product's log in +-20
+    geometric   the same with the geometric mean of the response's w
+    icepop      w_t where low <= w_t <= C, else 0                 Ring-1T, arXiv 2510.18855
+
+Or tokens are rejected (`rollout_rs`), which is another thing: a token of weight 0 still counts in the denominators of
+the aggregation, a rejected one does not. `keep` says which stay, and token weights must be made from what is left.
+
+    token       keep a token if low <= w_t <= high
+    sequence    keep a response if low <= product of its w <= high
+    geometric   keep a response if low <= geometric mean of its w <= high
+    off_policy  drop a response of negative advantage if mean of (rollout - old) > high      arXiv 2512.02556, 3.1
+
+Lower bounds default to 1 / the upper one. On by default: `token` with C = 2 costs nothing where the engines agree.
+It bounds the damage of a mismatch, it does not mend one: mean |old - rollout| above 0.1 is a bug to be found.
+
+Both functions return records for `Metrics`: name -> (method, values); hand each to `Metrics.<method>(name, values)`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.config import RolloutCorrection
+
+LOG_RATIO_CLAMP = 20.0
+
+Method = Literal["mean_of", "population_std", "effective_sample_size", "max", "min"]
+MetricRecords = dict[str, tuple[Method, Tensor]]
+
+
+@torch.no_grad()
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: RolloutCorrection
+) -> tuple[Tensor | None, MetricRecords]:
+    """What multiplies the policy loss: [B, R], float32, 0 where masked; None: no correction. All [B, R], mask bool.
+
+    `rollout_corr/rollout_is_mean`, `_std` (ddof 0), `_eff_sample_size`: of the applied weights, over tokens, or over
+    responses for the levels of a response. `_max`, `_min`: of the applied weights of tokens, the raw ones of responses.
+    `_ratio_fraction_high`, `_low`: shares of raw weights beyond the bounds.
+    """
+    kind = config.rollout_is
+    if kind is None:
+        return None, {}
+    per_response = kind in ("sequence", "geometric")
+    logs = _log_ratios(old_logprobs, rollout_logprobs, mask)
+    raw = _at_level(logs, mask, kind)  # [B, R], or [B, 1]
+    high = config.rollout_is_threshold
+    low = config.rollout_is_threshold_low or 1.0 / high
+    applied = torch.where((raw < low) | (raw > high), 0.0, raw) if kind == "icepop" else raw.clamp(max=high)
+
+    counted = mask.any(-1, keepdim=True) if per_response else mask
+    raw_values, values = raw[counted], applied[counted]
+    extremes = raw_values if per_response else values
+    records: MetricRecords = {
+        "rollout_corr/rollout_is_mean": ("mean_of", values),
+        "rollout_corr/rollout_is_std": ("population_std", values),
+        "rollout_corr/rollout_is_eff_sample_size": ("effective_sample_size", values),
+        "rollout_corr/rollout_is_ratio_fraction_high": ("mean_of", (raw_values > high).double()),
+        "rollout_corr/rollout_is_ratio_fraction_low": ("mean_of", (raw_values < low).double()),
+    }
+    if extremes.numel():
+        records["rollout_corr/rollout_is_max"] = ("max", extremes.max())
+        records["rollout_corr/rollout_is_min"] = ("min", extremes.min())
+    return torch.where(mask, applied, 0.0).float(), records
+
+
+@torch.no_grad()
+def rejection_mask(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, advantages: Tensor, config: RolloutCorrection
+) -> tuple[Tensor | None, MetricRecords]:
+    """`mask` without the rejected tokens; None: nothing is ever rejected. All [B, R], masks bool.
+
+    `rollout_corr/rollout_rs_masked_fraction`: share of tokens removed.
+    """
+    kind = config.rollout_rs
+    if kind is None:
+        return None, {}
+    logs = _log_ratios(old_logprobs, rollout_logprobs, mask)
+    high = config.rollout_rs_threshold
+    if kind == "off_policy":
+        drift = -logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        bad = (drift > high) & (advantages < 0)
+    else:
+        ratio = _at_level(logs, mask, kind)
+        bad = (ratio < (config.rollout_rs_threshold_low or 1.0 / high)) | (ratio > high)
+    kept = mask & ~bad
+    return kept, {"rollout_corr/rollout_rs_masked_fraction": ("mean_of", (mask & ~kept)[mask].double())}
+
+
+def _log_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log w_t in float64, unclamped but finite; 0 where masked. -inf under both engines agrees: 0."""
+    difference = old_logprobs.double() - rollout_logprobs.double()
+    return torch.nan_to_num(difference, nan=0.0, posinf=1e6, neginf=-1e6).masked_fill(~mask, 0.0)
+
+
+def _at_level(logs: Tensor, mask: Tensor, level: str) -> Tensor:
+    """w per token [B, R], or per response [B, 1]."""
+    if level == "sequence":
+        logs = logs.sum(-1, keepdim=True)
+    elif level == "geometric":
+        logs = logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return logs.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()

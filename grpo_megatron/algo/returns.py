@@ -1,0 +1,118 @@
+"""Advantage estimators that look past the group: at every token of the batch, or at a greedy response.
+
+    remax                         A_it = R_it - reward of the prompt's greedy response   arXiv 2310.10505
+    reinforce_plus_plus           A_it = (R_it - m) / sqrt(v + 1e-8)                     arXiv 2501.03262
+    reinforce_plus_plus_baseline  the same of r_i - mean of the prompt's rewards, at every token
+
+    R_it = r_i gamma^(n_i - 1 - t) - sum over s >= t of gamma^(s - t) p_is
+
+r_i is the reward, which falls on the last of n_i tokens; p_is the penalty of token s (a KL penalty in the reward), 0
+where there is none. remax has gamma 1. m and v (ddof 1) are over **all response tokens of the step**, on every rank:
+long responses weigh more, by design. Departures: sums are exact (`math.fsum`), so neither order nor layout moves a bit;
+where every token's number is the same, all advantages are exactly 0. Rows without a finite reward are in no statistic
+and get 0. A prompt whose samples all have one reward has deviations of exactly 0, but the whitening may move them: it
+centres the batch, not the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from grpo_megatron.algo.advantages import (
+    Advantages,
+    advantage_estimators,
+    deviations,
+    is_informative,
+    penalised_rewards,
+    scorable_groups,
+)
+from grpo_megatron.config import AlgorithmConfig
+from grpo_megatron.types import GroupTable
+
+VARIANCE_EPSILON = 1e-8
+
+
+def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:
+    """R_t = sum over s >= t of gamma^(s - t) * rewards[s]."""
+    returns: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + gamma * following
+        returns.append(following)
+    return returns[::-1]
+
+
+def whiten(values: Sequence[float | list[float]], lengths: Sequence[int]) -> list[float | list[float]]:
+    """Centre and scale over all tokens. values[i]: one number for each of lengths[i] tokens, or a list of them."""
+    flat: list[tuple[float, int]] = []  # (value, number of tokens that have it)
+    for value, length in zip(values, lengths, strict=True):
+        flat += [(v, 1) for v in value] if isinstance(value, list) else [(value, length)]
+    flat = [(value, count) for value, count in flat if count]
+    num_tokens = sum(count for _, count in flat)
+    if not is_informative([value for value, _ in flat]):
+        return [[0.0] * len(value) if isinstance(value, list) else 0.0 for value in values]
+    mean = math.fsum(value * count for value, count in flat) / num_tokens
+    variance = math.fsum(count * (value - mean) ** 2 for value, count in flat) / (num_tokens - 1)
+    scale = math.sqrt(variance + VARIANCE_EPSILON)
+    return [
+        [(v - mean) / scale for v in value] if isinstance(value, list) else (value - mean) / scale for value in values
+    ]
+
+
+@advantage_estimators.register("reinforce_plus_plus")
+def reinforce_plus_plus(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Whitened returns. One number per row where all its tokens have the same return, else one per token."""
+    rows = [row for row in range(len(table)) if math.isfinite(table.reward[row])]
+    return _whitened(table, rows, [_returns(table, row, config.gamma) for row in rows])
+
+
+@advantage_estimators.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Whitened deviations from the prompt's mean reward. One number per row; the discount plays no part."""
+    rewards = penalised_rewards(table)
+    rows: list[int] = []
+    centred: list[float | list[float]] = []
+    for group in scorable_groups(table, rewards):
+        values = [rewards[row] for row in group]
+        rows += group
+        centred += deviations(values) if is_informative(values) else [0.0] * len(group)
+    return _whitened(table, rows, centred)
+
+
+@advantage_estimators.register("remax")
+def remax(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Reward minus that of the greedy response. Samples of a prompt whose greedy response has none leave the loss.
+
+    One number per row, or, with token penalties, one per token. Raises ValueError when no greedy response was drawn.
+    """
+    if not table.greedy_reward and len(table):
+        raise ValueError(
+            "algorithm.adv_estimator='remax' needs the reward of each prompt's greedy response, and none was drawn; "
+            "draw one, or set adv_estimator='rloo', whose baseline is the other samples"
+        )
+    advantages: Advantages = [0.0] * len(table)
+    for row, baseline in enumerate(table.greedy_reward):
+        if not math.isfinite(baseline):
+            advantages[row] = None
+        elif math.isfinite(table.reward[row]):
+            returns = _returns(table, row, 1.0)
+            advantages[row] = [r - baseline for r in returns] if isinstance(returns, list) else returns - baseline
+    return advantages
+
+
+def _returns(table: GroupTable, row: int, gamma: float) -> float | list[float]:
+    """R_t of one response: a single number where every token has the same."""
+    reward, length = table.reward[row], table.response_length[row]
+    if not length or (gamma == 1.0 and not table.token_penalties):
+        return reward
+    rewards = [-penalty for penalty in table.token_penalties[row]] if table.token_penalties else [0.0] * length
+    rewards[-1] += reward
+    return discounted_returns(rewards, gamma)
+
+
+def _whitened(table: GroupTable, rows: list[int], values: list[float | list[float]]) -> Advantages:
+    advantages: Advantages = [0.0] * len(table)
+    for row, value in zip(rows, whiten(values, [table.response_length[row] for row in rows]), strict=True):
+        advantages[row] = value
+    return advantages

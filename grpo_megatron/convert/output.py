@@ -1,0 +1,106 @@
+"""The files of a conversion: read here, write here, hash beside. Three things happen to every block of a few MiB:
+
+    take a free block -> read into it -> write it -> sha256 in a thread -> free again
+
+Nothing is copied or taken anew, and while one block is hashed the next is read and written. hashlib, read and write all
+release Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.convert.progress import Progress
+from grpo_megatron.convert.span import Memory, as_bytes
+
+NUM_BLOCKS = 4  # between the writer and the hash
+WRITE_BYTES = (
+    256 << 10
+)  # larger single writes cost up to six times the processor time: the kernel looks for larger pages
+FLUSH_BYTES = 64 << 20  # how much may wait before the disk is told to start
+
+
+class Output:
+    """Files of one folder, in turn. `hashes` (name -> sha256) is complete when the `with` ends."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self.hashes: dict[str, str] = {}
+        self._folder, self._progress = folder, progress
+        self._free: queue.SimpleQueue[Memory] = queue.SimpleQueue()
+        for _ in range(NUM_BLOCKS):
+            self._free.put(Memory())
+        self._written: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._hash, daemon=True)
+        self._file: Any = None
+        self._sha: Any = None
+        self._size = self._flushed = 0
+
+    def __enter__(self) -> Output:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._written.put(None)
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def file(self, name: str) -> Iterator[None]:
+        """What is written within goes to this new file."""
+        with (self._folder / name).open("xb", buffering=0) as self._file:
+            self._sha, self._size, self._flushed = hashlib.sha256(), 0, 0
+            yield
+            self._flush()
+            self._written.put((self._sha, name, None))
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: bytes) -> None:
+        """A header, or anything else that is small."""
+        self._write(memoryview(data))
+        self._written.put((self._sha, data, None))
+
+    @contextlib.contextmanager
+    def block(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+        """An uninitialised tensor to fill within; at the end it is written, and is no longer the caller's."""
+        memory = self._free.get()
+        tensor = memory.tensor(shape, dtype)
+        yield tensor
+        data = as_bytes(tensor)
+        self._write(data)
+        self._written.put((self._sha, data, memory))
+        self._progress.add(len(data))
+
+    def _write(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += self._file.write(data[done : done + WRITE_BYTES])
+        self._size += done
+        if self._size - self._flushed >= FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Let the disk begin. Otherwise it would idle until the end, which waits for it."""
+        count = self._size - self._flushed
+        os.posix_fadvise(self._file.fileno(), self._flushed, count, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._size
+
+    def _hash(self) -> None:
+        while (item := self._written.get()) is not None:
+            sha, data, memory = item
+            if isinstance(data, str):  # the end of the file of that name
+                self.hashes[data] = sha.hexdigest()
+                continue
+            sha.update(data)
+            if memory is not None:
+                self._free.put(memory)

@@ -1,0 +1,79 @@
+"""Scores of problems, each answered n times: pass@k, avg@k, maj@k, and bootstrap intervals over problems.
+
+pass@k = 1 - C(n - c, k) / C(n, k), c right of n: the unbiased estimate of "one of k is right" (arXiv:2107.03374).
+maj@k is the chance that the most frequent answer of k is right: exact for k = n, else the mean over `SUBSETS` seeded
+draws of k from n without replacement. Tied answers share the chance. Samples without an answer do not vote.
+Intervals are percentiles of `RESAMPLES` resamplings of the problems, seeded: the same numbers give the same interval.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+RESAMPLES, SUBSETS = 2000, 100
+RIGHT = 0  # the class of right answers, in `majority`
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {c} right of {n} is not defined")
+    wrong = 1.0
+    for i in range(k):
+        wrong *= max(0, n - c - i) / (n - i)
+    return 1.0 - wrong
+
+
+def majority(votes: Sequence[int | None]) -> float:
+    """The chance that the winner is RIGHT. A vote is the class of an answer; None is no vote."""
+    counts = Counter(vote for vote in votes if vote is not None)
+    if not counts:
+        return 0.0
+    best = max(counts.values())
+    winners = [vote for vote, count in counts.items() if count == best]
+    return (RIGHT in winners) / len(winners)
+
+
+def majority_at_k(votes: Sequence[int | None], k: int, seed: str) -> float:
+    """Mean of `majority` over k of the votes."""
+    if k == len(votes) or len(set(votes)) == 1:
+        return majority(votes)
+    draw = random.Random(seed)
+    return sum(majority(draw.sample(votes, k)) for _ in range(SUBSETS)) / SUBSETS
+
+
+def ks(n: int) -> list[int]:
+    """Powers of two up to n, and n."""
+    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+
+
+def resampled_means(values: Sequence[float], seed: int = 0) -> Any:
+    """[RESAMPLES]: the mean of each resampling of `values` with replacement."""
+    draw = np.random.default_rng(seed)
+    array, size = np.asarray(values, dtype=np.float64), len(values)
+    rows = max(1, 2_000_000 // size)  # counts in memory at a time
+    parts = []
+    for first in range(0, RESAMPLES, rows):
+        counts = draw.multinomial(size, [1 / size] * size, size=min(rows, RESAMPLES - first))
+        parts.append(counts @ array / size)
+    return np.concatenate(parts)
+
+
+def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the mean. Degenerate where all values are equal."""
+    if len(set(values)) == 1:
+        return float(values[0]), float(values[0])
+    low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def score(values: Sequence[float]) -> dict[str, float]:
+    """{"value", "low", "high", "problems"} of the mean, rounded to 6 digits."""
+    low, high = interval(values)
+    mean = sum(values) / len(values)
+    return {"value": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "problems": len(values)}

@@ -1,0 +1,76 @@
+"""Weights for an engine without a training model: a folder's tensors, whole, in bounded buckets, as a sync sends them.
+
+Works from whatever the converter reads: a Hugging Face folder, a converted Megatron-Core checkpoint, a training step.
+Nothing is written. Every rank reads all of it; on one machine the page cache does so once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.convert import ConvertError
+from grpo_megatron.convert.conversion import open_source
+from grpo_megatron.convert.source import Source, short
+from grpo_megatron.models.architecture import UnsupportedModel
+from grpo_megatron.rollout.engine import Bucket
+
+EDGE_BYTES = 1 << 20  # of each file's beginning and end that the fingerprint reads
+
+
+def open_model(path: Path, hf: Path | None) -> Source:
+    """The model in `path`, its tensors counted and measured. Raises ConfigError."""
+    try:
+        source = open_source(path, hf=hf)
+    except (ConvertError, UnsupportedModel) as error:
+        raise ConfigError(
+            f"--model: {error}\n  (a Hugging Face folder with weights, a converted checkpoint, or a training step such as"
+            " outputs/run/checkpoints/step_000020)"
+        ) from error
+    return source
+
+
+def dtype_of(source: Source, wanted: str | None) -> str:
+    """ "float32" or "bfloat16": what the engine computes in. float16 checkpoints become bfloat16, unless asked."""
+    if wanted is not None:
+        return wanted
+    return "float32" if set(source.dtypes.values()) == {torch.float32} else "bfloat16"
+
+
+def stream(source: Source, dtype: str, device: torch.device, bucket_bytes: int) -> Iterator[Bucket]:
+    """Every tensor once, in `dtype` on `device`, in buckets of about `bucket_bytes`."""
+    target = getattr(torch, dtype)
+    bucket: Bucket = []
+    size = 0
+    for name, shape in source.shapes().items():
+        whole = torch.empty(shape, dtype=target, device=device)
+        filled = 0
+        for block in source.blocks(name, shape):
+            whole[filled : filled + len(block)] = block.to(target)
+            filled += len(block)
+        bucket.append((name, whole))
+        size += whole.nbytes
+        if size >= bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def fingerprint(source: Source) -> str:
+    """sha256 over config.json, the dtypes, and every weight file's name, size, beginning and end."""
+    digest = hashlib.sha256((source.hf_folder / "config.json").read_bytes())
+    digest.update(repr(sorted((name, short(dtype)) for name, dtype in source.dtypes.items())).encode())
+    files = [p for p in source.data_folder.iterdir() if p.suffix in (".safetensors", ".distcp")]
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(EDGE_BYTES))
+            file.seek(max(0, size - EDGE_BYTES))
+            digest.update(file.read(EDGE_BYTES))
+    return digest.hexdigest()

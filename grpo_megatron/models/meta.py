@@ -1,0 +1,72 @@
+"""The stages of a model as Megatron-Core itself builds them, on the meta device: counted, with nothing allocated.
+
+A world of any size is pretended (torch's fake process group), one rank of each pipeline stage after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from grpo_megatron.config import Fp8Config, MegatronConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.build import build_model
+from grpo_megatron.models.weights import bare
+from grpo_megatron.parallel.mesh import destroy_mesh
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage. `whole`: its share of the model, every shard counted, padding rows and copies left out."""
+
+    layers: int
+    parameters: int  # of one rank
+    whole: int
+
+
+def count_stages(arch: Architecture, megatron: MegatronConfig, dtype: str, world_size: int) -> list[Stage]:
+    """Every stage of a valid layout. Not inside a world. FP8, kernels and context parallelism change no count."""
+    tp, pp, ep = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.expert_model_parallel_size,
+    )
+    plain = megatron.model_copy(update={"transformer_impl": "local", "fp8": Fp8Config(), "context_parallel_size": 1})
+    device = Device("cpu")
+    device.torch_device = torch.device("meta")
+    stages = []
+    for stage in range(pp):
+        dist.init_process_group("fake", store=FakeStore(), rank=stage * (world_size // pp), world_size=world_size)
+        try:
+            with device.megatron():
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp,
+                    expert_model_parallel_size=ep,
+                    create_gloo_process_groups=False,  # there is nobody to connect to
+                )
+                with torch.device("meta"):
+                    model = bare(build_model(arch, plain, dtype, device))
+            stages.append(_count(model, arch, tp, ep))
+        finally:
+            destroy_mesh()
+    return stages
+
+
+def _count(model: torch.nn.Module, arch: Architecture, tp: int, ep: int) -> Stage:
+    padding = (arch.padded_vocab_size(tp) - arch.vocab_size) * arch.hidden_size
+    here = whole = 0
+    for name, parameter in model.named_parameters():
+        here += parameter.numel()
+        is_end = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        if name == "output_layer.weight" and arch.tied:
+            continue  # a copy of the embedding
+        cut = tp if getattr(parameter, "tensor_model_parallel", False) else 1
+        shared = 1 if getattr(parameter, "allreduce", True) else ep
+        whole += parameter.numel() * cut * shared - padding * is_end
+    return Stage(len(model.decoder.layers), here, whole)  # type: ignore[arg-type, union-attr]

@@ -1,0 +1,228 @@
+"""FP8: what a recipe needs of the machine, which TransformerConfig fields it sets, and how tokens are padded for it.
+
+Only the decoder's linear layers compute in FP8, through Transformer Engine. Embedding, attention core, output head and
+log-probabilities stay in bfloat16 or float32, as do the first and last layers by option. The recipes:
+
+    delayed     one scale a tensor, from the largest values of the last steps (arXiv:2209.05433)
+    tensorwise  one scale a tensor, from its present largest value
+    blockwise   a scale for 1 x 128 activations and 128 x 128 weights, all e4m3 (DeepSeek-V3, arXiv:2412.19437)
+    mxfp8       a power-of-two scale for 32 values, in hardware (OCP microscaling, arXiv:2310.10537)
+
+The rules are data (`RECIPES`, `QUANTIZATIONS`) and are asked with plain numbers, so that a machine without the hardware
+can say what one with it would do. Nothing here was run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.config import Config, Fp8Config, MegatronConfig
+from grpo_megatron.device import Hardware, Version, read_hardware
+from grpo_megatron.models.architecture import Architecture
+
+FP8 = "actor.megatron.fp8"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one way of computing in FP8 needs. `limit` is the first compute capability that it is not for."""
+
+    capability: Version
+    cuda_version: Version
+    transformer_engine: Version = (0, 0)
+    limit: Version | None = None
+    alignment: int = 16  # rows and columns of every product are multiples of it
+    format: Literal["e4m3", "hybrid"] = "hybrid"
+    remedy: str = ""
+
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": Recipe((8, 9), (12, 1), (2, 1)),
+    "tensorwise": Recipe((8, 9), (12, 1), (2, 2)),
+    "blockwise": Recipe((9, 0), (12, 9), (2, 3), limit=(10, 0), format="e4m3", remedy="mxfp8"),
+    "mxfp8": Recipe((10, 0), (12, 8), (2, 1), limit=(12, 0), alignment=32, format="e4m3", remedy="tensorwise"),
+}
+# What vLLM needs to compute in FP8, by rollout.quantization; below that it would only store weights so.
+QUANTIZATIONS: dict[str, Recipe] = {
+    "fp8_per_tensor": Recipe((8, 9), (12, 1)),
+    "fp8_per_channel": Recipe((8, 9), (12, 1)),
+    "fp8_per_block": Recipe((9, 0), (12, 1), remedy="fp8_per_tensor"),
+    "mxfp8": Recipe((10, 0), (12, 8), remedy="fp8_per_tensor"),
+}
+
+
+def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
+    """The TransformerConfig fields of a recipe; none without one."""
+    if fp8.recipe is None:
+        return {}
+    return {
+        "fp8": fp8.format or RECIPES[fp8.recipe].format,
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.param_gather,
+        "fp8_wgrad": fp8.wgrad,
+        "fp8_margin": fp8.margin,
+        "fp8_amax_history_len": fp8.amax_history_len,
+        "fp8_amax_compute_algo": fp8.amax_compute_algo,
+        "first_last_layers_bf16": fp8.first_last_layers_bf16,
+        "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": fp8.num_layers_at_end_in_bf16,
+    }
+
+
+def alignment(fp8: Fp8Config) -> int:
+    """Rows of a rank's activations come in multiples of this."""
+    return 1 if fp8.recipe is None else RECIPES[fp8.recipe].alignment
+
+
+def token_multiple(megatron: MegatronConfig) -> int:
+    """Packs are padded to a multiple of this many tokens: the one padding rule.
+
+    Context parallelism cuts a pack in 2 cp chunks, sequence parallelism each rank's two chunks over tp ranks, and FP8
+    wants the rows that are left in whole blocks. So: cp * lcm(2 if cp > 1, tp * alignment), a multiple of tp, of 2 cp
+    and of the alignment; their least one where cp is 1 and FP8 off. (The least common multiple alone would leave a rank
+    of tp 8 two rows of 16, and Transformer Engine refuses fewer than 8.)
+    """
+    cp = megatron.context_parallel_size
+    rows = (megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1) * alignment(megatron.fp8)
+    return cp * math.lcm(2 if cp > 1 else 1, rows)
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------------------
+
+
+def precision_problems(config: Config, arch: Architecture | None) -> Iterator[str]:
+    """What of actor.megatron.fp8 contradicts another key or the model, one line each, on any machine."""
+    megatron, fp8 = config.actor.megatron, config.actor.megatron.fp8
+    if fp8.recipe is None:
+        changed = [name for name in fp8.model_fields_set if getattr(fp8, name) != type(fp8).model_fields[name].default]
+        for name in sorted(changed):
+            yield f"{FP8}.{name}={getattr(fp8, name)} has no effect without {FP8}.recipe; set it, or leave it out"
+        return
+    if config.model.dtype != "bfloat16":
+        yield f"{FP8}.recipe={fp8.recipe} needs model.dtype=bfloat16, and it is {config.model.dtype}; set it"
+    if megatron.transformer_impl == "local":
+        yield (
+            f"{FP8}.recipe={fp8.recipe} needs Transformer Engine's layers, and actor.megatron.transformer_impl=local;"
+            " set transformer_impl=auto"
+        )
+    if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
+        yield (
+            f"{FP8}.first_last_layers_bf16=true: delayed scaling measures all layers together and cannot leave some out;"
+            f" set {FP8}.recipe=tensorwise"
+        )
+    if fp8.param_gather and not megatron.use_distributed_optimizer:
+        yield f"{FP8}.param_gather=true needs actor.megatron.use_distributed_optimizer=true; set it"
+    if fp8.param_gather and fp8.recipe == "mxfp8":
+        yield (
+            f"{FP8}.param_gather=true with recipe=mxfp8: Megatron-Core gathers such weights inside its gradient buffers,"
+            " which is not supported here; leave param_gather out"
+        )
+    if arch is not None:
+        yield from _size_problems(megatron, arch)
+
+
+def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str]:
+    """Every product's width on one rank is a multiple of the alignment, and layers are left for FP8."""
+    fp8, tp = megatron.fp8, megatron.tensor_model_parallel_size
+    unit = alignment(fp8)
+    qkv = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.head_dim
+    widths = (
+        ("hidden_size", arch.hidden_size, 1),
+        ("query, key and value rows", qkv, tp),
+        ("attention width", arch.attention_size, tp),
+        ("MLP width", arch.ffn_hidden_size, tp),
+    )
+    for name, size, ways in widths:
+        if size % ways == 0 and size // ways % unit:
+            cut = f"{size} / tp {ways} = {size // ways}" if ways > 1 else f"{size}"
+            remedy = "lower actor.megatron.tensor_model_parallel_size or leave" if ways > 1 else "leave"
+            yield (
+                f"{FP8}.recipe={fp8.recipe} needs widths that are multiples of {unit}; this model's {name}, {cut}, is"
+                f" none; {remedy} {FP8}.recipe out"
+            )
+    if fp8.first_last_layers_bf16:
+        ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
+        stage = arch.num_layers // megatron.pipeline_model_parallel_size
+        if ends >= arch.num_layers:
+            yield f"{FP8}: {ends} first and last layers in bf16 leave none of {arch.num_layers} for FP8; lower the two"
+        elif max(fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16) > stage:
+            yield f"{FP8}: Megatron-Core keeps at most one pipeline stage's {stage} layers in bf16 at an end; lower it"
+
+
+def hardware_problems(config: Config, hardware: Hardware | None = None) -> Iterator[str]:
+    """What a machine (this one, which is looked at only if need be) lacks of what was asked for, one line each."""
+    megatron, quantization = config.actor.megatron, config.rollout.quantization
+    asks = (megatron.fp8.recipe, quantization, megatron.context_parallel_size > 1)
+    if not any(asks) and megatron.transformer_impl != "transformer_engine":
+        return
+    hardware = hardware or read_hardware(config.trainer.device)
+    if megatron.fp8.recipe is not None:
+        yield from _lacks(f"{FP8}.recipe={megatron.fp8.recipe}", RECIPES[megatron.fp8.recipe], hardware)
+    if quantization is not None:
+        yield from _lacks(f"rollout.quantization={quantization}", QUANTIZATIONS[quantization], hardware)
+    for key, asked in (
+        (f"actor.megatron.context_parallel_size={megatron.context_parallel_size}", megatron.context_parallel_size > 1),
+        ("actor.megatron.transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
+    ):
+        if asked and not hardware.is_cuda:
+            yield f"{key} needs a CUDA device, and this run has none; leave it out"
+        elif asked and hardware.transformer_engine is None:
+            yield f"{key} needs Transformer Engine, which is not installed; pip install 'grpo-megatron[gpu]', or leave it out"
+
+
+def _lacks(key: str, recipe: Recipe, hardware: Hardware) -> Iterator[str]:
+    remedy = f"set it to {recipe.remedy}, or leave it out" if recipe.remedy else "leave it out"
+    if hardware.capability is None or hardware.cuda_version is None:
+        yield f"{key} needs a CUDA device, and this run has none; leave it out"
+        return
+    if hardware.capability < recipe.capability:
+        yield (
+            f"{key} needs compute capability {_dotted(recipe.capability)}, this device has"
+            f" {_dotted(hardware.capability)}; {remedy}"
+        )
+    elif recipe.limit is not None and hardware.capability >= recipe.limit:
+        yield (
+            f"{key} is for compute capability below {_dotted(recipe.limit)}, this device has"
+            f" {_dotted(hardware.capability)}; {remedy}"
+        )
+    if hardware.cuda_version < recipe.cuda_version:
+        yield (
+            f"{key} needs CUDA {_dotted(recipe.cuda_version)}, torch was built with {_dotted(hardware.cuda_version)};"
+            " install a newer torch, or leave it out"
+        )
+    if recipe.transformer_engine == (0, 0):
+        return
+    wanted = f"{key} needs Transformer Engine {_dotted(recipe.transformer_engine)}"
+    if hardware.transformer_engine is None:
+        yield f"{wanted}, which is not installed; pip install 'grpo-megatron[gpu]', or leave it out"
+    elif hardware.transformer_engine < recipe.transformer_engine:
+        yield f"{wanted}, and {_dotted(hardware.transformer_engine)} is installed; upgrade it, or leave it out"
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+# -- weights that are kept in FP8 --------------------------------------------------------------------------------------
+
+
+def plain(parameter: Tensor) -> Tensor:
+    """A parameter's values as an ordinary tensor: itself, unless it is kept in FP8 (`fp8.param_gather`)."""
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+
+    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Set a parameter. One that is kept in FP8 also remembers the exact values, for the optimizer's float32 copy."""
+    parameter.copy_(values)
+    remembered = getattr(parameter, "get_high_precision_init_val", None)
+    if remembered is not None and (exact := remembered()) is not None:
+        exact.copy_(values)

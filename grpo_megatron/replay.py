@@ -1,0 +1,101 @@
+"""Replay: groups of earlier steps beside the fresh ones, never older than `max_staleness` steps.
+
+Each step up to `ratio` of the batch comes from the buffer, the oldest groups first, each at most once; the rest is
+fresh. Fresh groups with different rewards enter the buffer; what is too old, or too many, leaves it. The ratio of the
+surrogate is taken against the training engine's log-probabilities at the start of the update; how far those are from
+the weights that drew a sample is what the rollout correction weighs, for old samples as for fresh ones.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from grpo_megatron.algo.advantages import informative_groups
+from grpo_megatron.collector import Collector, Group, State, number
+from grpo_megatron.config import ReplayConfig
+from grpo_megatron.metrics import Metrics
+from grpo_megatron.parallel.exchange import gather_groups
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.types import Prompt, Sample
+
+
+class Replayed:
+    def __init__(self, inner: Collector, replay: ReplayConfig, mesh: Mesh) -> None:
+        self.inner, self.replay, self.mesh = inner, replay, mesh
+        self.buffer: list[tuple[int, Group]] = []  # (step it was drawn for, group), oldest first
+
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        self.buffer = [(s, group) for s, group in self.buffer if step - s <= self.replay.max_staleness]
+        taken = self.buffer[: int(count * self.replay.ratio)]
+        self.buffer = self.buffer[len(taken) :]
+        fresh = self.inner.groups(step, count - len(taken), metrics)
+        metrics.constant("train/replayed_groups", len(taken))
+        metrics.constant("train/replay_staleness_max", max((step - s for s, _ in taken), default=0))
+        self.buffer = (self.buffer + [(step, g) for g in self._informative(fresh)])[-self.replay.size :]
+        return [group for _, group in taken] + fresh
+
+    def _informative(self, groups: list[Group]) -> list[Group]:
+        table = gather_groups(number(groups), self.mesh)
+        kept = sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
+        return [[_copy(sample) for sample in groups[place]] for place in kept]
+
+    def epoch(self) -> float:
+        return self.inner.epoch()
+
+    def state(self) -> State:
+        groups = gather_state([group for _, group in self.buffer], self.mesh)
+        return {"inner": self.inner.state(), "steps": [s for s, _ in self.buffer], "groups": groups}
+
+    def load_state(self, state: State) -> None:
+        self.inner.load_state(state["inner"])
+        groups = share_out(state["groups"], self.mesh)
+        self.buffer = list(zip(state["steps"], groups, strict=True))
+
+
+def _copy(sample: Sample) -> Sample:
+    return Sample(**{name: getattr(sample, name) for name in Sample.__dataclass_fields__})
+
+
+def gather_state(groups: list[Group], mesh: Mesh) -> list[list[dict[str, Any]]]:
+    """Collective: every group whole, as plain JSON, the same on every rank."""
+    mine = [[pack_sample(s) for s in group] for group in groups] if mesh.is_block_leader else [[] for _ in groups]
+    everyone: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, mine, group=mesh.control)
+    whole = [[s for part in everyone for s in part[place]] for place in range(len(groups))]
+    return [sorted(group, key=lambda s: s["index"]) for group in whole]
+
+
+def share_out(groups: list[list[dict[str, Any]]], mesh: Mesh) -> list[Group]:
+    """This block's part of gathered groups: whole groups, in turn over the blocks of whatever layout there is now."""
+    mine = [place % mesh.num_rollout_blocks == mesh.rollout_block for place in range(len(groups))]
+    return [[unpack_sample(s) for s in group] if held else [] for held, group in zip(mine, groups, strict=True)]
+
+
+def pack_sample(sample: Sample) -> dict[str, Any]:
+    """Plain JSON. Long columns travel as base64: numbers in text would be ten times the size."""
+    out = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
+    out["prompt"] = asdict(sample.prompt)
+    out["response_ids"] = _text(np.asarray(sample.response_ids, dtype="<i4"))
+    out["rollout_logprobs"] = _text(np.asarray(sample.rollout_logprobs, dtype="<f8"))
+    return out
+
+
+def unpack_sample(packed: dict[str, Any]) -> Sample:
+    prompt = dict(packed["prompt"])
+    prompt["token_ids"] = tuple(prompt["token_ids"])
+    columns = {
+        "prompt": Prompt(**prompt),
+        "response_ids": np.frombuffer(base64.b64decode(packed["response_ids"]), dtype="<i4").tolist(),
+        "rollout_logprobs": np.frombuffer(base64.b64decode(packed["rollout_logprobs"]), dtype="<f8").tolist(),
+        "steps": [(int(token), float(reward)) for token, reward in packed["steps"]],
+    }
+    return Sample(**{**packed, **columns})
+
+
+def _text(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()

@@ -1,0 +1,41 @@
+r"""Answers whose verdict is known, by reward: a grader that calls everything right, or everything wrong, stops the run.
+
+`RewardPool` asks for them before the first sample of a reward is scored, through the same worker processes.
+"""
+
+from __future__ import annotations
+
+Known = tuple[str, str, float]  # completion, answer, score
+
+_GSM8K: list[Known] = [
+    ("6 * 7 = 42\n#### 42", "42", 1.0),
+    ("<answer> $1,234.50 </answer>", "2469/2", 1.0),
+    ("so \\boxed{42}", "42", 1.0),
+    ("6 * 7 = 42\n#### 43", "42", 0.0),
+    ("The answer is 42.", "42", 0.0),
+    ("", "42", 0.0),
+]
+
+KNOWN_ANSWERS: dict[str, list[Known]] = {
+    "gsm8k": _GSM8K,
+    "arithmetic_steps": _GSM8K,
+    "gsm8k_strict": [("#### 42", "42", 1.0), ("#### 43", "42", 0.0), ("it is 42", "42", 0.0)],
+    "gsm8k_flexible": [("it is 42.", "42", 1.0), ("it is 43.", "42", 0.0), ("", "42", 0.0)],
+    "graded": [("#### 42", "42", 1.0), ("it is 42", "42", 0.5), ("#### 43", "42", 0.01)],
+    "arithmetic": [
+        ("<think>8+3=11,1+7+1=9</think><answer>91</answer>", "91", 1.0),
+        ("<answer>92</answer>", "91", 0.0),
+        ("91", "91", 0.0),
+    ],
+    "format": [("#### 42", "", 1.0), ("42", "", 0.0)],
+    "math": [
+        (r"so \boxed{42}.", "42", 1.0),
+        (r"so $\boxed{\tfrac{1}{2}}$", "0.5", 1.0),
+        (r"\boxed{\text{Evelyn}}", "Evelyn", 1.0),
+        (r"\boxed{(1+x)^2}", "x^2+2x+1", 1.0),  # this one and the next go through math-verify
+        (r"\boxed{(1+x)^2}", "x^2+2x+2", 0.0),
+        (r"\boxed{43}", "42", 0.0),
+        ("The answer is 42.", "42", 0.0),
+        ("", "42", 0.0),
+    ],
+}

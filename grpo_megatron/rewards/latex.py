@@ -1,0 +1,120 @@
+r"""Two spellings of one LaTeX answer -> one string: dressing, sizes, spacing, fonts, thousands, shorthand fractions.
+
+`tidy` keeps everything that can change the meaning; brackets, separators, relations and units are read by
+`rewards/answer.py`. What stays of text is `\text{...}`; a percent sign is `%`; white space is left only where it
+separates (`\pi r`, `1 000`, words). Linear or quadratic in at most `answer.MAX_ANSWER` characters.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNICODE = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "\u00a0": " ",
+        "\u2009": " ",
+        "\u202f": " ",
+        "\u00d7": "\\times ",
+        "\u00b7": "\\cdot ",
+        "\u03c0": "\\pi ",
+        "\u221e": "\\infty ",
+        "\u00b0": "^\\circ ",
+        "\u2264": "\\le ",
+        "\u2265": "\\ge ",
+        "\u222a": "\\cup ",
+        "\u2208": "\\in ",
+        "\u00b1": "\\pm ",
+        "\u211d": "\\mathbb{R}",
+        "\u2205": "\\emptyset ",
+        "\u20ac": "\\$",
+        "\u00a3": "\\$",
+    }
+)
+_DIGITS_GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\!,|,\\!|,\\,|\\,|\\;|\\ |~)\s*(?:\\!)?(?=[0-9]{3}(?![0-9]))")
+_BRACED = re.compile(r"(?<!\\)\{(-?[0-9]{1,3}(?:,[0-9]{3})+)\}")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![A-Za-z])\.?")
+_SPACES = re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\\(?:\(|\)|\[|\])|\\v?phantom\{[^{}]*\}|\\hspace\{[^{}]*\}")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|texttt|textsc|mbox|hbox|mathrm|operatorname)\s*\{")
+_FONT = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|rm|bf|it)(?![A-Za-z])\s*")
+_COLOR = re.compile(r"\\(?:text)?color\s*\{[A-Za-z]+\}")
+_NO_TEXT = re.compile(r"\\text\{([^{}A-Za-z]*)\}")
+_CHOOSE = re.compile(r"\{([^{}\\]+)\\choose\s*([^{}\\]+)\}")
+_NAMES = {
+    "dfrac": "frac",
+    "tfrac": "frac",
+    "cfrac": "frac",
+    "leqslant": "le",
+    "leq": "le",
+    "geqslant": "ge",
+    "geq": "ge",
+    "neq": "ne",
+    "lbrace": "{",
+    "rbrace": "}",
+    "lbrack": "[",
+    "rbrack": "]",
+    "varnothing": "emptyset",
+    "lvert": "|",
+    "rvert": "|",
+    "vert": "|",
+    "lt": "<",
+    "gt": ">",
+    "land": "text{and}",
+    "lor": "text{or}",
+    "degree": "circ",
+    "infin": "infty",
+}
+_NAME = re.compile(r"\\(" + "|".join(sorted(_NAMES, key=len, reverse=True)) + r")(?![A-Za-z])")
+_PLAIN = {"[", "]", "|", "<", ">"}  # without a backslash
+_TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
+_NUMBER_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)" + _DEGREES.pattern)
+_ARGUMENT = r"(?:\\[A-Za-z]+|[0-9A-Za-z])"
+_SHORT = (
+    (re.compile(rf"\\frac\s*({_ARGUMENT})\s*({_ARGUMENT})"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"\\frac\s*({_ARGUMENT})\s*(?=\{{)"), r"\\frac{\1}"),
+    (re.compile(rf"(\\frac\s*\{{[^{{}}]*\}})\s*({_ARGUMENT})"), r"\1{\2}"),
+    (re.compile(rf"\\sqrt\s*(\[[^\[\]]*\])?\s*({_ARGUMENT})"), r"\\sqrt\1{\2}"),
+    (re.compile(r"([_^])\s*\{([0-9A-Za-z])\}"), r"\1\2"),
+)
+_MIXED = re.compile(r"(?<![0-9.A-Za-z}_^/])([0-9]+)\s+([0-9]+)\s?/\s?([0-9]+)(?![0-9])")
+_FIRST_ZERO = re.compile(r"(?<![0-9])\.(?=[0-9])")
+_LAST_ZERO = re.compile(r"(?<=[0-9])\.0*(?![0-9A-Za-z\\])")
+_SPACE = re.compile(r"(\\[A-Za-z]+\s+(?=[A-Za-z]))|([0-9A-Za-z]\s+(?=[0-9A-Za-z]))|\s+")
+
+
+def tidy(text: str) -> str:
+    """One spelling of an answer. Idempotent on what it returns, for practical purposes; never raises."""
+    text = text.translate(_UNICODE).replace("\\\\", "\x00")  # a line of a matrix, not a space
+    text = _DIGITS_GROUPED.sub("", text)
+    text = _BRACED.sub(lambda match: match[0].replace(",", ""), text)
+    text = re.sub(r"(?<!\\)\$|\*\*|`", "", text)
+    text = _SIZES.sub("", text)
+    text = _NAME.sub(lambda m: ("" if _NAMES[m[1]] in _PLAIN else "\\") + _NAMES[m[1]] + " ", text)
+    text = _TEXT.sub(r"\\text{", text)
+    text = _NO_TEXT.sub(r"\1", text)
+    text = _FONT.sub("", _COLOR.sub("", text))
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _SPACES.sub(" ", text)
+    if _TRIG.search(text):
+        text = _NUMBER_DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
+    text = _DEGREES.sub("", text)
+    text = text.replace("\\%", "%")
+    for pattern, full in _SHORT:
+        text = pattern.sub(full, text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _LAST_ZERO.sub("", _FIRST_ZERO.sub("0.", text))
+    text = re.sub(r"(?:\s|[.,;:]|\x00)+$", "", text)
+    return _squeeze(text.replace("\x00", "\\\\")).strip()
+
+
+def _squeeze(text: str) -> str:
+    r"""White space only where it separates names or digits; the content of `\text{...}` keeps single spaces."""
+    pieces = re.split(r"(\\text\{[^{}]*\})", text)
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            pieces[index] = "\\text{" + " ".join(piece[6:-1].split()) + "}"
+        else:
+            pieces[index] = _SPACE.sub(lambda m: (m[0].rstrip() + " ") if m[1] or m[2] else "", piece)
+    return "".join(pieces)

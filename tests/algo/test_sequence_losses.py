@@ -1,0 +1,234 @@
+"""Losses of whole responses: published vectors, finite differences, and micro-batches that change nothing.
+
+On the big vector (ratios [1, 1.5, .5, 1.25] with A = 1, [1, 1.5, .5, 4] with A = -1, clip .2 / .28):
+GSPO: mean log-ratios -.0161344 and .2746436: s = .9839950 and 1.3160614 (clipped only where that is lower): (-.9839950
++ 1.3160614) / 2 = .1660396 (the table's digits are float32's); gradients -A s / 8.
+GMPO: row 1 log-ratios [0, .28, -.6931472, .2231436], mean -.0475009; row 2 [0, .4054651, -.2, 1.3862944], mean .3979399:
+(-.9536096 + 1.4887544) / 2 = .2675724; the tokens at a bound have gradient 0.
+DPO: log-ratios .5 and -.5, beta .1: margin 1, slope sigmoid(-.1) * .1 = .4750208 * .1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_megatron.algo.losses import LossInputs, MetricSum, policy_losses
+from grpo_megatron.algo.sequence_losses import REQUIRED_AGGREGATION
+from grpo_megatron.algo.token_weights import token_weightings
+from tests.algo.inputs import (
+    CLIP,
+    RATIOS,
+    SIGNS,
+    actor,
+    central_difference,
+    gradient_of,
+    make_inputs,
+    ratio_inputs,
+    rows_of,
+    run,
+    value,
+)
+
+MODE = "seq-mean-token-mean"
+QUICK = settings(deadline=None, derandomize=True, max_examples=25)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "first", "second", "clipped"),
+    [
+        ("gspo", 0.1660396, [-0.1229994] * 4, [0.1645093] * 4, (0, 0)),
+        ("gspo_token", 0.1660396, [-0.1229994] * 4, [0.1645093] * 4, (0, 0)),
+        (
+            "gmpo",
+            0.2675724,
+            [-0.1192012, 0, -0.1192012, -0.1192012],
+            [0.1860943, 0.1860943, 0, 0.1860943],
+            (0.25, 0.375),
+        ),
+    ],
+)
+def test_big_vector(
+    name: str, expected: float, first: list[float], second: list[float], clipped: tuple[float, float]
+) -> None:
+    inputs = ratio_inputs(RATIOS, SIGNS, mode=MODE)
+    loss, metrics = run(inputs, actor(**CLIP), name)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert gradient.tolist() == [pytest.approx(first, abs=1e-6), pytest.approx(second, abs=1e-6)]
+    assert (value(metrics["actor/pg_clipfrac"]), value(metrics["actor/pg_clipfrac_lower"])) == clipped
+    assert value(metrics["actor/ppo_kl"]) == pytest.approx(-0.1292592, abs=1e-7)
+
+
+def test_gspo_of_ratios_far_apart() -> None:
+    # [.5, 1, 1.5]: s = .75^(1/3) = .9085603; A = [1, -1, 2] / 3 of it, -(2/3) s = -.6057069, nothing clipped.
+    for name in ("gspo", "gspo_token"):
+        inputs = ratio_inputs([[0.5, 1, 1.5]], [[1, -1, 2]], mode=MODE)
+        assert run(inputs, actor(), name)[0].item() == pytest.approx(-0.6057069, abs=1e-6)
+
+
+def test_gspo_clips_the_sequence_and_its_gradient() -> None:
+    inputs = ratio_inputs([[2, 2], [2, 2]], [[1, 1], [-1, -1]], mode=MODE)
+    for name in ("gspo", "gspo_token"):
+        assert gradient_of(inputs, actor(), name).tolist() == [[0, 0], pytest.approx([0.5, 0.5])]
+
+
+def test_names_and_aggregations_exist() -> None:
+    assert policy_losses.get("geo_mean") is policy_losses.get("gmpo")
+    assert set(REQUIRED_AGGREGATION) <= set(policy_losses.names())
+    assert {mode for modes in REQUIRED_AGGREGATION.values() for mode in modes} <= set(token_weightings.names())
+
+
+def test_correction_enters_gmpo_as_a_geometric_mean() -> None:
+    # Ratios 1, so a loss of -1 a sequence; weights 4 and 1/4 have geometric mean 1, and arithmetic mean 2.125.
+    weights = [[4, 0.25], [2, 2], [0, 8]]
+    inputs = make_inputs([[-1.0] * 2] * 3, advantages=1.0, correction=weights, mode=MODE)
+    assert run(inputs, actor(), "gmpo")[0].item() == pytest.approx(-(1 + 2 + 0) / 3)
+    assert run(inputs, actor(), "gspo")[0].item() == pytest.approx(-(2.125 + 2 + 4) / 3)
+    padded = make_inputs(
+        [[-1.0] * 3] * 3, advantages=1.0, correction=[[*row, 9] for row in weights], mask=[[1, 1, 0]] * 3, mode=MODE
+    )
+    assert run(padded, actor(), "gmpo")[0].item() == pytest.approx(-1)
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def pair_inputs(logprobs: Tensor | list[list[float]], **values: object) -> LossInputs:
+    signs = torch.tensor([[1.0 - 2 * (row % 2)] for row in range(len(logprobs))], dtype=torch.float64)
+    return make_inputs(logprobs, advantages=signs, mode=MODE, **values)  # type: ignore[arg-type]
+
+
+def test_dpo_by_hand() -> None:
+    # Log-ratios .5 over two tokens and -.5 over one; the second pair's margin is -1: log 2-like values by hand.
+    inputs = pair_inputs(
+        [[-0.5, -1.0], [-1.5, 0.0], [-1.5, 0], [-0.5, 0]], ref=-1.0, mask=[[1, 1], [1, 0]] + [[1, 0]] * 2
+    )
+    loss, metrics = run(inputs, actor(dpo_beta=0.1), "dpo")
+    expected = (math.log1p(math.exp(-0.1)) + math.log1p(math.exp(0.1))) / 2
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    assert value(metrics["actor/pg_loss"]) == pytest.approx(expected, abs=1e-12)
+    assert value(metrics["actor/dpo_accuracy"]) == 0.5
+    assert value(metrics["actor/dpo_margin"]) == pytest.approx(0)
+    gradient = gradient_of(inputs, actor(dpo_beta=0.1), "dpo")
+    slope = 0.0475021 / 2  # two pairs
+    assert gradient[:2].tolist() == [pytest.approx([-slope, -slope], abs=1e-7), pytest.approx([slope, 0], abs=1e-7)]
+
+
+def test_dpo_refuses_rows_that_are_no_pairs() -> None:
+    with pytest.raises(AssertionError, match="not chosen"):
+        run(make_inputs([[-1.0], [-1.0]], ref=-1.0, advantages=[[-1.0], [1.0]]), actor(), "dpo")
+    with pytest.raises(AssertionError, match="3 rows are no pairs"):
+        run(make_inputs([[-1.0]] * 3, ref=-1.0, advantages=1.0), actor(), "dpo")
+    with pytest.raises(AssertionError, match="needs ref_logprobs"):
+        run(pair_inputs([[-1.0]] * 2), actor(), "dpo")
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+MASK = [[1] * 5, [1] * 3 + [0] * 2, [1] * 4 + [0], [1] + [0] * 4]
+
+
+def sequence_inputs(logprobs: Tensor) -> LossInputs:
+    generator = torch.Generator().manual_seed(1)
+    old, ref = (-2 * torch.rand(4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    correction = torch.rand(4, 5, generator=generator, dtype=torch.float64)
+    return pair_inputs(logprobs, old=old, ref=ref, mask=MASK, correction=correction)
+
+
+def drawn(spread: float) -> Tensor:
+    """Log-ratios up to +-spread, some sequences clipped, some not."""
+    generator = torch.Generator().manual_seed(2)
+    old = sequence_inputs(torch.zeros(4, 5)).old_logprobs
+    return (old + spread * (2 * torch.rand(4, 5, generator=generator, dtype=torch.float64) - 1)).requires_grad_()
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "dpo"])
+def test_gradient_is_the_derivative(name: str) -> None:
+    config = actor(clip_ratio_low=0.15, clip_ratio_high=0.15, dpo_beta=0.5)
+    current = drawn(0.6)
+    numeric = central_difference(lambda x: run(sequence_inputs(x), config, name)[0], current)
+    gradient = gradient_of(sequence_inputs(current), config, name)
+    torch.testing.assert_close(gradient, numeric, rtol=1e-6, atol=1e-8)
+    rows = gradient.abs().sum(-1)
+    assert (rows > 0).any() and (name == "dpo" or (gradient[sequence_inputs(current).mask] == 0).any())
+
+
+def test_gradient_of_gspo_token_is_the_derivative_at_a_frozen_ratio() -> None:
+    # s_t = frozen * exp(logprobs - frozen logprobs): differentiate with the frozen parts held where they are.
+    config = actor(clip_ratio_low=0.15, clip_ratio_high=0.15)
+    current = drawn(0.6)
+    at = sequence_inputs(current.detach())
+    lengths = at.mask.sum(-1, keepdim=True)
+    frozen = ((at.logprobs - at.old_logprobs).sum(-1, keepdim=True) / lengths).exp().detach()
+
+    def surrogate(logprobs: Tensor) -> Tensor:
+        assert at.correction is not None
+        ratio = frozen * (logprobs - current.detach()).exp()
+        terms = torch.maximum(-at.advantages * ratio, -at.advantages * ratio.clamp(0.85, 1.15))
+        return (at.token_weights * at.correction * terms).sum()
+
+    numeric = central_difference(surrogate, current)
+    torch.testing.assert_close(
+        gradient_of(sequence_inputs(current), config, "gspo_token"), numeric, rtol=1e-6, atol=1e-8
+    )
+
+
+@QUICK
+@given(seed=st.integers(0, 1000), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_gspo_and_its_token_form_have_one_gradient_where_the_advantage_is_one_number(
+    seed: int, lengths: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    logprobs, old = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    signs = torch.randn(len(lengths), 1, generator=generator, dtype=torch.float64)
+    mask = [[int(t < n) for t in range(shape[1])] for n in lengths]
+    inputs = make_inputs(logprobs, old=old, advantages=signs, mask=mask, mode=MODE)
+    a, b = (gradient_of(inputs, actor(), name) for name in ("gspo", "gspo_token"))
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@QUICK
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=4, max_size=4),
+    owners=st.lists(st.integers(0, 2), min_size=2, max_size=2),
+    name=st.sampled_from(sorted(REQUIRED_AGGREGATION)),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_micro_batches_and_padding_change_neither_loss_nor_gradient_nor_metrics(
+    lengths: list[int], owners: list[int], name: str, padding: int, seed: int
+) -> None:
+    """Pairs of rows (a pair stays together) over micro-batches or ranks, each trimmed or padded to its own width."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4, max(lengths) + padding)
+
+    def draw() -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    config = actor(kl_loss_coef=0.1, clip_ratio_low=0.1, clip_ratio_high=0.1)
+    leaf = draw().requires_grad_()
+    mask = [[int(t < n) for t in range(shape[1])] for n in lengths]
+    whole = pair_inputs(leaf, old=draw(), ref=draw(), mask=mask, correction=draw().abs())
+    expected, expected_metrics = run(whole, config, name, "k3")
+    (expected_gradient,) = torch.autograd.grad(expected, leaf, retain_graph=True)
+
+    total, gradient = 0.0, torch.zeros(shape, dtype=torch.float64)
+    metrics: dict[str, MetricSum] = {}
+    for owner in set(owners):
+        rows = [row for row in range(4) if owners[row // 2] == owner]
+        share = rows_of(whole, rows, max(lengths[row] for row in rows))
+        loss, parts = run(share, config, name, "k3")
+        total += loss.item()
+        gradient += torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+        metrics = {key: metrics[key].plus(part) if key in metrics else part for key, part in parts.items()}
+    assert total == pytest.approx(expected.item(), abs=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-12)
+    numbers, expected_numbers = ({n: value(m) for n, m in part.items()} for part in (metrics, expected_metrics))
+    assert numbers == pytest.approx(expected_numbers, abs=1e-12)

@@ -1,0 +1,178 @@
+"""Every method through the real trainer, engine and reward workers: two ranks, one engine, two or three steps each.
+
+What only this can show: that a method's data source, plan, exchange, losses and engine fit together. The formulas are
+tested in tests/algo, the examples' learning by examples/compare_methods.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.e2e import ranks
+
+SFT = {"loss_mode": "sft", "use_kl_loss": False}
+DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
+PARITY = {"function": "tests.e2e.rewards:parity_reward"}  # 0 or 1: some groups teach nothing
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dynamic": {
+        "reward": PARITY,
+        "data": {"gen_batch_size": 4},
+        "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 5}},
+        "trainer": {"total_training_steps": 3},
+    },
+    "dynamic again": {
+        "reward": PARITY,
+        "data": {"gen_batch_size": 4},
+        "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 5}},
+        "trainer": {"total_training_steps": 2, "save_freq": 2},
+    },
+    "dynamic resumed": {
+        "reward": PARITY,
+        "data": {"gen_batch_size": 4},
+        "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 5}},
+        "trainer": {"total_training_steps": 3, "save_freq": 2},
+    },
+    "dupo": {"reward": PARITY, "algorithm": {"dupo": True}},
+    "replay": {"algorithm": {"replay": {"ratio": 0.5}}, "trainer": {"total_training_steps": 3}},
+    "remax": {"algorithm": {"adv_estimator": "remax"}},
+    "process": {
+        "algorithm": {"adv_estimator": "grpo_process"},
+        "reward": {"function": "tests.e2e.rewards:step_reward"},
+    },
+    "kl in reward": {
+        "algorithm": {
+            "adv_estimator": "reinforce_plus_plus",
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.001, "horizon": 100},
+        },
+        "actor": {"use_kl_loss": False},
+    },
+    "rejection": {"algorithm": {"rollout_correction": {"rollout_rs": "token", "rollout_rs_threshold": 1.0000001}}},
+    "rft": {"algorithm": {"source": "initial", "adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
+    "online rft": {"algorithm": {"adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
+    "sft": {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": SFT},
+    "dpo": {"algorithm": {"source": "initial", "adv_estimator": "best_worst"}, "actor": DPO},
+    "dpo from a file": {"algorithm": {"source": "file", "adv_estimator": "best_worst"}, "actor": DPO},
+    "iterative": {"algorithm": {"iteration_steps": 2}, "trainer": {"total_training_steps": 3, "save_freq": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("methods")
+    raws = []
+    for name, sections in METHODS.items():
+        output = folder / name.replace("again", "resumed").replace(" ", "_")  # the second half goes on in one folder
+        raw = ranks.settings(workspace, output, 2, **sections)
+        if sections.get("algorithm", {}).get("source") == "file":
+            raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
+            raw["data"] |= {"max_prompt_length": 32}
+        raws.append(raw)
+    results = worlds.run(ranks.train_many, 2, timeout_s=280, raws=raws)[0]
+    for raw, result in zip(raws, results, strict=True):
+        lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+        result["metrics"] = [json.loads(line) for line in lines]
+    return dict(zip(METHODS, results, strict=True))
+
+
+pytestmark = pytest.mark.slow
+
+
+def column(run: dict[str, Any], name: str) -> list[float]:
+    return [row[name] for row in run["metrics"]]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_trains(runs: dict[str, dict[str, Any]], name: str) -> None:
+    run = runs[name]
+    norms = column(run, "actor/grad_norm")
+    assert len(norms) == METHODS[name].get("trainer", {}).get("total_training_steps", 2) or "again" in name
+    assert all(math.isfinite(norm) and norm > 0 for norm in norms)
+    assert column(run, "actor/skipped_updates") == [0] * len(norms)
+
+
+def test_dynamic_sampling_trains_on_groups_that_teach(runs: dict[str, dict[str, Any]]) -> None:
+    assert column(runs["dynamic"], "critic/zero_variance_ratio") == [0, 0, 0]
+    assert max(column(runs["dynamic"], "train/num_gen_batches")) > 1
+    assert any(ratio > 0 for ratio in column(runs["dupo"], "critic/zero_variance_ratio"))  # else there was no filtering
+
+
+def test_dynamic_sampling_resumes_with_what_was_left_over(runs: dict[str, dict[str, Any]]) -> None:
+    whole, resumed = runs["dynamic"]["weights"], runs["dynamic resumed"]["weights"]
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    assert not all(torch.equal(tensor, runs["dynamic again"]["weights"][name]) for name, tensor in whole.items())
+
+
+def test_dupo_trains_on_no_group_without_variance(runs: dict[str, dict[str, Any]]) -> None:
+    for table, plan in zip(runs["dupo"]["tables"], runs["dupo"]["plans"], strict=True):
+        teaching = {row for rows in table.groups() if len({table.reward[r] for r in rows}) > 1 for row in rows}
+        assert set(plan.owner()) <= teaching
+
+
+def test_replayed_groups_are_weighed(runs: dict[str, dict[str, Any]]) -> None:
+    assert column(runs["replay"], "train/replayed_groups") == [0, 3, 3]
+    drift = column(runs["replay"], "rollout_corr/k3_kl")
+    assert drift[0] < 1e-9 < 1e-4 < drift[1]  # the first step is on-policy, the second holds samples of older weights
+
+
+def test_remax_knows_the_greedy_reward(runs: dict[str, dict[str, Any]]) -> None:
+    for table in runs["remax"]["tables"]:
+        assert all(math.isfinite(reward) for reward in table.greedy_reward)
+        assert len({(p, g) for p, g in zip(table.prompt_index, table.greedy_reward, strict=True)}) == 6
+
+
+def test_step_rewards_reach_their_tokens(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["process"]
+    for table, plan in zip(run["tables"], run["plans"], strict=True):
+        for steps, length, advantage in zip(table.step_rewards, table.response_length, plan.advantages, strict=True):
+            assert all(0 <= token < length for token, _ in steps)
+            assert isinstance(advantage, list) and len(advantage) == length
+        assert any(len(set(advantage)) > 1 for advantage in plan.advantages if isinstance(advantage, list))
+
+
+def test_kl_in_the_reward_moves_advantages_and_its_coefficient(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["kl in reward"]
+    first, second = column(run, "actor/reward_kl_penalty")
+    assert first == pytest.approx(0, abs=1e-6) and second > 1e-3  # the policy has left the reference
+    before, after = column(run, "actor/reward_kl_penalty_coeff")
+    assert before == 0.5 and after == pytest.approx(0.5 * (1 - 0.2 * 18 / 100))
+    spread = [advantage for advantage in run["plans"][1].advantages if isinstance(advantage, list)]
+    assert any(len(set(values)) > 1 for values in spread)  # one number a token, not one a sample
+
+
+def test_rejected_tokens_weigh_nothing_and_the_rest_sums_to_one(runs: dict[str, dict[str, Any]]) -> None:
+    assert all(0 < share < 1 for share in column(runs["rejection"], "rollout_corr/rollout_rs_masked_fraction"))
+
+
+def test_likelihood_methods_learn_from_right_answers_only(runs: dict[str, dict[str, Any]]) -> None:
+    for name in ("rft", "online rft"):
+        for table, plan in zip(runs[name]["tables"], runs[name]["plans"], strict=True):
+            assert {row for row, a in enumerate(plan.advantages) if a is not None} == {
+                row for row, reward in enumerate(table.reward) if reward >= 4
+            }
+    # The first step draws from the same weights; the second shows who draws.
+    assert runs["rft"]["tables"][0].reward == runs["online rft"]["tables"][0].reward
+    assert runs["rft"]["tables"][1].reward != runs["online rft"]["tables"][1].reward
+
+
+def test_dpo_starts_from_even_odds(runs: dict[str, dict[str, Any]]) -> None:
+    # One update a step, two epochs: at the first the policy is the reference, so log 2; at the second it has moved.
+    for name in ("dpo", "dpo from a file"):
+        first = column(runs[name], "actor/pg_loss")[0]
+        assert first < math.log(2)
+        assert column(runs[name], "actor/dpo_margin")[1] > 0
+
+
+def test_iterative_grpo_renews_its_reference(runs: dict[str, dict[str, Any]]) -> None:
+    kl = column(runs["iterative"], "actor/kl_loss")
+    plain = column(runs["plain"], "actor/kl_loss")
+    assert kl[:2] == plain[:2]
+    assert kl[2] < kl[1] / 2  # measured from where the policy is, not from where it began

@@ -1,0 +1,222 @@
+"""What the ranks of the reward model tests run. A layout is (world, tp, pp, sequence parallel), as in `ranks`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import tiny
+
+Layout = tuple[int, int, int, bool]
+_meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layout for its whole life
+
+
+def build(folder: Path, layout: Layout, *, dtype: str = "float32", megatron: Any = None, **config: Any) -> Any:
+    from grpo_megatron.config import RewardModelConfig
+    from grpo_megatron.models.reward_model import RewardModel
+
+    settings = {"path": folder, "optim": {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}, **config}
+    device, mesh = world(layout)
+    return RewardModel(RewardModelConfig.model_validate(settings), dtype, actor(layout, **megatron or {}), mesh, device)
+
+
+def world(layout: Layout) -> tuple[Any, Any]:
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    _, tp, pp, _ = layout
+    device = Device("cpu")
+    mesh = _meshes.get((tp, pp)) or _meshes.setdefault((tp, pp), build_mesh(device, tp=tp, pp=pp, rollout_tp=1))
+    return device, mesh
+
+
+def actor(layout: Layout, **megatron: Any) -> Any:
+    from grpo_megatron.config import ActorConfig
+
+    _, tp, pp, sp = layout
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
+    return ActorConfig.model_validate({"megatron": {**sizes, **megatron}, "ppo_max_token_len_per_gpu": 120})
+
+
+def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
+    """Pairs of various lengths: each prompt of `tiny.make_sequences` with its response and another's."""
+    from grpo_megatron.preferences import Pair
+
+    drawn = tiny.make_sequences(2 * count, seed=seed)
+    pairs = []
+    for (prompt, chosen), (_, rejected) in zip(drawn[:count], drawn[count:], strict=True):
+        both = [torch.tensor([*prompt, *response], dtype=torch.int32) for response in (chosen, rejected)]
+        pairs.append(Pair(len(prompt), *both))
+    return pairs
+
+
+def scores(folders: dict[str, Path], sequences: Any, layout: Layout) -> dict[str, torch.Tensor]:
+    """Family -> scores, in micro-batches of different sizes, one of them empty."""
+    batch = tiny.make_batch(sequences, [[[0, 1], [2], [], [3, 4, 5]]])
+    return {family: build(folder, layout).score(batch) for family, folder in folders.items()}
+
+
+def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
+    """Whole gradients of one backward pass; then, with the distributed optimizer, an update's metrics and weights."""
+    from grpo_megatron.preferences import pair_batch
+
+    model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients to look at
+    batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
+    model.backward_pairs(batch, len(pairs))
+    gradients = whole(model, model.named_gradients())
+    model = build(folder, layout)
+    metrics = model.update_pairs(batch, len(pairs))
+    return {"gradients": gradients, "metrics": metrics, "weights": stream(model)}
+
+
+def stream(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in model.hf_weights(1) for name, tensor in bucket}
+
+
+def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Hugging Face gradients from every rank's own; ranks that hold the same tensor must agree on it. Collective."""
+    import torch.distributed as dist
+
+    from grpo_megatron.models.weights import bound_rows
+
+    everyone: list[Any] = [None] * model.mesh.world_size
+    dist.all_gather_object(everyone, (model.mesh.tp_rank, local))
+    heads = [held["score.weight"] for _, held in everyone if "score.weight" in held]
+    assert all(torch.equal(head, heads[0]) for head in heads)
+    out = {"score.weight": heads[0]}
+    for name, row in bound_rows(model.arch).items():
+        shards = {tp_rank: held[name] for tp_rank, held in everyone if name in held}
+        out.update(zip(row.hf, row.merge([shards[t] for t in sorted(shards)], model.arch), strict=True))
+    return out
+
+
+def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
+    """Two updates, saved as a Hugging Face folder; the scores of every chosen sequence then."""
+    from grpo_megatron.preferences import pair_batch
+
+    model = build(folder, layout, dtype=dtype)
+    batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
+    for _ in range(2):
+        assert model.update_pairs(batch, len(pairs))["reward_model/grad_norm"] > 0
+    model.save_hf(target, folder)
+    sequences = [(p.chosen[: p.prompt_length].tolist(), p.chosen[p.prompt_length :].tolist()) for p in pairs]
+    return model.score(tiny.make_batch(sequences, [[[i] for i in range(len(sequences))]]))
+
+
+def poisoned(folder: Path) -> dict[str, Any]:
+    """Two ranks; in the second of three updates rank 1's weights give NaN."""
+    from grpo_megatron.models.weights import bare
+    from grpo_megatron.preferences import pair_batch
+
+    model = build(folder, (2, 1, 1, False))
+    pairs = make_pairs()
+    batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, 2)
+    first = model.update_pairs(batch, len(pairs))
+    before = stream(model)
+    head = bare(model.ddp).score.weight
+    if model.mesh.rank == 1:
+        kept, head.data = head.data, head.data * float("nan")
+    second = model.update_pairs(batch, len(pairs))
+    if model.mesh.rank == 1:
+        head.data = kept
+    return {"norms": [first["reward_model/grad_norm"], second["reward_model/grad_norm"]], "same": same(before, model)}
+
+
+def same(before: dict[str, torch.Tensor], model: Any) -> bool:
+    after = stream(model)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def read_at(cp: int) -> list[int]:
+    """The token that each of three sequences is read at, put together from the shares of `cp` ranks."""
+    from types import SimpleNamespace
+
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.reward_model import SequenceScorer
+
+    tokens = [list(range(10, 10 + n)) for n in (2, 6, 9)]
+    batch = tiny.make_batch([(t[:1], t[1:]) for t in tokens], [])
+    found = torch.zeros(3, dtype=torch.int64)
+    for cp_rank in range(cp):
+        scorer = SequenceScorer.__new__(SequenceScorer)  # its index arithmetic needs no model
+        scorer.mesh = SimpleNamespace(cp=cp, cp_rank=cp_rank)  # type: ignore[assignment]
+        scorer.device, scorer.multiple, scorer.temperature, scorer.chunk = Device("cpu"), 2 * cp, 1.0, 8
+        scorer.pad_token_id = None
+        (pack,) = scorer.packs(batch, [[0, 1, 2]])
+        assert pack.share is not None and pack.share.count == 3
+        found[pack.share.slots] += pack.tokens[0, pack.targets.positions]
+    return found.tolist()
+
+
+# -- the loop: samples in, rewards out, training after each outer iteration ---------------------------------------------
+
+
+def make_samples(mesh: Any, step: int, *, prompts: int = 4, n: int = 4, good: int = 7) -> list[Any]:
+    """This rank's share of a step's samples; the reward says whether token `good` is frequent in the response."""
+    from grpo_megatron.types import Prompt, Sample
+
+    samples = []
+    for p in range(prompts):
+        generator = torch.Generator().manual_seed(1000 * step + p)
+        ids = torch.randint(10, 100, (3 + p % 5,), generator=generator).tolist()
+        prompt = Prompt(uid=f"{p}", token_ids=tuple(ids), text="", answer="", source="", reward="")
+        for i in range(n):
+            response = torch.randint(0, 100, (int(torch.randint(6, 12, (), generator=generator)),), generator=generator)
+            often = torch.rand(len(response), generator=generator) < (0.5 if i % 2 else 0.1)
+            response = response.masked_fill(often, good).tolist()
+            sample = Sample(prompt, p, i, response, [-1.0] * len(response), "stop", step)
+            sample.reward = float(response.count(good) >= 2)
+            samples.append(sample)
+    return samples[mesh.rank :: mesh.world_size]
+
+
+def loop(
+    folder: Path,
+    layout: Layout,
+    during: range,
+    *,
+    load: Path | None = None,
+    save: Path | None = None,
+    prompts: int = 4,
+    megatron: Any = None,
+    **config: Any,
+) -> dict[str, Any]:
+    """Outer iterations of two steps. The rewards and metrics of every step, and the weights at the end."""
+    from grpo_megatron.metrics import Metrics
+    from grpo_megatron.parallel.exchange import gather_groups
+    from grpo_megatron.reward_training import LearningReward
+
+    settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}
+    model = build(folder, layout, megatron=megatron, **settings)
+    rewards = LearningReward(
+        model_config(folder, settings), model, model.actor, iteration_steps=2, total_steps=8, seed=5
+    )
+    if load is not None:
+        rewards.load(load, same_world=True)
+    out: dict[str, Any] = {"rewards": [], "rules": [], "metrics": []}
+    for step in during:
+        samples = make_samples(model.mesh, step, prompts=prompts)
+        table = gather_groups(samples, model.mesh)
+        metrics = Metrics()
+        rewarded = rewards.reward(step, samples, table, metrics)
+        if (step + 1) % 2 == 0:
+            rewards.learn(step, metrics)
+        out["rules"].append(table.reward)
+        out["rewards"].append(rewarded.reward)
+        out["metrics"].append(metrics.reduce(model.mesh.control))
+        assert replace(rewarded, reward=table.reward) == table
+    if save is not None:
+        rewards.save(save)
+    out["weights"] = stream(model)
+    out["pairs"] = [number for number, *_ in rewards.history.state()["kept"]]
+    return out
+
+
+def model_config(folder: Path, settings: dict[str, Any]) -> Any:
+    from grpo_megatron.config import RewardModelConfig
+
+    optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}
+    return RewardModelConfig.model_validate({"path": folder, "optim": optim, **settings})

@@ -1,0 +1,171 @@
+"""Optimizer and reference off the device and back: same objects, same bits, in the order that leaves room for the engine.
+
+On the CPU the "device" is the host; storages are emptied and filled all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from grpo_megatron.colocation import Colocation
+from grpo_megatron.config import RolloutConfig
+from grpo_megatron.device import Device
+from grpo_megatron.metrics import Metrics
+from grpo_megatron.models.offload import Offloaded
+from grpo_megatron.rollout.vllm import VllmEngine
+from tests import tiny, worlds
+from tests.models import ranks
+
+
+def test_tensors_return_as_they_were() -> None:
+    alone, buffer, one = torch.arange(6.0), torch.arange(10.0), torch.tensor(3.0)
+    view_of_alone, part = alone.view(2, 3), buffer[2:5]
+    away = Offloaded(Device("cpu"))
+    away.leave([alone, part, one, alone])
+    assert away.is_away and away.num_bytes == 24
+    assert alone.untyped_storage().nbytes() == 0  # and whoever looks now, looks at nothing
+    assert buffer.untyped_storage().nbytes() == 40 and one.item() == 3.0  # not its own storage; not worth the trip
+    away.leave([torch.zeros(5)])  # already away: nothing happens
+    away.come_back()
+    assert not away.is_away and away.num_bytes == 0
+    assert torch.equal(view_of_alone, torch.arange(6.0).view(2, 3)) and torch.equal(alone, torch.arange(6.0))
+    alone += 1
+    away.leave([alone])
+    away.come_back()
+    away.come_back()
+    assert torch.equal(view_of_alone.flatten(), torch.arange(1.0, 7.0))
+    away.leave([alone, part], unchanged=True)  # no second copy of what the host has; a first one of what it has not
+    away.come_back()
+    assert torch.equal(alone, torch.arange(1.0, 7.0))
+
+
+def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
+    """Weights after three updates, with and without trips between them, and what the trips emptied."""
+    out: dict[str, Any] = {}
+    for offload in (False, True):
+        megatron = {"offload_optimizer": offload, "use_distributed_optimizer": distributed}
+        policy = ranks.build(folder, 1, 1, False, dtype=dtype, megatron=megatron, optim={"lr": 1e-3})
+        batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]], ranks.share(6, policy.mesh.dp_rank, 2))
+        policy.offload()  # before there is any optimizer
+        policy.onload()
+        for _ in range(3):
+            policy.update(batch, ranks.loss)
+            gradients = policy.ddp.buffers[0].grad_data.untyped_storage()
+            before = gradients.nbytes()
+            policy.offload()
+            out["away"] = policy._away.num_bytes
+            assert gradients.nbytes() == (0 if offload else before)
+            out[f"logprobs {offload}"] = policy.logprobs(batch)
+            list(policy.hf_weights(1))
+            policy.onload()
+            assert gradients.nbytes() == before
+        out[f"weights {offload}"] = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+    out["parameters"] = sum(p.numel() for p in policy.ddp.parameters())
+    out["reference"] = referred(folder, policy, batch)
+    return out
+
+
+def referred(folder: Path, policy: Any, batch: Any) -> dict[str, Any]:
+    """A reference that lives on the host scores as one that stays, before and after it takes the policy's weights."""
+    from grpo_megatron.config import ModelConfig
+    from grpo_megatron.models.reference import Reference
+
+    model, out = ModelConfig(path=folder, dtype="float32"), []
+    for offload in (False, True):
+        megatron = policy.actor.megatron.model_copy(update={"offload_reference": offload})
+        actor = policy.actor.model_copy(update={"megatron": megatron})
+        reference = Reference(folder, model, actor, policy.arch, policy.mesh, policy.device)
+        first = reference.logprobs(batch)
+        streamed = [t.sum() for bucket in reference.hf_weights(1) for _, t in bucket]
+        reference.copy_from(policy)
+        sizes = {p.untyped_storage().nbytes() for p in reference.model.parameters()}
+        out.append((first, reference.logprobs(batch), torch.stack(streamed), sizes == {0}))
+    (first, second, sums, kept), (first_away, second_away, sums_away, is_empty) = out
+    same = torch.equal(first, first_away) and torch.equal(second, second_away) and torch.equal(sums, sums_away)
+    return {"same": same, "moved": not torch.equal(first, second), "kept": not kept, "is_empty": is_empty}
+
+
+@pytest.mark.parametrize(("dtype", "distributed"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+def test_training_does_not_notice(tmp_path: Path, dtype: str, distributed: bool) -> None:
+    """float32 keeps two moments a parameter, bfloat16 a float32 copy besides; the distributed optimizer half of each."""
+    folder = tiny.make_model(tmp_path / "model", "qwen2")
+    for result in worlds.run(trained, 2, folder=folder, dtype=dtype, distributed=distributed):
+        stay, away = result["weights False"], result["weights True"]
+        assert all(torch.equal(stay[name], away[name]) for name in stay)
+        assert torch.equal(result["logprobs False"], result["logprobs True"])
+        numbers = (2 if dtype == "float32" else 3) * (0.5 if distributed else 1.0) * result["parameters"]
+        assert result["away"] == pytest.approx(4 * numbers, rel=0.02)
+        assert result["reference"] == {"same": True, "moved": True, "kept": True, "is_empty": True}
+
+
+class Recorder:
+    """Stands in for engine, policy or device: every call is written down, and answered with nothing."""
+
+    def __init__(self, name: str, calls: list[str], **values: Any) -> None:
+        self._name, self._calls = name, calls
+        self.__dict__.update(values)
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args, **kwargs: self._calls.append(f"{self._name}.{method}")
+
+
+def test_the_order_leaves_room_for_whoever_grows() -> None:
+    """The engine wakes only when the optimizer is gone, its cache only after the weights; the way back is the reverse."""
+    calls: list[str] = []
+    device = Recorder("device", calls)
+    policy: Any = Recorder("policy", calls, arch=SimpleNamespace(vocab_size=50), device=device)
+    engine: Any = Recorder("engine", calls)
+    colocation = Colocation(policy, engine, SimpleNamespace(), tolerance=1, bucket_megabytes=1, max_length=8)  # type: ignore[arg-type]
+    colocation.probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
+    assert calls == ["engine.sleep"]  # from the start: training comes first where there is a warm-up
+    calls.clear()
+    with contextlib.suppress(KeyError), colocation.rollout(0, Metrics()):
+        calls.append("generate")
+    assert calls == [
+        *("policy.offload", "device.empty_cache", "engine.wake_weights", "policy.hf_weights", "engine.load_weights"),
+        *("device.empty_cache", "engine.wake_kv_cache", "probe", "generate"),
+        *("engine.sleep", "device.empty_cache", "policy.onload"),
+    ]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
+    """What vLLM is asked for on a GPU, weights first; and an engine that slept has no version, at either level."""
+    asked: list[tuple[str, Any]] = []
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.__dict__.update(
+        _sleeps=True, _sleep_level=level, _asleep=set(), _version=3, _device=SimpleNamespace(is_cuda=True)
+    )
+    engine._llm = SimpleNamespace(
+        sleep=lambda level: asked.append(("sleep", level)), wake_up=lambda tags: asked.append(("wake", tags))
+    )
+    engine.sleep()
+    engine.sleep()
+    assert engine.version is None
+    with pytest.raises(RuntimeError, match="the weights are to be loaded in between"):
+        engine.wake_kv_cache()
+    engine.wake_weights()
+    engine.wake_kv_cache()
+    engine.wake_kv_cache()
+    assert asked == [("sleep", level), ("wake", ["weights"]), ("wake", ["kv_cache"])]
+
+
+def test_what_vllm_is_built_with_on_a_gpu() -> None:
+    from grpo_megatron.rollout import vllm_process
+
+    rollout = RolloutConfig(quantization="fp8_per_block", free_cache_engine=True, gpu_memory_utilization=0.4)
+    mesh: Any = SimpleNamespace(rollout_tp=4)
+    with mock.patch.object(vllm_process, "_classes", lambda on_cpu: (None, "transfer")):
+        built = vllm_process._arguments(rollout, mesh, SimpleNamespace(is_cuda=True))  # type: ignore[arg-type]
+        plain = vllm_process._arguments(RolloutConfig(), mesh, SimpleNamespace(is_cuda=True))  # type: ignore[arg-type]
+    assert built["quantization"] == "fp8_per_block" and plain["quantization"] is None
+    assert built["enable_sleep_mode"] and built["gpu_memory_utilization"] == 0.4
+    assert (built["distributed_executor_backend"], built["tensor_parallel_size"]) == ("external_launcher", 4)
+    assert built["load_format"] == "dummy" and built["weight_transfer_config"] == "transfer"

@@ -1,0 +1,368 @@
+"""What the FP8, kernel and padding options build: every TransformerConfig field, every refusal, on plain numbers.
+
+The numbers of FP8 need a GPU (tests/gpu); that Megatron-Core accepts these settings, and means what we mean, does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.fp8_utils import get_fp8_align_size, is_first_last_bf16_layer
+from megatron.core.models.common.embeddings import rope_utils
+
+from grpo_megatron.config import Config, ConfigError, MegatronConfig, OptimConfig
+from grpo_megatron.config_file import load_config
+from grpo_megatron.device import Device, Hardware
+from grpo_megatron.models import optimizer
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.build import transformer_config
+from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.precision import (
+    QUANTIZATIONS,
+    RECIPES,
+    fill,
+    fp8_settings,
+    hardware_problems,
+    plain,
+    precision_problems,
+    token_multiple,
+)
+from grpo_megatron.models.spec import Kernels, choose_kernels
+from grpo_megatron.validate import validate
+from tests import tiny
+from tests.runs import make_run
+
+A100 = Hardware((8, 0), (13, 0), (2, 20))
+L40S = Hardware((8, 9), (13, 0), (2, 20))
+H100 = Hardware((9, 0), (13, 0), (2, 20))
+B200 = Hardware((10, 0), (13, 0), (2, 20))
+RTX5090 = Hardware((12, 0), (13, 0), (2, 20))
+CPU = Hardware(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def arch() -> Architecture:
+    return architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
+
+
+def config(**changes: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "x"},
+            "actor": {"megatron": changes.pop("megatron", {})},
+            "rollout": changes.pop("rollout", {}),
+            "trainer": changes.pop("trainer", {}),
+            **changes,
+        }
+    )
+
+
+# -- what is built -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("param_gather", [False, True])
+def test_every_field_of_a_recipe_reaches_megatron(arch: Architecture, recipe: str, param_gather: bool) -> None:
+    options = {"param_gather": param_gather, "wgrad": False, "margin": 2, "amax_history_len": 16}
+    options |= {"amax_compute_algo": "most_recent"}
+    built = transformer_config(
+        arch, MegatronConfig.model_validate({"fp8": {"recipe": recipe, **options}}), "bfloat16", True
+    )
+    assert built.fp8 == ("e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid")
+    assert built.fp8_recipe == recipe
+    assert (built.fp8_param, built.fp8_wgrad, built.fp8_margin) == (param_gather, False, 2)
+    assert (built.fp8_amax_history_len, built.fp8_amax_compute_algo) == (16, "most_recent")
+    assert not built.first_last_layers_bf16 and built.bf16 and built.params_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
+def test_first_and_last_layers_stay_in_bf16(arch: Architecture, recipe: str) -> None:
+    fp8 = {"recipe": recipe, "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
+    built = transformer_config(arch, MegatronConfig.model_validate({"fp8": fp8}), "bfloat16", True)
+    kept = [is_first_last_bf16_layer(built, layer) for layer in range(arch.num_layers)]
+    assert kept == [True, True, False, True]
+
+
+def test_without_a_recipe_nothing_changes(arch: Architecture) -> None:
+    assert fp8_settings(MegatronConfig().fp8) == {}
+    built = transformer_config(arch, MegatronConfig(), "bfloat16", True)
+    assert built.fp8 is None and not built.fp8_param
+
+
+def test_a_format_can_be_chosen(arch: Architecture) -> None:
+    megatron = MegatronConfig.model_validate({"fp8": {"recipe": "tensorwise", "format": "e4m3"}})
+    assert transformer_config(arch, megatron, "bfloat16", True).fp8 == "e4m3"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_alignment_is_megatrons(recipe: str) -> None:
+    assert RECIPES[recipe].alignment == get_fp8_align_size(recipe)
+
+
+FUSIONS = ("gradient_accumulation_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "on"),
+    [
+        (Kernels(), ()),
+        (Kernels(compiled=True), FUSIONS[2:]),
+        (Kernels(compiled=True, apex_gradients=True), (FUSIONS[0], *FUSIONS[2:])),
+        (Kernels(transformer_engine=True, compiled=True), FUSIONS[1:]),
+        (Kernels(transformer_engine=True, compiled=True, apex_gradients=True), FUSIONS),
+    ],
+)
+def test_fused_kernels_are_those_that_are_there(arch: Architecture, kernels: Kernels, on: tuple[str, ...]) -> None:
+    with mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", object()):  # Megatron looks for it
+        built = transformer_config(arch, MegatronConfig(), "bfloat16", True, kernels)
+    assert [name for name in FUSIONS if getattr(built, name)] == list(on)
+    assert not (built.masked_softmax_fusion or built.persist_layer_norm or built.cross_entropy_loss_fusion)
+    assert built.transformer_impl == ("transformer_engine" if kernels.transformer_engine else "local")
+
+
+def test_the_users_table_has_the_last_word(arch: Architecture) -> None:
+    megatron = MegatronConfig(override_transformer_config={"bias_dropout_fusion": False})
+    assert not transformer_config(arch, megatron, "bfloat16", True, Kernels(compiled=True)).bias_dropout_fusion
+
+
+def test_context_parallelism_reaches_megatron(arch: Architecture) -> None:
+    assert (
+        transformer_config(arch, MegatronConfig(context_parallel_size=4), "bfloat16", True).context_parallel_size == 4
+    )
+
+
+# -- the padding rule --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "recipe", "expected"),
+    [
+        (1, 1, None, 1),
+        (4, 1, None, 4),
+        (1, 2, None, 4),
+        (2, 2, None, 4),
+        (4, 2, None, 8),  # lcm(4, 4) = 4 tokens would leave each of 2 x 4 ranks half a row
+        (3, 2, None, 12),
+        (1, 1, "delayed", 16),
+        (1, 1, "blockwise", 16),
+        (1, 1, "mxfp8", 32),
+        (2, 1, "tensorwise", 32),
+        (8, 1, "mxfp8", 256),
+        (2, 4, "tensorwise", 128),
+    ],
+)
+def test_tokens_are_padded_by_one_rule(tp: int, cp: int, recipe: str | None, expected: int) -> None:
+    megatron = MegatronConfig.model_validate(
+        {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "fp8": {"recipe": recipe}}
+    )
+    multiple, unit = token_multiple(megatron), 1 if recipe is None else RECIPES[recipe].alignment
+    assert multiple == expected
+    assert multiple % tp == multiple % unit == 0 and (cp == 1 or multiple % (2 * cp) == 0)
+    assert multiple // cp // tp % unit == 0  # a rank's rows
+
+
+def test_without_sequence_parallelism_tensor_parallel_ranks_share_the_rows() -> None:
+    megatron = {"tensor_model_parallel_size": 4, "sequence_parallel": False, "fp8": {"recipe": "mxfp8"}}
+    assert token_multiple(MegatronConfig.model_validate(megatron)) == 32
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+ALLOWED = {
+    "delayed": (L40S, H100, B200, RTX5090),
+    "tensorwise": (L40S, H100, B200, RTX5090),
+    "blockwise": (H100,),
+    "mxfp8": (B200,),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("hardware", [A100, L40S, H100, B200, RTX5090], ids=["A100", "L40S", "H100", "B200", "5090"])
+def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware) -> None:
+    problems = list(hardware_problems(config(megatron={"fp8": {"recipe": recipe}}), hardware))
+    assert (problems == []) == (hardware in ALLOWED[recipe]), problems
+    assert all(f"actor.megatron.fp8.recipe={recipe}" in problem and "leave it out" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hardware", "words"),
+    [
+        (
+            {"megatron": {"fp8": {"recipe": "mxfp8"}}},
+            H100,
+            "capability 10.0, this device has 9.0; set it to tensorwise",
+        ),
+        ({"megatron": {"fp8": {"recipe": "blockwise"}}}, B200, "below 10.0, this device has 10.0; set it to mxfp8"),
+        (
+            {"megatron": {"fp8": {"recipe": "blockwise"}}},
+            dataclasses.replace(H100, cuda_version=(12, 8)),
+            "needs CUDA 12.9, torch was built with 12.8",
+        ),
+        (
+            {"megatron": {"fp8": {"recipe": "blockwise"}}},
+            dataclasses.replace(H100, transformer_engine=(2, 2)),
+            "needs Transformer Engine 2.3, and 2.2 is installed",
+        ),
+        (
+            {"megatron": {"fp8": {"recipe": "delayed"}}},
+            dataclasses.replace(H100, transformer_engine=None),
+            "needs Transformer Engine 2.1, which is not installed",
+        ),
+        ({"megatron": {"fp8": {"recipe": "delayed"}}}, CPU, "needs a CUDA device, and this run has none"),
+        ({"rollout": {"quantization": "fp8_per_tensor"}}, CPU, "quantization=fp8_per_tensor needs a CUDA device"),
+        ({"rollout": {"quantization": "mxfp8"}}, H100, "10.0, this device has 9.0; set it to fp8_per_tensor"),
+        ({"megatron": {"context_parallel_size": 2}}, CPU, "context_parallel_size=2 needs a CUDA device"),
+        (
+            {"megatron": {"transformer_impl": "transformer_engine"}},
+            dataclasses.replace(H100, transformer_engine=None),
+            "transformer_impl=transformer_engine needs Transformer Engine, which is not installed",
+        ),
+    ],
+)
+def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardware, words: str) -> None:
+    (problem,) = hardware_problems(config(**changes), hardware)
+    assert words in problem
+
+
+def test_quantized_rollouts_need_no_transformer_engine() -> None:
+    bare = dataclasses.replace(B200, transformer_engine=None)
+    for quantization in QUANTIZATIONS:
+        assert not list(hardware_problems(config(rollout={"quantization": quantization}), bare))
+
+
+def test_a_machine_is_looked_at_only_when_something_is_asked_of_it() -> None:
+    with mock.patch("grpo_megatron.models.precision.read_hardware", side_effect=AssertionError):
+        assert not list(hardware_problems(config()))
+    assert list(hardware_problems(config(megatron={"fp8": {"recipe": "delayed"}}, trainer={"device": "cpu"})))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fp8": {"recipe": "delayed"}, "transformer_impl": "local"}, "actor.megatron.transformer_impl=local"),
+        ({"fp8": {"recipe": "delayed", "first_last_layers_bf16": True}}, "cannot leave some out"),
+        (
+            {"fp8": {"recipe": "delayed", "param_gather": True}, "use_distributed_optimizer": False},
+            "distributed_optimizer",
+        ),
+        ({"fp8": {"recipe": "mxfp8", "param_gather": True}}, "leave param_gather out"),
+        ({"fp8": {"margin": 1}}, "fp8.margin=1 has no effect without actor.megatron.fp8.recipe"),
+        ({"fp8": {"recipe": "mxfp8"}, "tensor_model_parallel_size": 2}, "MLP width, 112 / tp 2 = 56, is none"),
+        (
+            {"fp8": {"recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}},
+            "4 first and last layers in bf16 leave none of 4",
+        ),
+        (
+            {
+                "fp8": {"recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2},
+                "pipeline_model_parallel_size": 4,
+            },
+            "at most one pipeline stage's 1 layers",
+        ),
+    ],
+)
+def test_contradictions_are_refused(arch: Architecture, changes: dict[str, Any], words: str) -> None:
+    assert any(words in problem for problem in precision_problems(config(megatron=changes), arch))
+
+
+def test_fp8_needs_a_bfloat16_model(arch: Architecture) -> None:
+    asked = config(megatron={"fp8": {"recipe": "delayed"}}, model={"path": "x", "dtype": "float32"})
+    assert any(
+        "needs model.dtype=bfloat16, and it is float32" in problem for problem in precision_problems(asked, arch)
+    )
+    assert not list(precision_problems(config(megatron={"fp8": {"recipe": "delayed"}}), arch))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "transformer_impl=transformer_engine"),
+        ({"fp8": {"recipe": "delayed"}}, "fp8.recipe=delayed"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2"),
+    ],
+)
+def test_a_cpu_rank_refuses_what_it_cannot_build(changes: dict[str, Any], key: str) -> None:
+    assert choose_kernels(MegatronConfig(), Device("cpu")) == Kernels()
+    with pytest.raises(
+        ConfigError, match=f"actor.megatron.{key} needs Transformer Engine on a GPU, but this run is on"
+    ):
+        choose_kernels(MegatronConfig.model_validate(changes), Device("cpu"))
+
+
+def test_a_quantized_engine_gets_a_wider_probe() -> None:
+    assert config(rollout={"quantization": "fp8_per_block"}).rollout.probe_tolerance == 0.3
+    assert config(rollout={"quantization": "fp8_per_block", "probe_tolerance": 0.2}).rollout.probe_tolerance == 0.2
+    assert config().rollout.probe_tolerance is None
+
+
+def test_a_start_shows_all_of_it(tmp_path: Path) -> None:
+    """Through `validate`, as the command line calls it, before any rank: on a CPU none of these can run."""
+    run = make_run(tmp_path)
+    overrides = ["actor.megatron.fp8.recipe=mxfp8", "rollout.quantization=fp8_per_block"]
+    overrides += ["actor.megatron.context_parallel_size=4", "rollout.engine_kwargs.quantization=fp8"]
+    overrides += ["actor.megatron.override_transformer_config.fp8_recipe=delayed"]
+    with pytest.raises(ConfigError) as error:
+        validate(load_config(run / "run.yaml", overrides), world_size=2)
+    for words in (
+        "actor.megatron.fp8.recipe=mxfp8 needs model.dtype=bfloat16",
+        "actor.megatron.fp8.recipe=mxfp8 needs a CUDA device",
+        "rollout.quantization=fp8_per_block needs a CUDA device",
+        "context_parallel_size=4 does not divide the 2 ranks that the world size 2 leaves each of tp 1 x pp 1; set one of",
+        "context_parallel_size=4 on the CPU: only Transformer Engine's attention can share a sequence",
+        "rollout.engine_kwargs.quantization='fp8' cannot be set here: set rollout.quantization",
+        "override_transformer_config.fp8_recipe='delayed' cannot be set here: set actor.megatron.fp8.recipe",
+    ):
+        assert words in str(error.value), words
+
+
+def test_a_dry_run_asks_nothing_of_the_machine(tmp_path: Path) -> None:
+    """The plan for a cluster is made on a laptop."""
+    run = make_run(tmp_path)
+    overrides = ["actor.megatron.fp8.recipe=blockwise", "model.dtype=bfloat16", "trainer.device=cuda"]
+    validate(load_config(run / "run.yaml", overrides), world_size=2, dry_run=True)
+
+
+# -- weights that are kept in FP8 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_param_gather_reaches_ddp_and_optimizer(gathers: bool) -> None:
+    fp8 = {"recipe": "tensorwise", "param_gather": gathers}
+    megatron, device = MegatronConfig.model_validate({"fp8": fp8}), Device("cpu")
+    model: Any = SimpleNamespace(config=SimpleNamespace(bf16=True, params_dtype=torch.bfloat16))
+    with (
+        mock.patch.object(optimizer, "DistributedDataParallel") as ddp,
+        mock.patch.object(optimizer, "get_megatron_optimizer") as build,
+        mock.patch.object(optimizer, "_begin_state"),
+    ):
+        optimizer.wrap_ddp(model, megatron, device)
+        optimizer.build_optimizer(model, OptimConfig(), megatron, device)
+    assert ddp.call_args.args[1].fp8_param_gather is gathers
+    assert build.call_args.args[0].fp8_recipe == ("tensorwise" if gathers else None)
+
+
+def test_a_filled_parameter_remembers_the_exact_values() -> None:
+    """As Transformer Engine's do until the optimizer has taken its float32 copy."""
+    parameter, exact, values = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+    fill(parameter, values)
+    assert torch.equal(parameter, values) and torch.equal(plain(parameter), values)
+    parameter.get_high_precision_init_val = lambda: exact  # type: ignore[attr-defined]
+    fill(parameter, 2 * values)
+    assert torch.equal(exact, 2 * values)
+    parameter.get_high_precision_init_val = lambda: None  # type: ignore[attr-defined]
+    fill(parameter, values)
+    assert torch.equal(exact, 2 * values) and torch.equal(parameter, values)
+
+
+def test_a_new_optimizer_takes_over_the_float32_copies() -> None:
+    groups = [[torch.zeros(2), torch.zeros(3)], [None]]
+    old: Any = SimpleNamespace(shard_fp32_from_float16_groups=[[torch.ones(2), torch.full((3,), 2.0)], [None]])
+    optimizer.keep_main_parameters(old, SimpleNamespace(shard_fp32_from_float16_groups=groups))  # type: ignore[arg-type]
+    assert groups[0][0] is not None and groups[0][1] is not None
+    assert groups[0][0].tolist() == [1, 1] and groups[0][1].tolist() == [2, 2, 2]

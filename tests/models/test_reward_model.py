@@ -1,0 +1,200 @@
+"""The reward model: transformers' scores and gradients, in any layout; and the loop that uses and trains it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny, worlds
+from tests.models import ranks
+from tests.models import reward_ranks as reward
+
+PAIRS = reward.make_pairs()
+PAD = 99
+SEQUENCES = [*tiny.make_sequences(5), ([5, 6], [7, PAD, 8, PAD, PAD])]  # the last is read at the 8
+CLASSIFIERS = {
+    "qwen2": {},
+    "llama3": {"pad_token_id": PAD},
+    "qwen3": {"pad_token_id": PAD},
+}
+CLASSIFIERS_MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def make_classifier(folder: Path, family: str, **changes: Any) -> Path:
+    """A random *ForSequenceClassification of transformers' own, norms and biases perturbed as in `tiny`."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    settings = {**tiny.COMMON, **tiny.FAMILIES.get(family, {}), "num_labels": 1, **changes}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.06 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("reward")
+    folders = {name: make_classifier(root / name, name, **changes) for name, changes in CLASSIFIERS.items()}
+    return folders | {"mixtral": make_classifier(root / "mixtral", "mixtral", **CLASSIFIERS_MOE)}
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_model(tmp_path_factory.mktemp("reward") / "qwen2-tied", "qwen2-tied", num_hidden_layers=2)
+
+
+def oracle(folder: Path) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    model, lost = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(lost[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), lost
+    return model
+
+
+def transformers_scores(folder: Path, sequences: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+    model = oracle(folder)
+    with torch.no_grad():
+        return torch.stack([model(torch.tensor([p + r])).logits[0, 0] for p, r in sequences])
+
+
+@pytest.mark.parametrize("layout", ["1", "TP2xPP2+SP"])
+def test_scores_of_every_kind_equal_transformers(models: dict[str, Path], layout: str) -> None:
+    """On every rank. Biases; tied, llama3 RoPE; q/k norms; experts; with padding at the end and without."""
+    want = {family: transformers_scores(folder, SEQUENCES) for family, folder in models.items()}
+    shape = ranks.LAYOUTS[layout]
+    for got in worlds.run(reward.scores, shape[0], folders=models, sequences=SEQUENCES, layout=shape):
+        for family, scores in got.items():
+            assert scores.std() > 0.1
+            torch.testing.assert_close(scores, want[family], rtol=0, atol=1e-5, msg=family)
+
+
+def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Relative to each tensor's largest entry."""
+    assert got.keys() == want.keys()
+    for name in want:
+        worst = ((got[name] - want[name]).abs().max() / want[name].abs().max()).item()
+        assert worst <= tolerance, f"{name}: {worst}"
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path]) -> dict[str, Any]:
+    return worlds.run(reward.update, 1, folder=models["qwen2"], pairs=PAIRS, layout=ranks.LAYOUTS["1"])[0]
+
+
+def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, Path], alone: dict[str, Any]) -> None:
+    model = oracle(models["qwen2"])
+    margins = [model(p.chosen[None].long()).logits[0, 0] - model(p.rejected[None].long()).logits[0, 0] for p in PAIRS]
+    loss = -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
+    loss.backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    close(alone["gradients"], want, 1e-5)
+    assert alone["metrics"]["reward_model/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert alone["metrics"]["reward_model/accuracy"] == sum(m.item() > 0 for m in margins) / len(margins)
+    norm = torch.stack([g.square().sum() for g in want.values()]).sum().sqrt().item()
+    assert alone["metrics"]["reward_model/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["DP2", "TP2", "TP2+SP", "PP2", "TP2xPP2+SP"])
+def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
+    """The norm too: a head that is counted by every tensor-parallel rank shows nowhere else."""
+    shape = ranks.LAYOUTS[layout]
+    for got in worlds.run(reward.update, shape[0], folder=models["qwen2"], pairs=PAIRS, layout=shape):
+        close(got["gradients"], alone["gradients"], 1e-5)
+        close(got["weights"], alone["weights"], 1e-5)
+        assert got["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trained_language_model_is_saved_as_a_classifier(language_model: Path, tmp_path: Path, dtype: str) -> None:
+    """Two updates of a model with a new head: transformers scores its folder alike, and so does another layout."""
+    layout, target = ranks.LAYOUTS["TP2xPP2+SP"], tmp_path / "hf"
+    results = worlds.run(reward.saved, 4, folder=language_model, pairs=PAIRS, layout=layout, target=target, dtype=dtype)
+    sequences = [(p.chosen[:1].tolist(), p.chosen[1:].tolist()) for p in PAIRS]
+    want = transformers_scores(target, sequences)
+    assert want.abs().min() > 1e-3  # the head is no longer zero
+    tolerance = 1e-5 if dtype == "float32" else 2**-7 * float(want.abs().max())
+    for got in results:
+        torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+    config = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    read = worlds.run(
+        reward.scores, 1, folders={"m": target}, sequences=[*sequences, ([1], [2])], layout=(1, 1, 1, False)
+    )
+    torch.testing.assert_close(read[0]["m"][: len(want)], want, rtol=0, atol=1e-5)
+
+
+def test_sequences_are_read_at_their_ends_under_context_parallelism() -> None:
+    """Without attention, which the CPU has not got for it: the ranks' shares, brought together, are every sequence's end.
+
+    The state at a token is made to be the token, so that a score is the token it was read at.
+    """
+    assert worlds.run(reward.read_at, 1, cp=2)[0] == [11, 15, 18]
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(models: dict[str, Path]) -> None:
+    for result in worlds.run(reward.poisoned, 2, folder=models["qwen2"]):
+        first, second = result["norms"]
+        assert first < float("inf") and second == float("inf") and result["same"]
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
+    """Rules alone reward the first two steps; then the model does, which has been trained on their pairs; replay after."""
+    want = worlds.run(reward.loop, 1, folder=language_model, layout=ranks.LAYOUTS["1"], during=range(4))[0]
+    assert want["rewards"][:2] == want["rules"][:2]
+    assert all(set(rules) <= {0.0, 1.0} for rules in want["rules"])
+    assert all(len(set(rewards)) == 16 for rewards in want["rewards"][2:])
+    assert [("reward_model/loss" in row, "reward_model/agreement" in row) for row in want["metrics"]] == [
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, True),
+    ]
+    assert want["metrics"][1]["reward_model/loss/first"] == pytest.approx(0.693147, abs=1e-6)  # a head of zeros
+    assert len(want["pairs"]) == 8 and max(want["pairs"]) >= 8  # bounded, and of both iterations
+    for name in ("DP2", "TP2xPP2+SP"):
+        shape = ranks.LAYOUTS[name]
+        for got in worlds.run(reward.loop, shape[0], folder=language_model, layout=shape, during=range(4)):
+            assert got["rules"] == want["rules"] and got["pairs"] == want["pairs"]
+            for mine, theirs in zip(got["rewards"], want["rewards"], strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stop_in_the_middle_of_an_iteration_changes_no_bit(language_model: Path, tmp_path: Path) -> None:
+    """Steps 0, 1, 2, stop, 3, 4, 5 = steps 0 ... 5: weights, optimizer, collected pairs and history come back.
+
+    Around the stop the optimizer is off the device between updates; in the run without a stop it is not.
+    """
+    shape = ranks.LAYOUTS["DP2xTP2"]
+    common = {"folder": language_model, "layout": shape}
+    whole = worlds.run(reward.loop, 4, during=range(6), **common)
+    common["megatron"] = {"offload_optimizer": True}
+    worlds.run(reward.loop, 4, during=range(3), save=tmp_path, **common)
+    resumed = worlds.run(reward.loop, 4, during=range(3, 6), load=tmp_path, **common)
+    for want, got in zip(whole, resumed, strict=True):
+        assert got["rewards"] == want["rewards"][3:]
+        assert got["pairs"] == want["pairs"]
+        assert all(torch.equal(got["weights"][name], want["weights"][name]) for name in want["weights"])
+
+
+def test_it_learns_a_preference(language_model: Path) -> None:
+    """ "Token 7 at least twice", from a new head: one outer iteration's pairs, then prompts that it has not seen."""
+    settings = {"steps": 40, "train_batch_size": 16, "max_pairs_per_group": None}
+    result = worlds.run(
+        reward.loop, 1, folder=language_model, layout=ranks.LAYOUTS["1"], during=range(3), prompts=24, **settings
+    )[0]
+    _, trained, unseen = result["metrics"]
+    assert trained["reward_model/loss/last"] < 0.3
+    assert unseen["reward_model/agreement"] > 0.85

@@ -1,0 +1,79 @@
+r"""The mapping to lm-evaluation-harness' GSM8K: its documented algorithm, written out again here with `findall`.
+
+filter: re.findall, first or last match, of a tuple the first group that is not empty, "[invalid]" without a match;
+metric exact_match: remove `,`, `\$`, `(?s).*#### ` and `\.$` from both sides, small letters, compare. Compared with the
+code of lm-eval 0.4.13 itself (RegexFilter, exact_match_hf_evaluate, the task's YAML): no difference in 7,914 completions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.rewards import rewards
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
+STRICT, FLEXIBLE = r"#### (\-?[0-9\.\,]+)", r"(-?[$0-9.,]{2,})|(-?[0-9]+)"
+FORMS = [
+    *("%s", "#### %s", "####%s", "#### $%s", "#### %s.", "#### %s dollars", "The answer is %s.", "\\boxed{%s}"),
+    *("#### %s\n#### 7", "#### 7\nno #### %s", "#### -%s", "#### %s.00", "%s%%", "#### ", "#### .", "", "-", "$$"),
+    *("...", "#### %s...", "#### %s,", "#### 1.000,%s", "**%s**", "%s\n\n", "Question: %s"),
+]
+
+
+def harness(pattern: str, select: int, completion: str, solution: str) -> float:
+    found = re.findall(pattern, completion)
+    match = found[select] if found else "[invalid]"
+    if isinstance(match, tuple):
+        match = next(group for group in match if group)
+    sides = []
+    for side in (match.strip(), solution):
+        for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
+            side = re.sub(ignored, "", side)
+        sides.append(side.lower())
+    return float(sides[0] == sides[1])
+
+
+def _compare(completion: str, gold: str, solution: str) -> None:
+    for name, pattern, select in (("gsm8k_strict", STRICT, 0), ("gsm8k_flexible", FLEXIBLE, -1)):
+        expected = harness(pattern, select, completion, solution)
+        for reference in (gold, solution):  # both are allowed as the answer
+            assert rewards.get(name)(completion, reference)["score"] == expected, (name, completion, reference)
+
+
+def test_the_same_completions_get_the_same_scores() -> None:
+    draw = random.Random(0)
+    for number in range(1500):
+        gold = draw.choice([str(number), f"{number * 1000:,}", f"-{number}", f"{number}.5"])
+        solution = f"It is 3 * 4 = <<3*4=12>>12.\n#### {gold}"
+        value = draw.choice([gold, gold.replace(",", ""), str(draw.randint(0, 99))])
+        form = draw.choice(FORMS)
+        text = draw.choice(["", "It is 3 * 4 = 12.\n"]) + (form % value if "%s" in form else form)
+        _compare(text, gold, solution)
+
+
+def test_real_solutions_are_right_under_both_filters() -> None:
+    if not GSM8K.exists():
+        pytest.skip(f"real GSM8K not found at {GSM8K}")
+    for row in map(json.loads, GSM8K.read_text().splitlines()):
+        gold = row["answer"].rpartition("#### ")[2]
+        _compare(row["answer"], gold, row["answer"])
+        assert rewards.get("gsm8k_strict")(row["answer"], gold)["score"] == 1.0
+
+
+def test_where_it_differs_from_our_own_reward() -> None:
+    for completion, ours, strict, flexible in [
+        ("The answer is 18.", 0, 0, 1),
+        ("#### 18.00", 1, 0, 0),
+        ("####18", 1, 0, 1),
+        ("#### $18", 1, 0, 1),
+        ("#### 17\n#### 18", 1, 0, 1),
+        ("#### 18\n#### 17", 0, 1, 0),
+        ("#### 18 of 20", 1, 1, 0),
+    ]:
+        scores = [rewards.get(name)(completion, "18")["score"] for name in ("gsm8k", "gsm8k_strict", "gsm8k_flexible")]
+        assert scores == [ours, strict, flexible], completion

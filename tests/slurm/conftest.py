@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.slurm.lab import Lab, missing
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A Slurm of four nodes. Skips, with the reason, where there can be none."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Lab(tmp_path_factory.mktemp("lab"), 4) as lab:
+        yield lab

