@@ -105,8 +105,12 @@ class Generator:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        """(end in the text, reward) -> (token that completes it, reward): the shortest run of tokens with that text."""
-        ids, out, low = sample.response_ids, [], 0
+        """(end in the text, reward) -> (token that completes it, reward): the last of the shortest run with that text.
+
+        Steps that end within one token are one step, with their mean reward.
+        """
+        ids, low = sample.response_ids, 0
+        rewards: dict[int, list[float]] = {}
         for end, reward in steps:
             high = len(ids) - 1
             while low < high:
@@ -115,8 +119,8 @@ class Generator:
                     high = middle
                 else:
                     low = middle + 1
-            out.append((low, reward))
-        return out
+            rewards.setdefault(low, []).append(reward)
+        return [(token, sum(values) / len(values)) for token, values in rewards.items()]
 
 
 def score_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:

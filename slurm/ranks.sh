@@ -73,15 +73,13 @@ case ${CONTAINER:+$CONTAINER_RUNTIME} in
     apptainer) INSIDE=(apptainer exec --nv --bind "$CONTAINER_MOUNTS" --pwd "$REPO" "$CONTAINER") ;;
     *) die "CONTAINER_RUNTIME=$CONTAINER_RUNTIME; set pyxis or apptainer" ;;
 esac
-# shellcheck disable=SC2016 # expanded on the node, by each task
-AS_RANK='RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)) exec "$@"'
 
 # on_ranks [srun options] -- program: the program as every rank of the job.
 on_ranks() {
     local options=()
     while [ "$1" != -- ]; do options+=("$1") && shift; done
     shift
-    run srun "${OUTSIDE[@]}" "${options[@]}" "${INSIDE[@]}" bash -c "$AS_RANK" rank "$@"
+    run srun "${OUTSIDE[@]}" "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh "$@"
 }
 
 print_place() {

@@ -100,7 +100,7 @@ snapshot() {
 # Every node is looked at; the bad ones are named, and the job goes back to the queue without them.
 preflight() {
     local bad=() node reason excluded enough
-    mkdir -p "$ATTEMPT/preflight"
+    [ "$DRY_RUN" = 1 ] || mkdir -p "$ATTEMPT/preflight"
     on_ranks --time="$PREFLIGHT_MINUTES" -- "$PYTHON" slurm/preflight.py "$ATTEMPT/preflight" --device "$DEVICE"
     [ "$DRY_RUN" = 1 ] && return
     for node in "${NODE_LIST[@]}"; do
@@ -120,9 +120,13 @@ preflight() {
 
 # In the background: stacks of all ranks, then the end, when no step is done for too long.
 watch_for_hangs() {
-    local patience=$((HANG_SECONDS * 2)) since=$SECONDS
+    local patience=$((HANG_SECONDS * 2)) since=$SECONDS nap
+    trap 'kill "$nap"; exit' TERM # no sleeper is left behind
     touch "$ATTEMPT/began"
-    while sleep $((HANG_SECONDS / 20 + 1)); do
+    while true; do
+        sleep $((HANG_SECONDS / 20 + 1)) &
+        nap=$!
+        wait "$nap"
         if [ "$OUTPUT_DIR/heartbeat" -nt "$ATTEMPT/began" ]; then
             touch -r "$OUTPUT_DIR/heartbeat" "$ATTEMPT/began"
             patience=$HANG_SECONDS since=$SECONDS
@@ -156,9 +160,13 @@ main() {
         say "the commands:"
     else
         [ "$RESTARTS" -lt "$MAX_ATTEMPTS" ] || finish 1 "MAX_ATTEMPTS=$MAX_ATTEMPTS have been made"
-        snapshot
+        # Slurm's own requeues (a dead node) pass through no decision of the attempt before.
+        if [ "$RESTARTS" -ge 2 ] && stood_still $((RESTARTS - 1)) && stood_still $((RESTARTS - 2)); then
+            finish 1 "two attempts in a row have not advanced a step"
+        fi
         ends=$(squeue -h -j "$JOB" -o %e) && ends=$(date -d "$ends" +%s 2>/dev/null) &&
             TRAIN+=(trainer.stop_at=$((ends - SAVE_MARGIN)))
+        snapshot
     fi
     [ "$PREFLIGHT" = 0 ] || preflight
     if [ "$DRY_RUN" = 1 ]; then on_ranks -- "${TRAIN[@]}" && exit; fi

@@ -1,11 +1,14 @@
 """Benchmarks that print what they compare with.
 
     python tools/benchmark.py convert [--gigabytes 2] [--repeats 5] [--cold] [--folder DIR]
+    python tools/benchmark.py grade --data DIR [--problems 200]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face, against `cp` of the same files, and against
 `cp` and then `sha256sum` of the copy, since the converter hashes what it writes. In turn, several times; medians. Each
 is timed until it returns (the converter's files are on the disk then, those of cp are not) and until `sync` returns.
 Python's start is not counted: everything runs in one process. Also mbridge, where it is installed.
+
+grade: answers graded a second on one core, of DIR/gsm8k/test.jsonl and DIR/math/test.jsonl, the latter beside math-verify.
 """
 
 from __future__ import annotations
@@ -131,7 +134,7 @@ def convert(args: argparse.Namespace) -> int:
         print(f"{size / 1e9:.2f} GB, {os.cpu_count()} cores, load {busy:.1f}, sources {state} the page cache,", end=" ")
         print(f"medians of {args.repeats}")
         report({name: tuple(map(statistics.median, zip(*t, strict=True))) for name, t in times.items()}, size)
-        print(beside_mbridge())
+        print(beside_mbridge(hf, size, args.repeats))
     return 0
 
 
@@ -145,13 +148,66 @@ def report(medians: dict[str, tuple[float, ...]], size: int) -> None:
         )
 
 
-def beside_mbridge() -> str:
+def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
+    """Seconds to fill a model in memory, this project's loader beside mbridge's.
+
+    mbridge writes no checkpoint, and its own models are Transformer Engine's on a GPU. What runs on a CPU is its
+    conversion: `load_weights` into our model, shown to it under Transformer Engine's names.
+    """
     if importlib.util.find_spec("mbridge") is None:
-        return "mbridge                  not installed, not measured"
+        return "mbridge: not installed, not measured"
+    import torch
+    from mbridge import AutoBridge
+
+    from grpo_megatron.config import MegatronConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.build import build_model
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.mapping import TE_NAMES
+    from grpo_megatron.models.weights import bare, load_hf
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29765"}
+    device, arch = Device("cpu"), read_architecture(folder)
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1)
+    model = build_model(arch, MegatronConfig(), "bfloat16", device)
+    inner: Any = bare(model)
+
+    class Renamed(torch.nn.Module):
+        decoder = inner.decoder
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            out = {}
+            for name, tensor in inner.state_dict().items():
+                local = next((end for end in TE_NAMES if name.endswith("." + end)), None)
+                out[name.removesuffix(local) + TE_NAMES[local] if local else name] = tensor
+            return out
+
+    bridge = AutoBridge.from_pretrained(str(folder))
+    ours, theirs, contents = [], [], []
+    for _ in range(repeats):
+        ours.append(timed(lambda: load_hf(model, folder, arch, mesh))[0])
+        contents.append([p.detach().view(torch.int16).clone() for p in model.parameters()])
+        theirs.append(timed(lambda: bridge.load_weights([Renamed()], str(folder)))[0])
+        pairs = zip(contents.pop(), model.parameters(), strict=True)
+        same = all(torch.equal(a, b.detach().view(torch.int16)) for a, b in pairs)
+    mine, others = statistics.median(ours), statistics.median(theirs)
     return (
-        "mbridge                  installed, not measured: it writes no Megatron-Core checkpoint, and builds its models of\n"
-        "                         Transformer Engine's layers, on a GPU (mbridge 0.15.1: core/llm_bridge.py, core/util.py)"
+        f"into a model in memory, same contents: {same}; grpo_megatron {mine:.2f} s, {size / mine / 1e6:.0f} MB/s; mbridge"
+        f" {others:.2f} s, {size / others / 1e6:.0f} MB/s"
     )
+
+
+def grade(args: argparse.Namespace) -> int:
+    from grpo_megatron.config import ConfigError
+    from grpo_megatron.evaluation import grading_speed
+
+    try:
+        grading_speed.report(args.data, args.problems)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,6 +219,10 @@ def main(arguments: list[str] | None = None) -> int:
     one.add_argument("--cold", action="store_true", help="drop the sources from the page cache before each")
     one.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     one.set_defaults(run=convert)
+    two = commands.add_parser("grade", help="grading, beside plain math-verify")
+    two.add_argument("--data", type=Path, required=True, help="folder with gsm8k/test.jsonl and math/test.jsonl")
+    two.add_argument("--problems", type=int, default=200, help="of MATH; three completions each")
+    two.set_defaults(run=grade)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 

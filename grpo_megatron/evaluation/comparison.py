@@ -8,7 +8,6 @@ p-value is 2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from grpo_megatron.config import ConfigError
@@ -23,7 +22,10 @@ def mcnemar(only_a: int, only_b: int) -> float:
     n, least = only_a + only_b, min(only_a, only_b)
     if n == 0:
         return 1.0
-    tail = sum(math.comb(n, i) for i in range(least + 1))
+    tail = term = 1  # C(n, 0), C(n, 1), ...
+    for i in range(least):
+        term = term * (n - i) // (i + 1)
+        tail += term
     return min(1.0, 2 * tail / 2**n)  # integers: 2.0**n would overflow
 
 

@@ -76,14 +76,14 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
         raws.append(raw)
-    results = worlds.run(ranks.train_many, 2, timeout_s=280, raws=raws)[0]
+    results = worlds.run(ranks.train_many, 2, timeout_s=580, raws=raws)[0]
     for raw, result in zip(raws, results, strict=True):
         lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
         result["metrics"] = [json.loads(line) for line in lines]
     return dict(zip(METHODS, results, strict=True))
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # seventeen runs in one fixture
 
 
 def column(run: dict[str, Any], name: str) -> list[float]:
@@ -134,7 +134,7 @@ def test_step_rewards_reach_their_tokens(runs: dict[str, dict[str, Any]]) -> Non
     for table, plan in zip(run["tables"], run["plans"], strict=True):
         for steps, length, advantage in zip(table.step_rewards, table.response_length, plan.advantages, strict=True):
             assert all(0 <= token < length for token, _ in steps)
-            assert isinstance(advantage, list) and len(advantage) == length
+            assert advantage == 0 or (isinstance(advantage, list) and len(advantage) == length)
         assert any(len(set(advantage)) > 1 for advantage in plan.advantages if isinstance(advantage, list))
 
 

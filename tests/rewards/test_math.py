@@ -21,7 +21,10 @@ from tests.rewards.answers import DIFFERENT, EQUAL, pairs
 ROOT = Path(__file__).resolve().parents[2]
 
 
-PIECES = [r"\frac", r"\text{", r"\{", r"{", r"}", r"(", r"[", r"]", r")", r",", r";", r":", r"1", r"23", r"x", r"cm", r"\pm", r"\cup", r"=", r"<", r"\le", r"\in", r"\\", r"&", r"^", r"_", r".", r"%", r"\$", r"$"]
+PIECES = [
+    *("\\frac", "\\text{", "\\{", "{", "}", "(", "[", "]", ")", ",", ";", ":", "1", "23", "x", "cm", "\\pm", "\\cup"),
+    *("=", "<", "\\le", "\\in", "\\\\", "&", "^", "_", ".", "%", "\\$", "$"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

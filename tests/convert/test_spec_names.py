@@ -1,0 +1,67 @@
+"""Checkpoints under Transformer Engine's specs and under local ones: the names are Megatron-Core's, not our table's.
+
+Transformer Engine is not run: only the specs that name its modules are asked (tests/convert/stand_in_engine.py).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.convert import chunks, keys
+from grpo_megatron.convert.conversion import open_source
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.mapping import Row
+from tests.convert import folders
+from tests.convert.folders import convert
+
+FAMILY = {"dense": "llama2", "qk_norm": "qwen3", "experts": "qwen3-moe", "experts grouped": "qwen3-moe"}
+NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm")
+
+
+@pytest.fixture(scope="module")
+def specs() -> dict[str, list[str]]:
+    """Spec -> names of a layer's norms, in the order of NORMS."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.convert.stand_in_engine"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_what_the_specs_say(specs: dict[str, list[str]]) -> None:
+    """So that a change of Megatron-Core is seen here, and not only a disagreement with it."""
+    fused = ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"]
+    heads = ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"]
+    assert specs["te dense"] == specs["local dense"] == fused
+    assert specs["te qk_norm"] == specs["local qk_norm"] == specs["local experts"] == [*fused, *heads]
+    assert specs["te experts"] == specs["te experts grouped"] == [fused[0], "pre_mlp_layernorm.weight", *heads]
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_checkpoints_of_each_spec_are_read(
+    kind: str, specs: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms written at exactly the names of the spec. What is converted has every name that a spec asks for."""
+    source = folders.write(tmp_path / "hf", folders.config_of(FAMILY[kind]))
+    model = open_source(source)
+    for engine in ("te", "local"):
+        if f"{engine} {kind}" not in specs:
+            continue
+        named = dict(zip(NORMS, specs[f"{engine} {kind}"], strict=False))
+
+        def places(row: Row, arch: Architecture, named: dict[str, str] = named) -> list[keys.Place]:
+            usual = keys.places(row, arch)[0]
+            norm = next((n for n in named if row.megatron.endswith(f".{n}.weight")), None)
+            return [keys.Place(f"decoder.layers.{named[norm]}", usual.index, usual.stack)] if norm else [usual]
+
+        for row in model.rows:
+            written = {place.key for place in keys.written_places(row, model.arch)}
+            assert written.issuperset(place.key for place in places(row, model.arch)), row.megatron
+        with monkeypatch.context() as patch:
+            patch.setattr(chunks, "written_places", places)
+            assert convert("to-megatron", source, tmp_path / engine, "--quiet") == 0
+        assert convert("verify", source, tmp_path / engine, "--quiet") == 0
