@@ -60,6 +60,7 @@ class Trainer:
             tp=megatron.tensor_model_parallel_size,
             pp=megatron.pipeline_model_parallel_size,
             ep=megatron.expert_model_parallel_size,
+            cp=megatron.context_parallel_size,
             rollout_tp=config.rollout.tensor_model_parallel_size,
             seed=config.trainer.seed,
             timeout_s=config.trainer.timeout_s,
@@ -376,6 +377,7 @@ class Trainer:
             self.sinks.log(total, results)
         if config.trainer.save_hf_at_end:
             self._save_hf(self.output_dir / "hf")
+            self.reward_model.save_hf(self.output_dir / "reward_model", self.tokenizer_path)
         if self.mesh.rank == 0:
             self.summary.show(self.sinks)
         self.stopping.finished(total, self.checkpoints.last)

@@ -19,7 +19,7 @@ from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.algo.token_weights import token_weightings
-from grpo_megatron.config import Config, ConfigError, OptimConfig
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.prompts import Answered
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.evaluation.validation import read_task_prompts
@@ -30,7 +30,9 @@ from grpo_megatron.models.experts import expert_problems
 from grpo_megatron.models.precision import hardware_problems, precision_problems
 from grpo_megatron.passthrough import engine_problems, transformer_problems
 from grpo_megatron.registry import Registry
+from grpo_megatron.reward_problems import reward_model_problems
 from grpo_megatron.rewards import check_reward
+from grpo_megatron.schedules import schedule_problems
 from grpo_megatron.sinks import check_loggers
 from grpo_megatron.types import Prompt
 
@@ -72,9 +74,10 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     arch = attempt(inputs.read_model, config.model.path)
     problems += layout_problems(config, world_size, arch)
     problems += expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu")
-    for topic in (batches, sampling, names, method_problems, optimizers, outputs):
+    for topic in (batches, sampling, names, method_problems, schedule_problems, outputs):
         problems += topic(config)
     problems += precision_problems(config, arch)
+    problems += reward_model_problems(config, world_size, arch)
     problems += transformer_problems(config.actor.megatron.override_transformer_config)
     problems += engine_problems(config.rollout.engine_kwargs)
     problems += lengths(config, arch)
@@ -223,42 +226,6 @@ def _task_problem(config: Config) -> str | None:
     except Exception as error:  # whatever the user's module raises while it is imported
         return f"data.task={config.data.task!r}: importing it raised {type(error).__name__}: {error}; mend the module"
     return None
-
-
-def optimizers(config: Config) -> Problems:
-    """The two learning-rate schedules against the optimizer steps they run over."""
-    steps = config.trainer.total_training_steps
-    if steps:
-        batch = config.data.train_batch_size
-        minis = -(-batch // (config.actor.ppo_mini_batch_size or batch))
-        epochs = config.actor.ppo_epochs
-        counted = f"trainer.total_training_steps={steps}"
-        if minis * epochs > 1:
-            counted += f" x {minis} mini-batches x {epochs} epochs = {steps * minis * epochs} updates"
-        yield from _schedule("actor.optim", config.actor.optim, steps * minis * epochs, counted)
-    if config.sft.steps:
-        yield from _schedule("sft.optim", config.sft.optim, config.sft.steps, f"sft.steps={config.sft.steps}")
-
-
-def _schedule(key: str, optim: OptimConfig, total: int, counted: str) -> Problems:
-    if optim.min_lr > optim.lr:
-        yield f"{key}.min_lr={optim.min_lr:g} is above {key}.lr={optim.lr:g}; set it to {optim.lr:g} or less"
-    if optim.lr_warmup_steps >= total:
-        yield (
-            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} leaves no step at the full rate: {counted};"
-            f" set it to {total - 1} or less"
-        )
-    decay = optim.lr_wsd_decay_steps
-    if optim.lr_decay_style == "WSD":
-        if decay is None:
-            yield f"{key}.lr_decay_style=WSD needs {key}.lr_wsd_decay_steps; set it to {max(1, total // 10)}, say"
-        elif decay > total:
-            yield f"{key}.lr_wsd_decay_steps={decay} is more than {counted}; set it to {total} or less"
-    elif decay is not None:
-        yield (
-            f"{key}.lr_wsd_decay_steps={decay} has no effect with {key}.lr_decay_style={optim.lr_decay_style}; set"
-            " lr_decay_style=WSD, or leave it out"
-        )
 
 
 # -- files and packages -----------------------------------------------------------------------------------------------

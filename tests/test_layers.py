@@ -32,7 +32,7 @@ LAYERS: dict[str, int] = {  # first part of a module's name -> layer
     **dict.fromkeys(["evaluation"], 4),
     **dict.fromkeys(["reward_problems"], 5),
     **dict.fromkeys(["layout", "passthrough", "inputs", "validate", "report", "trainer", "launch", "__main__"], 5),
-    **dict.fromkeys(["methods", "sources"], 5),
+    **dict.fromkeys(["methods", "schedules", "sources"], 5),
 }
 SAME_LAYER = {("curves", "sinks"), ("parallel", "device"), ("evaluate", "generator"), ("data", "rewards")}
 SAME_LAYER |= {("reward_training", "preferences")}

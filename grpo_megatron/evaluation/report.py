@@ -141,7 +141,7 @@ def _task_data(task: dict[str, Any], answered: list[Answered], num_texts: int) -
         "drawn": task["samples"],
         "greedy": task["greedy"],
         "dollars": "math" in task["graders"].values(),
-        "prompt": answered[0].prompt,
+        "prompt": _sound(answered[0].prompt),
         "rows": rows,
     }
 
@@ -161,8 +161,8 @@ def _texts(answered: list[Answered], num_texts: int) -> dict[int, dict[str, Any]
 
 def _text(item: Answered) -> dict[str, Any]:
     return {
-        "q": item.problem.question[:LONGEST],
-        "g": item.problem.answer[:LONGEST],
+        "q": _sound(item.problem.question[:LONGEST]),
+        "g": _sound(item.problem.answer[:LONGEST]),
         "n": len(item.samples),
         "s": [_sample(s) for s in item.samples[:SAMPLES_SHOWN]],
     }
@@ -173,12 +173,17 @@ def _sample(sample: Graded) -> dict[str, Any]:
     return {
         "i": -1 if sample.drawn.index == GREEDY else sample.drawn.index,
         "c": int(grade.correct),
-        "e": None if grade.extracted is None else grade.extracted[:500],
+        "e": None if grade.extracted is None else _sound(grade.extracted[:500]),
         "k": sample.drawn.num_tokens,
         "f": _flags([sample]),
-        "t": text[:LONGEST],
+        "t": _sound(text[:LONGEST]),
         "x": max(0, len(text) - LONGEST),
     }
+
+
+def _sound(text: str) -> str:
+    """Without halves of surrogate pairs, which some browsers do not survive."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _flags(samples: list[Graded]) -> int:

@@ -150,9 +150,15 @@ def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str
         ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
         stage = arch.num_layers // megatron.pipeline_model_parallel_size
         if ends >= arch.num_layers:
-            yield f"{FP8}: {ends} first and last layers in bf16 leave none of {arch.num_layers} for FP8; lower the two"
+            yield (
+                f"{FP8}.num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 = {ends} leave none of"
+                f" {arch.num_layers} layers for FP8; lower them"
+            )
         elif max(fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16) > stage:
-            yield f"{FP8}: Megatron-Core keeps at most one pipeline stage's {stage} layers in bf16 at an end; lower it"
+            yield (
+                f"{FP8}.num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: Megatron-Core keeps at most one pipeline"
+                f" stage's {stage} layers in bf16 at an end; lower them"
+            )
 
 
 def hardware_problems(config: Config, hardware: Hardware | None = None) -> Iterator[str]:
@@ -166,8 +172,9 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
         yield from _lacks(f"{FP8}.recipe={megatron.fp8.recipe}", RECIPES[megatron.fp8.recipe], hardware)
     if quantization is not None:
         yield from _lacks(f"rollout.quantization={quantization}", QUANTIZATIONS[quantization], hardware)
+    shares_sequences = megatron.context_parallel_size > 1 and config.trainer.device != "cpu"  # layout.py has said so
     for key, asked in (
-        (f"actor.megatron.context_parallel_size={megatron.context_parallel_size}", megatron.context_parallel_size > 1),
+        (f"actor.megatron.context_parallel_size={megatron.context_parallel_size}", shares_sequences),
         ("actor.megatron.transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
     ):
         if asked and not hardware.is_cuda:

@@ -12,13 +12,13 @@ import importlib.machinery
 import json
 import sys
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 
 class _Package(types.ModuleType):
     """Any class is there, and any module."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -60,9 +60,8 @@ def norms(spec: Any) -> list[str]:
             found.append(f"{linear}.layer_norm_weight")
         else:
             found.append(f"{norm}.weight")
-    for norm in ("q_layernorm", "k_layernorm"):
-        if getattr(attention, norm) is not IdentityOp:
-            found.append(f"self_attention.{norm}.weight")
+    heads = [norm for norm in ("q_layernorm", "k_layernorm") if getattr(attention, norm) is not IdentityOp]
+    found += [f"self_attention.{norm}.weight" for norm in heads]
     for old, new in layer.sharded_state_dict_keys_map.items():
         found = [new + name.removeprefix(old) if name.startswith(old) else name for name in found]
     return found

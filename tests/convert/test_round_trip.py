@@ -24,7 +24,7 @@ SMALL_BLOCKS = 3000  # elements: tensors of the tiny models are cut into several
 
 
 @pytest.mark.parametrize("dtype", folders.DTYPES)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", folders.FAMILIES)
 def test_bitwise(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span, "BLOCK_ELEMENTS", SMALL_BLOCKS // 3)
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", SMALL_BLOCKS)

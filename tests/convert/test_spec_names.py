@@ -19,7 +19,7 @@ from grpo_megatron.models.mapping import Row
 from tests.convert import folders
 from tests.convert.folders import convert
 
-FAMILY = {"dense": "llama2", "qk_norm": "qwen3", "experts": "qwen3-moe", "experts grouped": "qwen3-moe"}
+FAMILY = {"dense": "llama2", "qk_norm": "qwen3", "experts": "qwen3_moe", "experts grouped": "qwen3_moe"}
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm")
 
 

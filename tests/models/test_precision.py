@@ -256,7 +256,7 @@ def test_a_machine_is_looked_at_only_when_something_is_asked_of_it() -> None:
         ({"fp8": {"recipe": "mxfp8"}, "tensor_model_parallel_size": 2}, "MLP width, 112 / tp 2 = 56, is none"),
         (
             {"fp8": {"recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}},
-            "4 first and last layers in bf16 leave none of 4",
+            "in_bf16 = 4 leave none of 4 layers",
         ),
         (
             {

@@ -1,0 +1,49 @@
+"""Learning-rate schedules against the optimizer steps that they run over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_megatron.config import Config, OptimConfig
+
+Problems = Iterator[str]
+
+
+def schedule_problems(config: Config) -> Problems:
+    """The two learning-rate schedules against the optimizer steps they run over."""
+    steps = config.trainer.total_training_steps
+    if steps:
+        batch = config.data.train_batch_size
+        minis = -(-batch // (config.actor.ppo_mini_batch_size or batch))
+        epochs = config.actor.ppo_epochs
+        counted = f"trainer.total_training_steps={steps}"
+        if minis * epochs > 1:
+            counted += f" x {minis} mini-batches x {epochs} epochs = {steps * minis * epochs} updates"
+        yield from _schedule("actor.optim", config.actor.optim, steps * minis * epochs, counted)
+    length, model = config.algorithm.iteration_steps, config.reward_model
+    if model.path is not None and length is not None and steps // length:
+        counted = f"{steps // length} outer iterations x reward_model.steps={model.steps}"
+        yield from _schedule("reward_model.optim", model.optim, steps // length * model.steps, counted)
+    if config.sft.steps:
+        yield from _schedule("sft.optim", config.sft.optim, config.sft.steps, f"sft.steps={config.sft.steps}")
+
+
+def _schedule(key: str, optim: OptimConfig, total: int, counted: str) -> Problems:
+    if optim.min_lr > optim.lr:
+        yield f"{key}.min_lr={optim.min_lr:g} is above {key}.lr={optim.lr:g}; set it to {optim.lr:g} or less"
+    if optim.lr_warmup_steps >= total:
+        yield (
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} leaves no step at the full rate: {counted};"
+            f" set it to {total - 1} or less"
+        )
+    decay = optim.lr_wsd_decay_steps
+    if optim.lr_decay_style == "WSD":
+        if decay is None:
+            yield f"{key}.lr_decay_style=WSD needs {key}.lr_wsd_decay_steps; set it to {max(1, total // 10)}, say"
+        elif decay > total:
+            yield f"{key}.lr_wsd_decay_steps={decay} is more than {counted}; set it to {total} or less"
+    elif decay is not None:
+        yield (
+            f"{key}.lr_wsd_decay_steps={decay} has no effect with {key}.lr_decay_style={optim.lr_decay_style}; set"
+            " lr_decay_style=WSD, or leave it out"
+        )

@@ -1,0 +1,114 @@
+"""The report: what a model wrote can never become markup, the page stays small, and a real browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.evaluation import figures, report
+from grpo_megatron.evaluation.grading import Grade
+from grpo_megatron.evaluation.ledger import GREEDY, Drawn
+from grpo_megatron.evaluation.problems import Problem
+from grpo_megatron.evaluation.results import Answered, Graded
+from grpo_megatron.evaluation.scores import score
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+NASTY = (
+    "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> @DATA@ \u2028 \ud800"
+    " $\\frac{1}{2}+\\sqrt[3]{x_1^2}-\\left(\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}\\right)$ \\[\\sum_{k=1}^n k\\]"
+    " $" + "{" * 300 + "$ \\(\\unknowncommand\\) \\boxed{7} costs $5"
+)
+
+
+def _graded(number: int, texts: list[str], right: list[bool], level: str = "Level 1") -> Answered:
+    samples = [
+        Graded(Drawn(f"math/{number}", index + GREEDY, text, len(text), "stop"), (Grade(ok, "7" if ok else None),))
+        for index, (text, ok) in enumerate(zip(texts, right, strict=True))
+    ]
+    return Answered(Problem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples)
+
+
+def _result(answered: list[Answered], drawn: int) -> dict[str, Any]:
+    ones = score([1.0, 0.0])
+    task = {
+        "title": "MATH <&>", "version": 1, "task_sha256": "a" * 64, "data_sha256": "b" * 64, "prompts_sha256": "c" * 64,
+        "num_problems": len(answered), "format": "chat", "num_fewshot": 0, "greedy": True, "samples": drawn,
+        "temperature": 0.6, "top_p": 0.95, "max_tokens": 99, "graders": {"accuracy": "math"},
+        "scores": {"accuracy": {"pass@1 (greedy)": ones}},
+        "rates": dict.fromkeys(("format_error", "truncated", "grader_timeout", "grader_error"), 0.5),
+        "tokens": {"mean": 3.0, "median": 3.0, "p95": 9.0},
+        "by": {"level": {"Level 1": {"avg@2": ones}, "Level <2>": {"avg@2": ones}}},
+    }  # fmt: skip
+    model = {"path": "a <model>", "sha256": "d" * 64, "dtype": "float32"}
+    return {"model": model, "seed": 0, "versions": {"torch": "2"}, "tasks": {"math": task}}
+
+
+def _data(page: str) -> Any:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    answered = [_graded(n, [NASTY, "ok \\boxed{7}", "no"], [n % 2 == 0, True, False]) for n in range(45)]
+    return report.page(_result(answered, 2), {"math": answered}, 30)
+
+
+def test_text_cannot_leave_its_script_element(page: str) -> None:
+    assert page.count("</script>") == page.count("<script") == 3  # the data and two programs of ours
+    assert "<img" not in page and "a &lt;model&gt;" in page and "MATH &lt;&amp;&gt;" in page
+    data = _data(page)["math"]
+    assert data["rows"][0][6]["s"][0]["t"] == NASTY.replace("\ud800", "?") and data["rows"][0][3:6] == [1, 1, report.FORMAT_ERROR]
+    assert len(data["rows"]) == 45 and sum(row[6] is not None for row in data["rows"]) == 30
+    assert "http://" not in page.replace("http://www.w3.org/1998/Math/MathML", "") and "https://" not in page
+    assert "default-src 'none'" in page and page.isascii()
+
+
+def test_five_thousand_problems_of_sixteen_samples_stay_within_bounds() -> None:
+    long = "step \\(x\\) " * 2000
+    answered = [_graded(n, [long] * 17, [True] * 17) for n in range(5000)]
+    text = report.page(_result(answered, 16), {"math": answered}, 400)
+    data = _data(text)["math"]
+    kept = [row for row in data["rows"] if row[6] is not None]
+    assert len(data["rows"]) == 5000 and len(text) < report.BUDGET + 1_000_000 and 100 < len(kept) < 400
+    assert kept[-1][0] > 4900  # evenly spread
+    sample = kept[0][6]["s"][0]
+    assert len(kept[0][6]["s"]) == report.SAMPLES_SHOWN and kept[0][6]["n"] == 17
+    assert len(sample["t"]) == report.LONGEST and sample["x"] == len(long) - report.LONGEST
+
+
+def test_figures() -> None:
+    svg = figures.bars({"Level 1": {"value": 0.5, "low": 0.25, "high": 0.75, "problems": 4}}, "<x>")
+    # the axis is 250 wide from 150 on: half of it is 125, the whiskers are at 212.5 and 337.5
+    assert 'width="125.0"' in svg and "M212.5 12H337.5" in svg and "&lt;x&gt;" in svg
+    histogram = figures.histogram([0, 0, 100], [100], "tokens")
+    assert "0: 2 right, 0 wrong" in histogram and "100: 1 right, 1 wrong" in histogram
+    assert figures.histogram([], [], "none").startswith("<svg")
+    assert "1: 2 right" in figures.counts_of([0, 1, 1, 2], 2, "counts")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_a_browser_shows_it(page: str, tmp_path: Path) -> None:
+    assert BROWSER is not None
+    (tmp_path / "report.html").write_text(page)
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
+    shown = subprocess.run(
+        [
+            BROWSER, *flags.split(), "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'report.html'}#open=3",
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    assert "<title>a &lt;model&gt;: math</title>" in shown and "<img" not in shown
+    assert shown.count('class="problem"') == 20 and "page 1 of 3" in shown  # of 45
+    assert "<mfrac><mn>1</mn><mn>2</mn></mfrac>" in shown and "<mroot>" in shown and "<mtable" in shown
+    assert "\\unknowncommand</mtext>" in shown and '<code class="tex">{{{{' in shown and "costs $5" in shown
+    assert "45 of 45 problems; this page holds the texts of 30 of them" in shown

@@ -1,0 +1,231 @@
+"""An evaluation from end to end: drawing on the real engine, killed and continued, on one rank and on two; the command.
+
+The model is random, so nothing is right; what is tested is that the same samples come in every way of drawing them,
+that they are the model's own, and that the command grades and reports what it finds. Right and wrong answers come from
+ledgers that the tests write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.convert.conversion import to_megatron
+from grpo_megatron.evaluation import run, weights
+from grpo_megatron.evaluation.ledger import Drawn, Ledger
+from grpo_megatron.evaluation.settings import Options, prepare
+from grpo_megatron.launch import main
+from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
+from tests.evaluation.ranks import draw_all, options
+from tests.worlds import run as run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model/ and data/."""
+    root = tmp_path_factory.mktemp("evaluation")
+    make_folder(root / "model")
+    write_rows(root / "data" / "gsm8k" / "test.jsonl", gsm8k_rows(6))
+    write_rows(root / "data" / "gsm8k" / "train.jsonl", gsm8k_rows(12))
+    rows = [
+        {
+            "problem": f"$x+{i}={2 * i}$?",
+            "solution": f"So $x=\\boxed{{{i}}}$.",
+            "level": f"Level {i % 2}",
+            "type": "Algebra",
+        }
+        for i in range(5)
+    ]
+    write_rows(root / "data" / "math" / "test.jsonl", rows)
+    return root
+
+
+def _samples(output: Path) -> dict[str, Any]:
+    return {task: Ledger(output, task).read() for task in ("gsm8k", "math")}
+
+
+@pytest.mark.slow
+def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: Path, tmp_path: Path) -> None:
+    whole, killed, two = (tmp_path / name for name in ("whole", "killed", "two"))
+    model, data = folder / "model", folder / "data"
+    (alone,) = run_ranks(draw_all, 1, model=model, data=data, output=whole, interrupted=killed)
+    run_ranks(draw_all, 2, model=model, data=data, output=two, interrupted=None)
+    expected = _samples(whole)
+    assert {task: len(rows) for task, rows in expected.items()} == {"gsm8k": 6 * 4, "math": 5 * 4}
+    assert _samples(killed) == expected == _samples(two)
+    # 24 + 20 samples in batches of 9: 3 + 3; killed in the second, which is drawn again; then there is nothing to draw
+    assert alone["torn"] and alone["calls"] == [6, 2, 5, 0]
+    assert len(list(two.glob("completions/gsm8k/block_*.jsonl"))) == 2
+    texts = {(d.uid, d.text) for rows in expected.values() for d in rows.values()}
+    assert len(texts) > 30  # the draws differ
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prompt = prepare(options(model, data, whole)).selected[0].prompts.prompts[0]
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.tensor([prompt.token_ids])
+    theirs = oracle.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+    assert alone["greedy"] == theirs
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert expected["gsm8k"]["gsm8k/0", -1].text == tokenizer.decode(theirs, skip_special_tokens=True)
+
+
+def test_a_checkpoint_streams_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    to_megatron(folder / "model", tmp_path / "megatron", quiet=True)
+    expected = load_file(folder / "model" / "model.safetensors")
+    for path in (folder / "model", tmp_path / "megatron"):
+        source = weights.open_model(path, None)
+        buckets = list(weights.stream(source, "float32", torch.device("cpu"), 100_000))
+        tensors = dict(pair for bucket in buckets for pair in bucket)
+        assert len(buckets) > 3 and tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+        assert weights.dtype_of(source, None) == "float32" and weights.dtype_of(source, "bfloat16") == "bfloat16"
+    half = dict(next(iter(weights.stream(source, "bfloat16", torch.device("cpu"), 1))))
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+
+
+# -- the command, over ledgers that are complete -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    def build(*more: str, output: str = "out", tasks: str = "gsm8k,math") -> list[str]:
+        where = ["--model", str(folder / "model"), "--data", str(folder / "data"), "--output", str(tmp_path / output)]
+        return ["evaluate", *where, "--tasks", tasks, "--samples", "2", "--max-tokens", "12", "--workers", "1", *more]
+
+    return build
+
+
+def fill(folder: Path, output: Path, share: float, **changes: Any) -> None:
+    """A complete ledger in which about `share` of the answers are right."""
+    plan = prepare(
+        Options(
+            model=folder / "model", data=folder / "data", output=output, tasks=["gsm8k", "math"], samples=2, max_tokens=12,
+            **changes,
+        )
+    )  # fmt: skip
+    run_folder = plan.options.output
+    run_folder.mkdir()
+    run.remember(plan)
+    for selected in plan.selected:
+        mark = "#### %s" if selected.name == "gsm8k" else "Then $\\boxed{%s}$."
+        rows = []
+        for prompt, index in selected.requests():
+            right = random.Random(f"{prompt.uid}/{index}").random() < share
+            text = f"So it is </script> {mark % (prompt.answer if right else 'none at all')}"
+            rows.append(Drawn(prompt.uid, index, text, 9, "stop" if right else "length"))
+        Ledger(run_folder, selected.name).append(0, rows)
+
+
+def test_the_command_grades_and_reports(
+    folder: Path, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(folder, tmp_path / "out", 0.6)
+    assert main(command()) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "no engine is started" in printed and "math by level" in printed and "gsm8k version 1: 0-shot chat" in printed
+    )
+    first = (tmp_path / "out" / "results.json").read_bytes()
+    result = json.loads(first)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "samples" / "gsm8k.jsonl").read_text().splitlines()]
+    assert len(rows) == 6 and rows[0]["prompt"].endswith("<assistant>") and rows[0]["gold"] == "0"
+    right = [[s["grades"]["accuracy"]["correct"] for s in row["samples"]] for row in rows]
+    task = result["tasks"]["gsm8k"]
+    scores = task["scores"]["accuracy"]
+    assert list(scores) == ["pass@1 (greedy)", "avg@2", "pass@2", "maj@2"]
+    assert scores["pass@1 (greedy)"]["value"] == pytest.approx(sum(r[0] for r in right) / 6, abs=1e-6)
+    assert scores["avg@2"]["value"] == pytest.approx(sum(sum(r[1:]) for r in right) / 12, abs=1e-6)
+    assert scores["pass@2"]["value"] == pytest.approx(sum(any(r[1:]) for r in right) / 6, abs=1e-6)
+    assert 0 < scores["avg@2"]["value"] < 1 and task["tokens"]["mean"] == 9
+    wrong = sum(not r for row in right for r in row) / 18
+    assert task["rates"]["truncated"] == task["rates"]["format_error"] == pytest.approx(wrong, abs=1e-6)
+    assert main(command()) == 0 and (tmp_path / "out" / "results.json").read_bytes() == first
+
+    fill(folder, tmp_path / "better", 1.0)
+    assert main(command(output="better")) == 0
+    capsys.readouterr()
+    paths = [str(tmp_path / name / "results.json") for name in ("out", "better")]
+    assert main(["evaluate", "compare", *paths]) == 0
+    shown = capsys.readouterr().out
+    assert "gsm8k pass@1 (greedy)" in shown and "math avg@2" in shown and "McNemar p" in shown
+    assert main(["evaluate", "compare", paths[0], str(tmp_path / "out" / "run.json")]) == 2
+    assert "is not a results.json" in capsys.readouterr().err
+
+
+def test_a_run_with_other_settings_is_refused(
+    folder: Path, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(folder, tmp_path / "out", 0.5)
+    assert main(command("--temperature", "0.9", "--limit", "3")) == 2
+    error = capsys.readouterr().err
+    assert "tasks.gsm8k.temperature: 0.6 there, 0.9 here" in error and "num_problems: 6 there, 3 here" in error
+    assert "choose another --output" in error
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    assert main(command(output="full")) == 2 and "holds something else" in capsys.readouterr().err
+    with (
+        run.claimed(tmp_path / "out"),
+        pytest.raises(ConfigError, match="in use by another"),
+        run.claimed(tmp_path / "out"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--temperature", "0"], "--samples 2 with --temperature 0"),
+        (["--temperature", "3"], "outside the engine's 0.01 to 2"),
+        (["--num-fewshot", "2", "--tasks", "gsm8k,math"], "task 'math': no few-shot file"),
+        (["--max-tokens", "4000"], "exceed the model's max_position_embeddings 2048; set --max-tokens 1"),
+        (["--model", "nowhere"], "--model: 'nowhere' is not a folder"),
+        (["--file", "aime"], "--file 'aime' is not of the form TASK=PATH"),
+        (["--samples", "1", "--no-greedy"], "--no-greedy leaves nothing to draw"),
+        (["--engine-kwargs", "[1]"], "--engine-kwargs must be a JSON object"),
+    ],
+)
+def test_mistakes(
+    more: list[str], words: str, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(*more)) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_weights_is_refused(
+    folder: Path, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in (folder / "model").iterdir():
+        if file.suffix != ".safetensors":
+            (bare / file.name).write_bytes(file.read_bytes())
+    assert main(command("--model", str(bare))) == 2
+    error = capsys.readouterr().err
+    assert "no *.safetensors" in error and "a training step" in error
+
+
+def test_ranks_and_layout_must_fit(
+    command: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "6")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("grpo_megatron.launch._leave", lambda code: None)
+    assert main(command("--tp", "4")) == 2
+    assert "--tp 4 does not fit the 6 ranks that torchrun has started" in capsys.readouterr().err
+
+
+def test_identity_says_what_decides(folder: Path, tmp_path: Path) -> None:
+    plan = prepare(options(folder / "model", folder / "data", tmp_path / "x"))
+    other = dataclasses.replace(plan.options, seed=1, output=tmp_path / "y")
+    assert prepare(other).identity() == {**plan.identity(), "seed": 1}
+    assert plan.eos_token_ids == [plan.tokenizer.eos_token_id]

@@ -1,0 +1,98 @@
+"""Checkpoints that are damaged are not believed, and a run that is asked to stop stops everywhere at the same step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.convert import manifest
+from tests import tiny, worlds
+from tests.slurm import ranks
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(out: Path) -> list[dict[str, Any]]:
+    model = tiny.make_model(out / "model", num_hidden_layers=1)
+    return worlds.run(ranks.checkpoints, 2, model=model, out=out)
+
+
+@pytest.fixture(scope="module")
+def result(results: list[dict[str, Any]]) -> dict[str, Any]:
+    return results[0]
+
+
+def test_the_newest_is_taken_and_nothing_is_left_lying(result: dict[str, Any]) -> None:
+    assert result["undamaged"].name == "step_000004"
+    assert result["said at first"] == [] and result["leftovers"] == []
+
+
+def test_every_file_is_in_the_manifest(out: Path, result: dict[str, Any]) -> None:
+    """Of the one that was cut short: all that is there, with the sizes that they had."""
+    folder = out / "checkpoints" / "step_000003.damaged"
+    files = manifest.read(folder)
+    assert files is not None and "trainer.json" in files and "state/.metadata" in files
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+        *files,
+        manifest.NAME,
+    }
+    assert json.loads((folder / "trainer.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (4, ".distcp has changed since it was written (sha256)"),  # one bit
+        (3, " bytes, expected "),  # cut short
+        (2, "missing state/__1_0.distcp"),
+    ],
+)
+def test_damage_is_named_and_the_one_before_is_taken(result: dict[str, Any], step: int, words: str) -> None:
+    assert f"step_{step:06d}.damaged" in result["set aside"]
+    (said,) = (text for text in result["said"] if f"step_{step:06d}.damaged" in text)
+    assert words in said and "the one before it is tried" in said
+    assert (result["found"].name, result["steps"]) == ("step_000001", 1)
+
+
+def test_sizes_alone_do_not_show_a_flipped_bit(result: dict[str, Any]) -> None:
+    assert result["by sizes"].name == "step_000004"
+
+
+def test_damaged_ones_do_not_count_among_those_kept(result: dict[str, Any]) -> None:
+    assert result["kept"] == ["step_000002"]
+
+
+def test_a_run_without_a_good_checkpoint_does_not_start_over_unasked(result: dict[str, Any]) -> None:
+    assert "no undamaged checkpoint is left" in result["error"] and "trainer.resume_mode=disable" in result["error"]
+    assert "step_000002.damaged, step_000003.damaged, step_000004.damaged" in result["error"]
+
+
+def test_all_ranks_see_the_same(results: list[dict[str, Any]]) -> None:
+    for key in ("undamaged", "by sizes", "found", "steps", "error", "stops"):
+        assert results[0][key] == results[1][key], key
+
+
+@pytest.mark.parametrize(
+    ("way", "step", "reason"),
+    [("time", 1, "the time limit"), ("file", 3, "the stop file"), ("signal", 3, "SIGUSR1"), ("nothing", 0, "never")],
+)
+def test_asking_one_rank_stops_all(out: Path, result: dict[str, Any], way: str, step: int, reason: str) -> None:
+    assert result["stops"][way][0] == step
+    assert reason in result["stops"][way][1]
+
+
+def test_how_it_ended_is_on_the_disk(out: Path, result: dict[str, Any]) -> None:
+    assert json.loads((out / "outcome.json").read_text()) == {
+        "state": "stopped",
+        "steps_done": 3,
+        "checkpoint": str(out / "checkpoints/step_3"),
+        "exit_code": 75,
+    }
+    assert (out / "heartbeat").read_text() == "3\n"
