@@ -6,6 +6,7 @@ and raise the probability of the better ones by a clipped policy gradient, with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -89,7 +90,8 @@ class Trainer:
             bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
             max_length=self.max_length,
         )
-        self.pool = self._build_pool() if self.mesh.is_block_leader else None
+        names = {prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)}
+        self.pool = self._build_pool(sorted(names)) if self.mesh.is_block_leader else None
         self.generator = Generator(self.engine, self.pool, self.tokenizer, self.mesh, config.rollout.seed)
         has_data = checked.train_prompts or checked.answered
         self.collector = (
@@ -116,10 +118,11 @@ class Trainer:
 
     # -- construction --------------------------------------------------------------------------------------------------
 
-    def _build_pool(self) -> RewardPool:
+    def _build_pool(self, names: Sequence[str]) -> RewardPool:
+        """Workers that have shown they grade right answers right and wrong ones wrong, before any step is paid for."""
         reward = self.config.reward
         pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs)
-        pool.self_test()
+        pool.self_test(names)
         return pool
 
     def _build_loss(self) -> LossFunction:

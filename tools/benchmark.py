@@ -157,7 +157,7 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
     if importlib.util.find_spec("mbridge") is None:
         return "mbridge: not installed, not measured"
     import torch
-    from mbridge import AutoBridge
+    from mbridge import AutoBridge  # type: ignore[import-not-found]
 
     from grpo_megatron.config import MegatronConfig
     from grpo_megatron.device import Device
@@ -176,7 +176,7 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
     class Renamed(torch.nn.Module):
         decoder = inner.decoder
 
-        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
             out = {}
             for name, tensor in inner.state_dict().items():
                 local = next((end for end in TE_NAMES if name.endswith("." + end)), None)

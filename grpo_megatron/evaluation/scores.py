@@ -56,11 +56,11 @@ def resampled_means(values: Sequence[float], seed: int = 0) -> Any:
     """[RESAMPLES]: the mean of each resampling of `values` with replacement."""
     draw = np.random.default_rng(seed)
     array, size = np.asarray(values, dtype=np.float64), len(values)
-    rows = max(1, 2_000_000 // size)  # counts in memory at a time
+    rows = max(1, 1_000_000 // size)  # resamplings in memory at a time
     parts = []
     for first in range(0, RESAMPLES, rows):
-        counts = draw.multinomial(size, [1 / size] * size, size=min(rows, RESAMPLES - first))
-        parts.append(counts @ array / size)
+        chosen = draw.integers(0, size, (min(rows, RESAMPLES - first), size), dtype=np.int32)
+        parts.append(array[chosen].mean(axis=1))
     return np.concatenate(parts)
 
 

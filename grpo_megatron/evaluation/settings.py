@@ -113,7 +113,7 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """Everything that decides the numbers, as JSON."""
         return {
-            "format": 1,
+            "run_format": 1,
             "model": {"sha256": self.fingerprint, "dtype": self.dtype, "eos_token_ids": self.eos_token_ids},
             "seed": self.options.seed,
             "engine_kwargs": self.options.engine_kwargs,

@@ -213,10 +213,13 @@ class Lab:
         fields = self.slurm("scontrol", "-o", "show", "job", job).split(" ")
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
+    def nodes_of(self, job: str) -> list[str]:
+        return self.slurm("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
+
     def restart_now(self, job: str) -> None:
-        """Slurm lets a requeued job rest for two minutes."""
+        """Slurm lets a requeued job rest for two minutes; within a second its credential would count as revoked."""
         self.until(lambda: self.job(job)["JobState"] == "PENDING", 30)
-        self.slurm("scontrol", "update", f"jobid={job}", "StartTime=now")
+        self.slurm("scontrol", "update", f"jobid={job}", "StartTime=now+2")
 
     def ranks(self, job: str, pattern: str = "grpo_megatron") -> list[int]:
         """Process ids of a job's ranks, in order of ranks."""

@@ -134,14 +134,14 @@ def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path
     run.ended(2, "ended by Slurm before it could save")
 
     run.after(stopped + 5)
-    used = lab.job(run.job)["NodeList"]
+    assert lab.nodes_of(run.job) == ["node1", "node2"]
     lab.slurm("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     try:
         run.ended(3, "ended by Slurm before it could save")
         run.end()
     finally:
         lab.slurm("scontrol", "update", "nodename=node2", "state=resume")
-    assert (used, lab.job(run.job)["NodeList"]) == ("node[1-2]", "node[1,3]")
+    assert "node2" not in lab.nodes_of(run.job)
     assert lab.job(run.job)["Restarts"] == "4"
     assert run.last_words()[-1].startswith(f"job {run.job} attempt 4: finished; newest checkpoint: {run.out}")
     same_run(tmp_path / "reference", run.out)
@@ -163,3 +163,36 @@ def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_
     assert "SLURM_JOB_ID" in (attempt / "environment.txt").read_text()
     assert (attempt / "git.txt").exists() and (attempt / "end").read_text() == "done 0\n"
     assert "s/step" in (attempt / "train.log").read_text()
+
+
+# -- the life of a job, with a program that only pretends ---------------------------------------------------------------
+
+PRETENDER = """#!/usr/bin/env bash
+case "$*" in
+    *preflight.py*) [ "$SLURMD_NODENAME" = node2 ] && said="7 GPUs"; echo "${said:-ok}" >"$2/$SLURMD_NODENAME.verdict" ;;
+    *) if [ "$KIND" = crashes ]; then kill -9 $$; fi; echo '{"state": "done"}' >"$(dirname "$0")/run/outcome.json" ;;
+esac
+"""
+
+
+def pretend(lab: Lab, folder: Path, **variables: str) -> Run:
+    (folder / "python").write_text(PRETENDER)
+    (folder / "python").chmod(0o755)
+    raw = {"trainer": {"output_dir": str(folder / "run")}}
+    return Run(lab, folder, raw, nodes=2, PYTHON=str(folder / "python"), **variables)
+
+
+def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) -> None:
+    run = pretend(lab, tmp_path, PREFLIGHT="1", KIND="trains")
+    run.ended(0, "bad nodes: node2; requeued without node2; newest checkpoint: none")
+    run.end()
+    assert "node2" not in lab.nodes_of(run.job) and lab.job(run.job)["ExcNodeList"] == "node2"
+    assert run.last_words()[-1].startswith(f"job {run.job} attempt 1: finished")
+
+
+def test_a_crash_loop_stops(lab: Lab, tmp_path: Path) -> None:
+    run = pretend(lab, tmp_path, KIND="crashes")
+    run.ended(0, "a rank was killed (srun: 137); requeued")
+    lab.until(lambda: lab.job(run.job)["JobState"] == "FAILED", 60)
+    assert "attempt 1: a rank was killed (srun: 137), and two attempts in a row have not advanced a step" in run.told()
+    assert lab.job(run.job)["ExitCode"] == "1:0"

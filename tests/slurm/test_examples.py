@@ -1,0 +1,75 @@
+"""The 70B examples are planned on this machine: real Megatron modules on the meta device, in seconds, in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron import launch
+from grpo_megatron.models.families import read_architecture
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT.parent / "shared" / "data" / "hf_configs"
+EXAMPLES = {"llama3_70b": "Llama-3.1-70B", "qwen2_72b": "Qwen2.5-72B-Instruct"}
+
+
+def test_the_readme_command_needs_seconds_and_under_2_gb() -> None:
+    """A layer: q, o 2 x 8192^2, k, v 2 x 1024 x 8192, MLP 3 x 28672 x 8192, two norms; both ends 128256 x 8192.
+
+    A rank of the first stage at tp 4 has 20 layers (matrices over 4, norms whole) and a quarter of the embedding.
+    """
+    layer = 2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192
+    assert 80 * (layer + 2 * 8192) + 2 * 128256 * 8192 + 8192 == 70_553_706_496
+    first = 20 * (layer // 4 + 2 * 8192) + 128256 * 8192 // 4
+    command = ["-m", "grpo_megatron", "train", "examples/llama3_70b.yaml", "--dry-run", "--world-size", "64"]
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_maxrss < 2e9 / 1024  # KiB
+    assert "70,553,706,496" in text and "parameters counted in Megatron-Core's own modules" in text
+    assert f"    0     20   {first:,}" in text
+    assert "tp 4 x pp 4 x dp 4, sequence parallel, distributed optimizer, bfloat16" in text
+    assert "8 engines of tp 8" in text and "64 prompts x 32 = 2,048, about 256 an engine" in text
+    assert text.count("NOT FOUND, so") == 3  # weights, tokenizer, prompts: said, not passed over
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_cross_check_passes(
+    example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert launch.main(["train", f"examples/{example}.yaml", "--dry-run", "--world-size", "64"]) == 0
+    plan = capsys.readouterr().out
+    assert f"{read_architecture(ROOT / 'examples/models' / example).num_parameters():,}" in plan
+    bad = ["train", f"examples/{example}.yaml", "--dry-run", "--world-size", "60", "rollout.n=1"]
+    assert launch.main(bad) == 2
+    errors = capsys.readouterr().err
+    assert "does not divide the world size 60" in errors and "rollout.n=1" in errors
+
+
+def test_on_this_machine_nothing_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --world-size the plan is for here: tokenizer and data are then asked for."""
+    monkeypatch.chdir(ROOT)
+    assert launch.main(["train", "examples/llama3_70b.yaml", "--dry-run"]) == 2
+    errors = capsys.readouterr().err
+    assert "no tokenizer in" in errors and "data/math/train.jsonl" in errors
+
+
+@pytest.mark.skipif(not CONFIGS.exists(), reason=f"needs {CONFIGS}")
+@pytest.mark.parametrize(("example", "original"), EXAMPLES.items())
+def test_the_architectures_are_the_real_ones(example: str, original: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((CONFIGS / f"{original}.json").read_text())
+    ours = ROOT / "examples" / "models" / example
+    assert read_architecture(ours) == read_architecture(tmp_path)
+    assert [path.name for path in ours.iterdir()] == ["config.json"]
+    assert json.loads((ours / "config.json").read_text())["num_hidden_layers"] == 80
