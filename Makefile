@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= python3
 SEED ?= 0
+# Two at a time, a file in one piece; in the order of the folders, so that what is long does not come last.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip leaves compiling to the first import
@@ -40,10 +42,10 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow"
 
 # Not in .venv, whose torch is for the CPU: in an environment with pip install -e '.[gpu,dev]'.
 test-gpu:

@@ -42,7 +42,9 @@ def describe(config: Config, checked: Checked, world_size: int) -> str:
         "Data": _data(config, checked),
     }
     parts = [f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items()]
-    resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=WIDTH, default_flow_style=None)
+    resolved = yaml.safe_dump(
+        config.model_dump(mode="json"), sort_keys=False, width=WIDTH - 40, default_flow_style=None
+    )
     return "\n\n".join([*parts, f"Resolved configuration\n\n{resolved}"])
 
 
@@ -62,7 +64,8 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
         *["sequence parallel"] * megatron.use_sequence_parallel,
         *["distributed optimizer"] * megatron.use_distributed_optimizer,
     ]
-    sizes = f"tp {tp} x pp {pp} x dp {world_size // (tp * pp)}"
+    cp = megatron.context_parallel_size
+    sizes = f"tp {tp} x {f'cp {cp} x ' if cp > 1 else ''}pp {pp} x dp {world_size // (tp * cp * pp)}"
     yield _line("training", ", ".join([sizes, *extras, config.model.dtype]))
     yield _line("rollout", f"{_count(world_size // rollout_tp, 'engine')} of tp {rollout_tp}")
 
@@ -71,7 +74,10 @@ def _step(config: Config, world_size: int) -> Iterator[str]:
     actor, n = config.actor, config.rollout.n
     batch = config.data.train_batch_size
     mini = actor.ppo_mini_batch_size or batch
-    dp = world_size // (actor.megatron.tensor_model_parallel_size * actor.megatron.pipeline_model_parallel_size)
+    megatron = actor.megatron
+    dp = world_size // (
+        megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
+    )
     blocks = world_size // config.rollout.tensor_model_parallel_size
     drawn = f"{_count(batch, 'prompt')} x {n} = {batch * n:,}"
     yield _line("samples", f"{drawn}, about {_share(batch * n, blocks)} an engine")

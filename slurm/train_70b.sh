@@ -27,8 +27,8 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --dependency=singleton
 #SBATCH --signal=B:USR1@600
-# (one line each, above: all CPUs; all memory; Slurm may start it again; keep the log then; where; never two of a name
-#  over one OUTPUT_DIR; ten minutes' notice of the time limit, to this script only)
+# The last seven: all cores and all memory; Slurm may start it again, and keeps the log then; never two jobs of a name
+# over one OUTPUT_DIR; ten minutes' notice of a pre-emption or the time limit, to this script only.
 set -uo pipefail
 
 export JOB_NAME=train_70b DEFAULT_NODES=8
@@ -108,7 +108,8 @@ preflight() {
         say "pre-flight $node: $reason"
         [ "$reason" = ok ] || bad+=("$node")
     done
-    [ -z "$asked" ] || finish 1 "asked to stop during the pre-flight"
+    [ "$asked" != TERM ] || finish 75 "ended by Slurm during the pre-flight"
+    [ "$asked" != USR1 ] || requeue "asked to stop during the pre-flight"
     [ ${#bad[@]} -gt 0 ] || return 0
     touch "$ATTEMPT/asked" # it never came to train: not a step without progress
     excluded=$(scontrol -o show job "$JOB" | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # so far
@@ -156,7 +157,8 @@ main() {
     say "config: $CONFIG $*; outputs: $OUTPUT_DIR; newest checkpoint: $(newest | grep . || echo none)"
     if [ "$DRY_RUN" = 1 ]; then
         say "the plan:"
-        "$PYTHON" -m grpo_megatron train "$CONFIG" "$@" --dry-run --world-size "$RANKS" trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" || exit
+        "$PYTHON" -m grpo_megatron train "$CONFIG" "$@" --dry-run --world-size "$RANKS" \
+            trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" || exit
         say "the commands:"
     else
         [ "$RESTARTS" -lt "$MAX_ATTEMPTS" ] || finish 1 "MAX_ATTEMPTS=$MAX_ATTEMPTS have been made"
@@ -192,7 +194,11 @@ main() {
 decide() { # STATE SRUN_STATUS
     case $1 in
         done) finish 0 "finished" ;;
-        stopped) touch "$ATTEMPT/asked" && requeue "saved as asked" ;;
+        stopped)
+            touch "$ATTEMPT/asked"
+            [ "$asked" = TERM ] || requeue "saved as asked"
+            finish 75 "saved as asked, and ended by Slurm"
+            ;;
     esac
     [ "$asked" != TERM ] || finish 75 "ended by Slurm before it could save"
     [ ! -e "$ATTEMPT/hung" ] || requeue "it hung"

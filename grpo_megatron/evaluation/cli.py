@@ -189,15 +189,11 @@ def _compare(argv: list[str]) -> int:
 
 def _tasks(argv: list[str]) -> int:
     argparse.ArgumentParser("evaluate tasks", description="The tasks that are there.").parse_args(argv)
-    from grpo_megatron.evaluation.table import grid
     from grpo_megatron.evaluation.task import read_tasks, task_names
 
-    rows = [("task", "version", "sha256", "tokens", "files looked for in --data", "title")]
     for task in read_tasks(task_names()):
         spec = task.spec
-        files = " | ".join(
-            [*spec.files, *(f"{f} (few-shot)" for f in (spec.fewshot.files[:1] if spec.fewshot else []))]
-        )
-        rows.append((spec.name, str(spec.version), task.sha256[:12], str(spec.max_tokens), files, spec.title))
-    print(grid(rows))
+        train = f"; few-shot: {' or '.join(spec.fewshot.files)}" if spec.fewshot else ""
+        print(f"{spec.name} version {spec.version}, sha256 {task.sha256[:12]}: {spec.title}")
+        print(f"    in --data: {' or '.join(spec.files)}{train}")
     return 0

@@ -55,7 +55,7 @@ def counts_of(rights: Sequence[int], drawn: int, label: str) -> str:
 
 
 def _columns(columns: list[list[int]], names: list[str], end: str, label: str) -> str:
-    left, base, height = 44, 132, 120
+    left, base, height = 52, 132, 120
     tallest = max(max(sum(column) for column in columns), 1)
     step = (WIDTH - left - 8) / len(columns)
     parts = [

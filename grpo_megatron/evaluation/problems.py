@@ -12,6 +12,7 @@ from typing import Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.evaluation.task import AnswerField, Fewshot, Task, TaskFile
+from grpo_megatron.rewards.boxed import last_boxed
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces stand for themselves
 
@@ -150,20 +151,7 @@ def _after_hashes(value: Any) -> str:
 
 
 def _boxed(value: Any) -> str:
-    """What the last \\boxed{...} holds, or the rest of `\\boxed 7`."""
-    text = str(value)
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return ""
-    rest = text[start + len("\\boxed") :].lstrip()
-    if not rest.startswith("{"):
-        return re.split(r"[$\s]", rest, maxsplit=1)[0]
-    depth = 0
-    for position, character in enumerate(rest):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[1:position]
-    return ""
+    return last_boxed(str(value)) or ""
 
 
 def _text(value: Any) -> str:

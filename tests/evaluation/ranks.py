@@ -38,6 +38,10 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
 
     def draw(target: Path) -> None:
         again = prepare(options(model, data, target))
+        if mesh.rank == 0:
+            with run.claimed(target):
+                run.remember(again)
+        mesh.barrier()
         with mock.patch.object(engine, "generate", wraps=engine.generate) as generate:
             try:
                 for selected in again.selected:

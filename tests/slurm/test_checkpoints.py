@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import pytest
 from grpo_megatron.convert import manifest
 from tests import tiny, worlds
 from tests.slurm import ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +101,38 @@ def test_how_it_ended_is_on_the_disk(out: Path, result: dict[str, Any]) -> None:
         "exit_code": 75,
     }
     assert (out / "heartbeat").read_text() == "3\n"
+
+
+STAND_INS = """
+import os, sys, types
+
+if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv:
+
+    class Trainer:
+        def __init__(self, config, checked): ...
+
+        def run(self):
+            from grpo_megatron.stopping import Stopped
+            raise Stopped("stopped")
+
+    for name, what in (("trainer", {"Trainer": Trainer}), ("validate", {"validate": lambda *a, **k: "checked"})):
+        sys.modules[f"grpo_megatron.{name}"] = module = types.ModuleType(name)
+        module.__dict__.update(what)
+"""
+
+
+@pytest.mark.parametrize("ranks_here", [1, 2])
+def test_the_command_ends_with_75_and_no_complaint(tmp_path: Path, ranks_here: int) -> None:
+    """Of one process, and of torchrun's agent, which would call a rank that ends so a failure."""
+    (tmp_path / "sitecustomize.py").write_text(STAND_INS)
+    (tmp_path / "run.yaml").write_text(f"model: {{path: m}}\ntrainer: {{n_gpus_per_node: {ranks_here}}}\n")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "GRPO_DEBUG")}
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_megatron", "train", "run.yaml"],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (75, "")
