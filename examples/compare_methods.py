@@ -57,11 +57,8 @@ def prepare(seed: int) -> None:
     tool = [sys.executable, str(ROOT / "tools" / "prepare_data.py")]
     if not (data / "written.jsonl").exists():
         subprocess.run([*tool, "arithmetic", str(data), "--seed", str(seed), "--force"], check=True)
-        subprocess.run(
-            [*tool, "model", "--preset", "quickstart", str(model), "--tokenizer", str(data / "tokenizer")]
-            + ["--seed", str(seed), "--std", "0.05", "--force"],
-            check=True,
-        )
+        size = ["--preset", "quickstart", "--tokenizer", str(data / "tokenizer"), "--std", "0.05"]
+        subprocess.run([*tool, "model", *size, str(model), "--seed", str(seed), "--force"], check=True)
     if not (QUICKSTART / "run" / "warmup").exists():
         train(ROOT / "examples" / "quickstart.yaml", "trainer.total_training_steps=0", "trainer.save_hf_at_end=false")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo_megatron.generator import Generator
 from grpo_megatron.config import DataConfig, RolloutConfig
+from grpo_megatron.generator import Generator
 from grpo_megatron.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Prompt, Sample

@@ -102,17 +102,21 @@ def test_gsm8k_end_to_end(tmp_path: Path, world: int, layout: list[str]) -> None
     model = tmp_path / "model"
     command("tools/prepare_data.py", "model", config, str(model), "--tokenizer", str(tokenizer), *sizes)
     out = tmp_path / "run"
+    # the same problems by file, and as a task of the scripted evaluation
+    by_task = ["data.val_files=[]", "data.val_tasks=[gsm8k]", f"data.val_data={tmp_path}"]
+    validation = by_task if layout else [f"data.val_files=[{tmp_path}/gsm8k/test.jsonl]"]
     for name in ("train", "test"):  # enough of the real rows for two steps; every rank tokenises all that it is given
         rows_of_file = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows_of_file[:64]))
+        (tmp_path / "gsm8k").mkdir(exist_ok=True)
+        (tmp_path / "gsm8k" / f"{name}.jsonl").write_text("".join(rows_of_file[:64]))
     command(
         "-m",
         "grpo_megatron",
         "train",
         "examples/gsm8k_cpu.yaml",
         f"model.path={model}",
-        f"data.train_files=[{tmp_path}/train.jsonl]",
-        f"data.val_files=[{tmp_path}/test.jsonl]",
+        f"data.train_files=[{tmp_path}/gsm8k/train.jsonl]",
+        *validation,
         "data.val_max_samples=4",
         "data.max_response_length=24",
         "trainer.total_training_steps=2",
