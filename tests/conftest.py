@@ -1,0 +1,27 @@
+"""Folders and files whose tests start engines, jobs or many worlds are slow, without a mark on each test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SLOW = (
+    "convert/test_layouts.py",
+    "distributed/",
+    "e2e/",
+    "evaluation/test_run.py",
+    "models/test_layouts.py",
+    "models/test_moe.py",
+    "models/test_offload.py",
+    "models/test_reward_model.py",
+    "rollout/",
+    "slurm/test_jobs.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(root).as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
