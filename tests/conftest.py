@@ -14,8 +14,10 @@ SLOW = (
     "models/test_layouts.py",
     "models/test_moe.py",
     "models/test_offload.py",
+    "models/test_policy.py",
     "models/test_reward_model.py",
     "rollout/",
+    "slurm/test_checkpoints.py",
     "slurm/test_jobs.py",
 )
 
