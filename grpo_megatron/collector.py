@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from grpo_megatron.algo.advantages import informative_groups
 from grpo_megatron.config import DataConfig, RolloutConfig
 from grpo_megatron.data.prompts import Answered
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.generator import Generator
 from grpo_megatron.metrics import Metrics
+from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Prompt, Sample
 
@@ -55,6 +57,13 @@ def by_prompt(samples: Sequence[Sample], count: int) -> list[Group]:
     for sample in samples:
         groups[sample.prompt_index].append(sample)
     return groups
+
+
+def informative(groups: Sequence[Group], mesh: Mesh) -> list[Group]:
+    """The groups with different rewards, seen over all ranks. Numbers their samples. Collective."""
+    table = gather_groups(number(groups), mesh)
+    kept = sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
+    return [groups[place] for place in kept]
 
 
 class Drawn:

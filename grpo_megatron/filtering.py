@@ -8,19 +8,10 @@ what there is, even on nothing: every denominator counts what is there.
 
 from __future__ import annotations
 
-from grpo_megatron.algo.advantages import informative_groups
-from grpo_megatron.collector import Collector, Group, State, number
+from grpo_megatron.collector import Collector, Group, State, informative
 from grpo_megatron.metrics import Metrics
-from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.replay import gather_state, share_out
-
-
-def informative(groups: list[Group], mesh: Mesh) -> list[Group]:
-    """Those with different rewards, seen over all ranks. Collective."""
-    table = gather_groups(number(groups), mesh)
-    kept = sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
-    return [groups[place] for place in kept]
 
 
 class Informative:

@@ -43,13 +43,18 @@ class References:
         # a reference that is only drawn from is not scored
         self.scored = self.initial if reads_reference(config.algorithm, config.actor) else NoReference()
 
-    def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None], oldest_checkpoint: int) -> bool:
-        """Before step `step`: if an outer iteration begins here, become `policy` and keep a copy. Collective.
+    def is_due(self, step: int) -> bool:
+        """Whether an outer iteration begins before step `step`, for a reference that there is."""
+        if self.every is None or isinstance(self.initial, NoReference):
+            return False
+        return step > 0 and step % self.every == 0
+
+    def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None], oldest_checkpoint: int) -> None:
+        """Become `policy` and keep a copy, when it is due. Collective.
 
         `oldest_checkpoint` is the number of steps of the oldest one that a run may still resume from.
         """
-        if self.every is None or step == 0 or step % self.every or isinstance(self.initial, NoReference):
-            return False
+        assert self.every is not None
         self.initial.copy_from(policy)
         save_hf(self._folder(step))
         if self.mesh.rank == 0:
@@ -57,7 +62,6 @@ class References:
             for old in self.folder.glob("step_*"):
                 if int(old.name.removeprefix("step_")) < needed:
                     shutil.rmtree(old, ignore_errors=True)
-        return True
 
     def _path_at(self, first_step: int) -> Path | None:
         """The copy that step `first_step` needs, None for the run's start or where it is made anew. Raises ConfigError."""

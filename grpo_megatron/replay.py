@@ -9,17 +9,15 @@ the weights that drew a sample is what the rollout correction weighs, for old sa
 from __future__ import annotations
 
 import base64
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from grpo_megatron.algo.advantages import informative_groups
-from grpo_megatron.collector import Collector, Group, State, number
+from grpo_megatron.collector import Collector, Group, State, informative
 from grpo_megatron.config import ReplayConfig
 from grpo_megatron.metrics import Metrics
-from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Prompt, Sample
 
@@ -36,13 +34,9 @@ class Replayed:
         fresh = self.inner.groups(step, count - len(taken), metrics)
         metrics.constant("train/replayed_groups", len(taken))
         metrics.constant("train/replay_staleness_max", max((step - s for s, _ in taken), default=0))
-        self.buffer = (self.buffer + [(step, g) for g in self._informative(fresh)])[-self.replay.size :]
+        kept = [(step, [replace(sample) for sample in group]) for group in informative(fresh, self.mesh)]  # copies
+        self.buffer = (self.buffer + kept)[-self.replay.size :]
         return [group for _, group in taken] + fresh
-
-    def _informative(self, groups: list[Group]) -> list[Group]:
-        table = gather_groups(number(groups), self.mesh)
-        kept = sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
-        return [[_copy(sample) for sample in groups[place]] for place in kept]
 
     def epoch(self) -> float:
         return self.inner.epoch()
@@ -55,10 +49,6 @@ class Replayed:
         self.inner.load_state(state["inner"])
         groups = share_out(state["groups"], self.mesh)
         self.buffer = list(zip(state["steps"], groups, strict=True))
-
-
-def _copy(sample: Sample) -> Sample:
-    return Sample(**{name: getattr(sample, name) for name in Sample.__dataclass_fields__})
 
 
 def gather_state(groups: list[Group], mesh: Mesh) -> list[list[dict[str, Any]]]:

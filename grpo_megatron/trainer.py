@@ -170,6 +170,8 @@ class Trainer:
 
     def begin_iteration(self, step: int) -> None:
         """Iterative GRPO: every so often the KL term holds the policy to where it has come."""
+        if not self.references.is_due(step):
+            return
         with self.metrics.phase("renew_reference"):
             kept = on_disk(self.output_dir)
             oldest = int(kept[0].name.removeprefix("step_")) if kept else 0
