@@ -119,15 +119,11 @@ preflight() {
     requeue "bad nodes: ${bad[*]}" "$excluded"
 }
 
-# In the background: stacks of all ranks, then the end, when no step is done for too long.
+# In the background, until its standard input is closed: stacks of all ranks, then the end, when no step is done for too long.
 watch_for_hangs() {
-    local patience=$((HANG_SECONDS * 2)) since=$SECONDS nap
-    trap 'kill "$nap"; exit' TERM # no sleeper is left behind
+    local patience=$((HANG_SECONDS * 2)) since=$SECONDS
     touch "$ATTEMPT/began"
-    while true; do
-        sleep $((HANG_SECONDS / 20 + 1)) &
-        nap=$!
-        wait "$nap"
+    while read -rt $((HANG_SECONDS / 20 + 1)); [ $? -gt 128 ]; do # a time-out, not the end of the attempt
         if [ "$OUTPUT_DIR/heartbeat" -nt "$ATTEMPT/began" ]; then
             touch -r "$OUTPUT_DIR/heartbeat" "$ATTEMPT/began"
             patience=$HANG_SECONDS since=$SECONDS
@@ -150,7 +146,7 @@ on_signal() { # USR1: the time limit or a pre-emption is near. TERM: Slurm is en
 }
 
 main() {
-    local ends status=0 state srun watcher
+    local ends status=0 state srun watched
     trap 'on_signal USR1 "finish the step, save, requeue"' USR1
     trap 'on_signal TERM "Slurm ends this attempt"' TERM
     print_place
@@ -176,15 +172,14 @@ main() {
     rm -f "$OUTPUT_DIR/outcome.json"
     EXEC=1 on_ranks -- "${TRAIN[@]}" > >(tee -a "$ATTEMPT/train.log") 2>&1 &
     srun=$!
-    watch_for_hangs "$srun" &
-    watcher=$!
+    exec {watched}> >(watch_for_hangs "$srun")
     wait "$srun"
     status=$?
     while kill -0 "$srun" 2>/dev/null; do # a signal has interrupted the wait
         wait "$srun"
         status=$?
     done
-    kill "$watcher" 2>/dev/null
+    exec {watched}>&-
     # srun reports the highest code of any task: 143 as often as not. What the run itself has left knows better.
     state=$(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$OUTPUT_DIR/outcome.json" 2>/dev/null)
     echo "${state:-failed} $status" >"$ATTEMPT/end"
