@@ -147,7 +147,7 @@ class RolloutConfig(Section):
     seed: int = 42
     tensor_model_parallel_size: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
-    kv_cache_gib: int = Field(1, ge=1)  # CPU only: vLLM's KV cache per rank
+    kv_cache_gib: float = Field(1.0, gt=0)  # CPU only: vLLM's KV cache per rank
     max_num_seqs: int = Field(256, ge=1)
     max_num_batched_tokens: int = Field(8192, ge=1)
     enforce_eager: bool = False

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config_file import load_config
+from grpo_megatron.importing import large_imports
 
 if TYPE_CHECKING:
     from grpo_megatron.validate import Checked
@@ -102,7 +103,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
     _quieten(is_rank, starts_ranks)
-    from grpo_megatron.validate import validate  # imports torch: after the file is known to be well-formed
+    with large_imports():  # torch among them: after the file is known to be well-formed
+        from grpo_megatron.validate import validate
 
     checked = validate(config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None)
     if args.dry_run:
@@ -125,7 +127,8 @@ def _run(config: Config, checked: Checked) -> int:
 
     _die_with_launcher()
     listen(config.trainer.output_dir, is_first_rank=os.environ.get("RANK", "0") == "0")
-    from grpo_megatron.trainer import Trainer
+    with large_imports():
+        from grpo_megatron.trainer import Trainer
 
     try:
         Trainer(config, checked).run()

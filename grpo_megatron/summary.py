@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from grpo_megatron.curves import plot
 from grpo_megatron.sinks import Sinks, format_table, read_metrics
 
 OUTPUTS = {
@@ -50,6 +49,8 @@ class Summary:
         if rows:
             sinks.note("\n" + format_table(rows, ["held-out problems", "before", "after"]))
         with contextlib.suppress(FileNotFoundError):  # no jsonl sink, no curves
+            from grpo_megatron.curves import plot  # matplotlib: not for every rank at its start
+
             plot(self.output_dir / "metrics.jsonl", self.output_dir / "curves.png")
         sinks.note("\n" + "\n".join(self._files()))
 

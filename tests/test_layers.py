@@ -22,7 +22,7 @@ SOURCES = {
 MODULES = sorted(SOURCES)
 
 LAYERS: dict[str, int] = {  # first part of a module's name -> layer
-    **dict.fromkeys(["types", "config", "config_file", "registry", "__init__"], 0),
+    **dict.fromkeys(["types", "config", "config_file", "registry", "importing", "__init__"], 0),
     **dict.fromkeys(["algo", "rewards", "data"], 1),
     **dict.fromkeys(["device", "parallel", "metrics", "sinks", "curves", "flops"], 2),
     **dict.fromkeys(["models", "rollout"], 3),

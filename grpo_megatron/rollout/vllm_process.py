@@ -26,6 +26,7 @@ import torch
 
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.device import Device
+from grpo_megatron.importing import large_imports
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Bucket
 
@@ -105,9 +106,10 @@ def _import_vllm(device: Device) -> Any:
             logging.getLogger(name).addFilter(
                 _errors_only
             )  # vLLM's configuration of logging resets levels, not filters
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), large_imports():
         warnings.simplefilter("ignore")
         import vllm
+        import vllm.entrypoints.llm
         import vllm.v1.engine.core
     return vllm
 

@@ -38,7 +38,7 @@ def build(
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
     actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
     policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
-    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=1)
+    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=0.03)
     engine = VllmEngine(
         folder,
         rollout,

@@ -32,7 +32,7 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
             "ppo_epochs": 2,
             "ppo_max_token_len_per_gpu": 160,
         },
-        "rollout": {"n": 3, "enforce_eager": True, "val_kwargs": {"temperature": 1.0}},
+        "rollout": {"n": 3, "enforce_eager": True, "kv_cache_gib": 0.05, "val_kwargs": {"temperature": 1.0}},
         "reward": {"function": "tests.e2e.rewards:length_reward"},
         "trainer": {
             "total_training_steps": 2,

@@ -106,7 +106,7 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
 
     device, mesh = world(layout, rollout_tp)
     policy = build(folder, device, mesh)
-    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=1)
+    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=0.03)
     limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [2]}
     engine = VllmEngine(folder, rollout, mesh, device, **limits, expected=hf_shapes(policy.arch))
     colocation = Colocation(policy, engine, mesh, tolerance=1e-4, bucket_megabytes=1, max_length=128)
