@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 from collections.abc import Iterator
@@ -9,12 +10,15 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def large_imports() -> Iterator[None]:
-    """Around imports of many modules. What exists afterwards lives as long as the process, and no later collection looks at it."""
+    """Around imports of many modules. What exists afterwards stays until the end, and no collection before looks at it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
+        atexit.register(
+            gc.unfreeze
+        )  # else bindings in C++ would list on the console, as leaks, what was never collected
         if was_enabled:
             gc.enable()

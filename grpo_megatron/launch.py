@@ -1,7 +1,8 @@
 """The command line, and how a run starts and ends: `python -m grpo_megatron train CONFIG [section.key=value ...]`.
 
 One process started by hand checks the config and starts a rank for each device of the machine, through torchrun's own
-agent; a world of one stays in that process, so that a debugger works. Under torchrun (RANK is set) it is a rank.
+agent (starting.py); a world of one stays in that process, so that a debugger works. Under torchrun (RANK is set) it is a
+rank.
 
 What ends a run is said once. Every rank that fails tries to be the first to say so, a file in torchrun's folder being
 the token; the others are silent. A rank that fails because another one has died is ended by torchrun before it speaks.
@@ -14,19 +15,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from grpo_megatron import starting
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config_file import load_config
 from grpo_megatron.importing import large_imports
@@ -34,9 +34,7 @@ from grpo_megatron.importing import large_imports
 if TYPE_CHECKING:
     from grpo_megatron.validate import Checked
 
-LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"
-SETTLE_S = 0.5  # several of torchrun's looks at its processes, 0.1 s apart
-PR_SET_PDEATHSIG = 1
+SETTLE_S = 2.0  # many of torchrun's looks at its processes, 0.1 s apart: the machine may be busy
 SELF_EXPLAINING = {  # module -> exception, shown without a traceback
     "grpo_megatron.config": "ConfigError",
     "grpo_megatron.parallel.mesh": "RankError",
@@ -62,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-        if os.environ.get("RANK", "0") == "0" and LAUNCHER_PID not in os.environ:
+        if os.environ.get("RANK", "0") == "0" and starting.LAUNCHER_PID not in os.environ:
             print("interrupted", file=sys.stderr)
     except Exception as error:
         code = _fail(error)
@@ -103,6 +101,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
     _quieten(is_rank, starts_ranks)
+    if starts_ranks and starting.is_on_cpu(config.trainer.device):
+        starting.start_fork_server()
     with large_imports():  # torch among them: after the file is known to be well-formed
         from grpo_megatron.validate import validate
 
@@ -117,7 +117,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError(_many_nodes(config, argv))
     if starts_ranks:
         del checked  # the ranks read their own
-        return _start_ranks(world_size, argv)
+        return starting.start_ranks(world_size, argv, config.trainer.device)
     return _run(config, checked)
 
 
@@ -125,7 +125,7 @@ def _run(config: Config, checked: Checked) -> int:
     """Be this rank until the run is over; returns the exit code."""
     from grpo_megatron.stopping import EXIT_STOPPED, Stopped, listen
 
-    _die_with_launcher()
+    starting.die_with_launcher()
     listen(config.trainer.output_dir, is_first_rank=os.environ.get("RANK", "0") == "0")
     with large_imports():
         from grpo_megatron.trainer import Trainer
@@ -142,10 +142,10 @@ def _evaluate(argv: list[str]) -> int:
     is_rank = "RANK" in os.environ
     _quieten(is_rank, starts_ranks=False)
     if is_rank:
-        _die_with_launcher()
+        starting.die_with_launcher()
     from grpo_megatron.evaluation.cli import main as evaluate
 
-    return evaluate(argv[1:], _start_ranks, is_child=LAUNCHER_PID in os.environ)
+    return evaluate(argv[1:], starting.start_ranks, is_child=starting.LAUNCHER_PID in os.environ)
 
 
 def _world_size(config: Config, is_rank: bool) -> int:
@@ -174,63 +174,6 @@ def _quieten(is_rank: bool, starts_ranks: bool) -> None:
     if not _debugs():
         warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # nobody here can act on them
         warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor")  # Megatron-Core's checkpoints use it
-
-
-# -- starting ranks ----------------------------------------------------------------------------------------------------
-
-
-def _start_ranks(world_size: int, argv: list[str]) -> int:
-    """`torchrun --standalone` in this process. The exit code is the failed rank's; signals go on to the ranks."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    print(f"starting {world_size} ranks: Megatron-Core, then a vLLM engine; the first line takes some 20 s", flush=True)
-    logging.disable(logging.ERROR)  # the agent's, which would bury what the failed rank has said
-    os.environ[LAUNCHER_PID] = str(os.getpid())
-    with tempfile.TemporaryDirectory(prefix="grpo_megatron_") as folder:
-        options = ["--standalone", "--nproc-per-node", str(world_size), "--log-dir", folder]
-        try:
-            run(parse_args([*options, "-m", "grpo_megatron", *argv]))
-        except ChildFailedError as error:
-            return _report_failed_rank(error)
-        except SignalException as error:
-            print("interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}", file=sys.stderr)
-            return 128 + error.sigval
-        finally:
-            logging.disable(logging.NOTSET)
-            del os.environ[LAUNCHER_PID]
-    return 0
-
-
-def _report_failed_rank(error: Any) -> int:
-    """The last line of a failed run. A rank that could still speak has told the reason already."""
-    from grpo_megatron.stopping import EXIT_STOPPED
-
-    rank, failure = error.get_first_failure()
-    if failure.exitcode == EXIT_STOPPED:
-        return EXIT_STOPPED
-    if failure.exitcode < 0:
-        name = failure.signal_name()
-        hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
-        return 128 - int(failure.exitcode)
-    said = failure.message
-    if not isinstance(said, dict):
-        print(f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason", file=sys.stderr)
-    elif said["extraInfo"].get("unexpected"):
-        first_line = said["message"].partition("\n")[0]
-        print(f"error: rank {rank}: {first_line} (its traceback is above)", file=sys.stderr)
-    return int(failure.exitcode)
-
-
-def _die_with_launcher() -> None:
-    """When the process that started the ranks is killed outright, nobody is left to end them."""
-    launcher = os.environ.get(LAUNCHER_PID)
-    if launcher is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):
-            os._exit(1)  # it died before the call above
 
 
 # -- failing -----------------------------------------------------------------------------------------------------------

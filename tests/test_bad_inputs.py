@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_megatron import launch
+from grpo_megatron import launch, starting
 from tests.runs import CHAT_TEMPLATE, make_run, write_rows, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,8 @@ def refused(
     def nothing_may_start(*args: object) -> int:
         raise AssertionError("validation let it through")
 
-    monkeypatch.setattr(launch, "_start_ranks", nothing_may_start)
+    monkeypatch.setattr(starting, "start_ranks", nothing_may_start)
+    monkeypatch.setattr(starting, "start_fork_server", lambda: None)
     monkeypatch.setattr(launch, "_run", nothing_may_start)
     monkeypatch.chdir(tmp_path)
     output_dir = tmp_path / "not" / "there"

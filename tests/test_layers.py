@@ -31,7 +31,21 @@ LAYERS: dict[str, int] = {  # first part of a module's name -> layer
     **dict.fromkeys(["preferences", "reward_training"], 4),
     **dict.fromkeys(["evaluation"], 4),
     **dict.fromkeys(["reward_problems"], 5),
-    **dict.fromkeys(["layout", "passthrough", "inputs", "validate", "report", "trainer", "launch", "__main__"], 5),
+    **dict.fromkeys(
+        [
+            "layout",
+            "passthrough",
+            "inputs",
+            "validate",
+            "report",
+            "trainer",
+            "launch",
+            "starting",
+            "preload",
+            "__main__",
+        ],
+        5,
+    ),
     **dict.fromkeys(["methods", "schedules", "sources"], 5),
 }
 SAME_LAYER = {("curves", "sinks"), ("parallel", "device"), ("evaluate", "generator"), ("data", "rewards")}
@@ -138,11 +152,14 @@ def test_models_and_rollout_do_not_know_each_other() -> None:
 
 def test_the_command_line_starts_light() -> None:
     """`--help` and a misspelt key must not wait for torch: launch imports nothing heavy at the top."""
-    body = ast.parse(SOURCES["launch"].read_text(encoding="utf-8")).body
-    names = {node.module for node in body if isinstance(node, ast.ImportFrom) and node.module}
-    names |= {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
-    ours = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-    assert ours == {f"{PACKAGE}.config", f"{PACKAGE}.config_file"}
+    at_the_top = {"launch": {"config", "config_file", "importing", "starting"}, "starting": set(), "importing": set()}
+    for module, expected in at_the_top.items():
+        body = ast.parse(SOURCES[module].read_text(encoding="utf-8")).body
+        names = {node.module for node in body if isinstance(node, ast.ImportFrom) and node.module != PACKAGE}
+        names |= {f"{PACKAGE}.{a.name}" for n in body if getattr(n, "module", "") == PACKAGE for a in n.names}
+        names |= {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
+        ours = {name for name in names if name and name.split(".")[0] not in sys.stdlib_module_names}
+        assert ours == {f"{PACKAGE}.{name}" for name in expected}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in ("device", "config")])

@@ -20,11 +20,11 @@ from grpo_megatron.evaluation import arguments
 
 GRADER_TIMEOUT_S = 10.0
 ACTIONS = ("grade", "compare", "tasks")
-StartRanks = Callable[[int, list[str]], int]
+StartRanks = Callable[[int, list[str], str], int]
 
 
 def main(argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> int:
-    """Do what `argv` says. `start_ranks(world size, arguments)` starts the program again as ranks, which are children.
+    """Do what `argv` says. `start_ranks(world size, arguments, device)` starts the program again as ranks, which are children.
 
     Raises ConfigError.
     """
@@ -53,7 +53,7 @@ def _evaluate(args: argparse.Namespace, argv: list[str], start_ranks: StartRanks
         if not is_rank and run.is_complete(plan):
             print("every sample is there already: no engine is started", flush=True)
         elif not is_rank and world_size > 1:
-            code = start_ranks(world_size, ["evaluate", *argv])
+            code = start_ranks(world_size, ["evaluate", *argv], args.device)
             if code:
                 return code
         else:

@@ -219,7 +219,8 @@ class VllmEngine:
         if self._llm is None:
             return
         self._version, self._broken = None, "the engine has been shut down"
-        self._llm.llm_engine.engine_core.shutdown()
+        with vllm_process.ending(self._device):
+            self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         gc.collect()
         self._device.empty_cache()

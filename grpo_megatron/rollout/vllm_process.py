@@ -11,16 +11,20 @@ run on a GPU yet.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import glob
+import importlib
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -42,6 +46,18 @@ _CPU_NOISE = (  # no Triton, no compilation, on some no bfloat16 kernels
     "vllm.engine.arg_utils",
     "vllm.config.vllm",
     "vllm.platforms.cpu",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+_CPU_MODULES = (  # that an engine on CPU imports while it is built
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.mixtral",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
 
@@ -112,6 +128,24 @@ def _import_vllm(device: Device) -> Any:
         import vllm.entrypoints.llm
         import vllm.v1.engine.core
     return vllm
+
+
+def preload() -> None:
+    """Once, in a process that CPU ranks are forked from: import what their engines will, and replace Triton's kernels.
+
+    The second looks at every object of every module; a rank would copy all their pages for it.
+    """
+    _import_vllm(Device("cpu"))
+    with large_imports():
+        for name in _CPU_MODULES:
+            importlib.import_module(name)
+        from vllm.platforms.cpu import CpuPlatform
+
+        CpuPlatform.register_triton_kernel_overrides()
+        CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+    atexit.register(
+        os._exit, 0
+    )  # Triton's bindings would list on the console what they leak; ranks do not end this way
 
 
 def _errors_only(record: logging.LogRecord) -> bool:
@@ -200,6 +234,12 @@ def inside(device: Device) -> Iterator[None]:
         warnings.simplefilter("ignore", FutureWarning)
         with contextlib.nullcontext() if device.is_cuda else torch.compiler.set_stance("force_eager"):
             yield
+
+
+def ending(device: Device) -> contextlib.AbstractContextManager[Any]:
+    """Around the end of an engine. vLLM thaws what was frozen and looks for garbage three times, seconds on CPU, where no
+    memory is waited for: there, what is frozen stays so."""
+    return contextlib.nullcontext() if device.is_cuda else mock.patch.object(gc, "unfreeze", lambda: None)
 
 
 def _remove_own_leftovers(mesh: Mesh) -> None:

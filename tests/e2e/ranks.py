@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -82,8 +83,14 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
         close(alone=alone)
 
     trainer.close = last_look  # type: ignore[method-assign]
-    trainer.run()
+    with _no_curves():
+        trainer.run()
     return result
+
+
+def _no_curves() -> Any:
+    """Drawing takes longer than a step; the quickstart's test has its curves drawn."""
+    return mock.patch("grpo_megatron.curves.plot", lambda *arguments: None)
 
 
 def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
@@ -101,8 +108,6 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Returns, per config, the plans and tables of its steps (the same on every rank) and its final weights; or the
     message of what it raised.
     """
-    from unittest import mock
-
     from grpo_megatron import trainer as module
     from grpo_megatron.parallel import mesh as mesh_module
 
@@ -149,6 +154,7 @@ def _watched(raw: dict[str, Any]) -> dict[str, Any]:
 
     trainer.log = watch  # type: ignore[method-assign]
     trainer.engine.shutdown = lambda: None  # type: ignore[method-assign]
-    trainer.run()
+    with _no_curves():
+        trainer.run()
     seen["weights"] = {name: t.clone() for bucket in trainer.policy.hf_weights(1) for name, t in bucket}
     return seen

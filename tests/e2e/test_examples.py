@@ -61,6 +61,7 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
         "sft.optim.lr_wsd_decay_steps=4",
         "data.val_max_samples=32",
         "trainer.total_training_steps=3",
+        "rollout.kv_cache_gib=0.1",
         "trainer.test_freq=2",
         f"trainer.output_dir={out}",
     )
@@ -81,6 +82,26 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     assert model(text["input_ids"]).logits.isfinite().all()
 
 
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model/ with a real tokenizer and random weights, and gsm8k/ with enough of the real rows for two steps."""
+    root = tmp_path_factory.mktemp("gsm8k")
+    (root / "tokenizer").mkdir()
+    (root / "gsm8k").mkdir()
+    (root / "tokenizer/tokenizer.json").symlink_to(SHARED / "tokenizers/qwen/tokenizer.json")
+    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (root / "tokenizer/tokenizer_config.json").write_text(json.dumps(about))
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "max_window_layers": 4, "max_position_embeddings": 1024}
+    sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
+    config, tokenizer = str(SHARED / "hf_configs/Qwen2.5-0.5B.json"), str(root / "tokenizer")
+    command("tools/prepare_data.py", "model", config, str(root / "model"), "--tokenizer", tokenizer, *sizes)
+    for name in ("train", "test"):  # every rank tokenises all that it is given
+        lines = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (root / "gsm8k" / f"{name}.jsonl").write_text("".join(lines[:64]))
+    return root
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason=f"real GSM8K and Qwen2 tokenizer not there: {SHARED}")
 @pytest.mark.parametrize(
@@ -91,41 +112,26 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     ],
     ids=["DP2", "TP2xPP2"],
 )
-def test_gsm8k_end_to_end(tmp_path: Path, world: int, layout: list[str]) -> None:
+def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path, world: int, layout: list[str]) -> None:
     """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged."""
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").symlink_to(SHARED / "tokenizers/qwen/tokenizer.json")
-    (tokenizer / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-    )
-    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-    small |= {"num_key_value_heads": 2, "max_window_layers": 4, "max_position_embeddings": 1024}
-    sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
-    config = str(SHARED / "hf_configs/Qwen2.5-0.5B.json")
-    model = tmp_path / "model"
-    command("tools/prepare_data.py", "model", config, str(model), "--tokenizer", str(tokenizer), *sizes)
     out = tmp_path / "run"
     # the same problems by file, and as a task of the scripted evaluation
-    by_task = ["data.val_files=[]", "data.val_tasks=[gsm8k]", f"data.val_data={tmp_path}"]
-    validation = by_task if layout else [f"data.val_files=[{tmp_path}/gsm8k/test.jsonl]"]
-    for name in ("train", "test"):  # enough of the real rows for two steps; every rank tokenises all that it is given
-        rows_of_file = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / "gsm8k").mkdir(exist_ok=True)
-        (tmp_path / "gsm8k" / f"{name}.jsonl").write_text("".join(rows_of_file[:64]))
+    by_task = ["data.val_files=[]", "data.val_tasks=[gsm8k]", f"data.val_data={gsm8k}"]
+    validation = by_task if layout else [f"data.val_files=[{gsm8k}/gsm8k/test.jsonl]"]
     overrides = [
-        f"model.path={model}",
-        f"data.train_files=[{tmp_path}/gsm8k/train.jsonl]",
+        f"model.path={gsm8k}/model",
+        f"data.train_files=[{gsm8k}/gsm8k/train.jsonl]",
         *validation,
         "data.val_max_samples=4",
         "data.max_response_length=24",
+        "rollout.kv_cache_gib=0.1",
         "trainer.total_training_steps=2",
         "trainer.save_hf_at_end=false",
         f"trainer.n_gpus_per_node={world}",
         f"trainer.output_dir={out}",
         *layout,
     ]
-    if layout:  # ranks that are forked start faster
+    if layout:  # without the command line, whose start is the longest part
         raw = load_config(ROOT / "examples/gsm8k_cpu.yaml", overrides).model_dump(mode="json")
         worlds.run(ranks.train, world, raw=raw, keep_weights=False)
     else:

@@ -56,8 +56,12 @@ SlurmctldTimeout=60
 SlurmdTimeout=60
 InactiveLimit=0
 GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PreemptParameters=send_user_signal
 {nodes}
-PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
 

@@ -106,7 +106,7 @@ def test_how_it_ended_is_on_the_disk(out: Path, result: dict[str, Any]) -> None:
 STAND_INS = """
 import os, sys, types
 
-if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv:
+if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in str(sys.orig_argv):
 
     class Trainer:
         def __init__(self, config, checked): ...
@@ -115,7 +115,13 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv:
             from grpo_megatron.stopping import Stopped
             raise Stopped("stopped")
 
-    for name, what in (("trainer", {"Trainer": Trainer}), ("validate", {"validate": lambda *a, **k: "checked"})):
+    stand_ins = {
+        "trainer": {"Trainer": Trainer},
+        "validate": {"validate": lambda *a, **k: "checked"},
+        "evaluation.run": {},
+        "rollout.vllm_process": {"preload": lambda: None},
+    }
+    for name, what in stand_ins.items():
         sys.modules[f"grpo_megatron.{name}"] = module = types.ModuleType(name)
         module.__dict__.update(what)
 """

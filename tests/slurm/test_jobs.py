@@ -101,16 +101,16 @@ def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def same_run(one: Path, other: Path) -> None:
+def same_run(one: Path, other: Path, steps: int) -> None:
     """Weights, optimizer state and everything that was logged but times, bit for bit."""
     assert (one / "hf/model.safetensors").read_bytes() == (other / "hf/model.safetensors").read_bytes()
-    first, second = (stored(run / f"checkpoints/step_{STEPS:06d}") for run in (one, other))
+    first, second = (stored(run / f"checkpoints/step_{steps:06d}") for run in (one, other))
     assert first.keys() == second.keys() and any("exp_avg" in name for name in first)
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
     rows = [[json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (one, other)]
     a, b = ([{k: v for k, v in r.items() if not k.startswith(("timing", "perf/"))} for r in run] for run in rows)
-    assert a == b and len(a) == STEPS
+    assert a == b and len(a) == steps
 
 
 def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
@@ -144,13 +144,15 @@ def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path
     assert "node2" not in lab.nodes_of(run.job)
     assert lab.job(run.job)["Restarts"] == "4"
     assert run.last_words()[-1].startswith(f"job {run.job} attempt 4: finished; newest checkpoint: {run.out}")
-    same_run(tmp_path / "reference", run.out)
+    same_run(tmp_path / "reference", run.out, STEPS)
 
 
 def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_path: Path) -> None:
-    """Every group spans nodes; every node passes the pre-flight; what ran is kept beside the log."""
+    """Every group spans nodes, and the bits are one machine's; every node passes the pre-flight; what ran is kept."""
+    worlds.run(ranks.train, 4, raw=settings(workspace, tmp_path / "reference", 4, 2, 2, 2), keep_weights=False)
     run = Run(lab, tmp_path, settings(workspace, tmp_path / "run", 4, 2, 2, 2), nodes=4, PREFLIGHT="1")
     run.end()
+    same_run(tmp_path / "reference", run.out, 2)
     assert run.last_words() == [
         f"job {run.job} attempt 0: finished; newest checkpoint: {run.out}/checkpoints/step_000002"
     ]
@@ -170,7 +172,15 @@ def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_
 PRETENDER = """#!/usr/bin/env bash
 case "$*" in
     *preflight.py*) [ "$SLURMD_NODENAME" = node2 ] && said="7 GPUs"; echo "${said:-ok}" >"$2/$SLURMD_NODENAME.verdict" ;;
-    *) if [ "$KIND" = crashes ]; then kill -9 $$; fi; echo '{"state": "done"}' >"$(dirname "$0")/run/outcome.json" ;;
+    *)
+        if [ "$KIND" = crashes ]; then kill -9 $$; fi
+        if [ "$KIND" = waits ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+            stop=${*##*trainer.stop_file=}
+            until [ -e "${stop%% *}" ]; do sleep 0.1; done
+            state=stopped
+        fi
+        echo "{\\"state\\": \\"${state:-done}\\"}" >"$(dirname "$0")/run/outcome.json"
+        ;;
 esac
 """
 
@@ -187,6 +197,18 @@ def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) ->
     run.ended(0, "bad nodes: node2; requeued without node2; newest checkpoint: none")
     run.end()
     assert "node2" not in lab.nodes_of(run.job) and lab.job(run.job)["ExcNodeList"] == "node2"
+    assert run.last_words()[-1].startswith(f"job {run.job} attempt 1: finished")
+
+
+def test_an_urgent_job_pre_empts_and_the_run_goes_on_after_it(lab: Lab, tmp_path: Path) -> None:
+    """Slurm's own pre-emption, by a partition of higher priority that wants every node."""
+    run = pretend(lab, tmp_path, KIND="waits")
+    lab.until((run.out / "attempts" / f"{run.job}-0" / "began").exists, 30)
+    urgent = lab.submit("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    run.ended(0, "saved as asked; requeued")
+    assert "USR1: finish the step, save, requeue" in run.told()
+    lab.until(lambda: lab.job(urgent)["JobState"] == "COMPLETED", 60)
+    run.end()
     assert run.last_words()[-1].startswith(f"job {run.job} attempt 1: finished")
 
 

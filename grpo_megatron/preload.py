@@ -1,0 +1,25 @@
+"""What a fork server imports, once for all CPU ranks of its machine (starting.py). For nobody else: it ends with its launcher.
+
+On two cores four ranks start in a third of the time, and share the memory of what was imported. Ranks with GPUs are
+processes of their own: nothing here has shown that what vLLM imports there survives a fork.
+"""
+
+import contextlib
+import os
+import warnings
+
+from grpo_megatron.importing import large_imports
+from grpo_megatron.starting import LAUNCHER_PID, die_with_launcher
+
+die_with_launcher()
+os.environ[LAUNCHER_PID] = str(os.getpid())  # the ranks' parent, whose end is theirs
+
+# What cannot be imported here is imported again in the ranks, where the reason is told.
+with contextlib.suppress(Exception), warnings.catch_warnings(), large_imports():
+    warnings.simplefilter("ignore")
+    import grpo_megatron.evaluation.run
+    import grpo_megatron.trainer
+    import grpo_megatron.validate  # noqa: F401
+    from grpo_megatron.rollout.vllm_process import preload
+
+    preload()
