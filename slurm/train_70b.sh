@@ -10,6 +10,7 @@
 #
 #   it finished                                            job ends with 0
 #   pre-emption, time limit, USR1, OUTPUT_DIR/.../stop     the step is finished and saved; requeued
+#   pre-emption without notice                             requeued; counts as no failure
 #   a rank was killed, a node died, no step for an hour    requeued; resumes from the newest undamaged checkpoint
 #   an exception after progress (hardware, network)        requeued; before any step: ends with its code
 #   pre-flight finds bad nodes                             requeued without them
@@ -28,7 +29,8 @@
 #SBATCH --dependency=singleton
 #SBATCH --signal=B:USR1@600
 # The last seven: all cores and all memory; Slurm may start it again, and keeps the log then; never two jobs of a name
-# over one OUTPUT_DIR; ten minutes' notice of a pre-emption or the time limit, to this script only.
+# over one OUTPUT_DIR; ten minutes' notice of the time limit, to this script only. Of a pre-emption too, as long as the
+# partition's GraceTime is, where slurm.conf has SlurmctldParameters=preempt_send_user_signal; elsewhere ranks are ended.
 set -uo pipefail
 
 export JOB_NAME=train_70b DEFAULT_NODES=8
@@ -196,6 +198,10 @@ decide() { # STATE SRUN_STATUS
             ;;
     esac
     [ "$asked" != TERM ] || finish 75 "ended by Slurm before it could save"
+    if scontrol -o show job "$JOB" 2>/dev/null | grep -q ' PreemptTime=[0-9]'; then
+        touch "$ATTEMPT/asked"
+        requeue "pre-empted before it could save"
+    fi
     [ ! -e "$ATTEMPT/hung" ] || requeue "it hung"
     [ "$2" != 2 ] || finish 2 "a mistake in the config or the data, named above"
     [ "$2" -le 128 ] || requeue "a rank was killed (srun: $2)"

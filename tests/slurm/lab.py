@@ -58,7 +58,7 @@ InactiveLimit=0
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PreemptParameters=send_user_signal
+SlurmctldParameters=preempt_send_user_signal
 {nodes}
 PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10

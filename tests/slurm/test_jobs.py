@@ -175,7 +175,7 @@ case "$*" in
     *)
         if [ "$KIND" = crashes ]; then kill -9 $$; fi
         if [ "$KIND" = waits ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
-            stop=${*##*trainer.stop_file=}
+            all="$*" stop=${all##*trainer.stop_file=}
             until [ -e "${stop%% *}" ]; do sleep 0.1; done
             state=stopped
         fi

@@ -23,7 +23,7 @@ STUBS = {
     "scontrol": """
         case "$1 $2" in
             "show hostnames") tr , '\\n' <<<"$3" ;;
-            "-o show") echo "JobId=7 ExcNodeList=${EXCLUDED:-(null)} Features=(null)" ;;
+            "-o show") echo "JobId=7 PreemptTime=${PREEMPTED:-None} ExcNodeList=${EXCLUDED:-(null)} Features=(null)" ;;
             "requeue 7") echo "requeued" >>"$SAID"; exit "${REQUEUE_CODE:-0}" ;;
             update*) echo "$*" >>"$SAID" ;;
         esac""",
@@ -129,6 +129,14 @@ def test_two_attempts_without_a_step_are_enough(
     job.earlier(0, start, *marks)
     status, text = job.run(TRAIN_DOES="exit 137", SLURM_RESTART_COUNT="1")
     assert (status, words in text.splitlines()[-1]) == (code, True), text
+
+
+def test_a_pre_emption_that_ends_the_ranks_at_once_is_no_fault_of_the_run(job: Job) -> None:
+    """Slurm without preempt_send_user_signal. Twice in a row, too."""
+    job.earlier(0, 0)
+    status, text = job.run(TRAIN_DOES="exit 143", SLURM_RESTART_COUNT="1", PREEMPTED="2026-11-21T15:23:35")
+    assert status == 75 and "pre-empted before it could save; requeued" in text.splitlines()[-1], text
+    assert (job.out / "attempts/7-1/asked").exists()
 
 
 def test_nodes_that_take_the_script_along_do_not_loop(job: Job) -> None:
