@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= python3
 SEED ?= 0
-# Two at a time, a file in one piece; in the order of the folders, so that what is long does not come last.
+# Two at a time, a file in one piece, in the order that tests/conftest.py gives them.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1

@@ -22,8 +22,21 @@ SLOW = (
 )
 
 
+LONGEST = (
+    "slurm/test_jobs.py",
+    "e2e/test_examples.py",
+    "distributed/",
+)  # first, so that no worker ends long after the other
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> int:
+        name = item.path.relative_to(root).as_posix()
+        return next((i for i, first in enumerate(LONGEST) if name.startswith(first)), len(LONGEST))
+
+    items.sort(key=rank)
     for item in items:
         if item.path.relative_to(root).as_posix().startswith(SLOW):
             item.add_marker(pytest.mark.slow)

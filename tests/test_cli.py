@@ -217,18 +217,22 @@ def start(run: Path, folder: Path, kind: str, device: str) -> subprocess.Popen[s
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+KILLED = "error: rank 1 was ended by SIGKILL (the machine may have run out of memory: see dmesg)"
+
+
 @pytest.mark.parametrize(
-    ("kind", "code", "errors"),
+    ("kind", "device", "code", "errors"),
     [
-        ("good", 0, []),
-        ("refused by all", 2, ["error: trainer.device=cuda, but there is none"]),
-        ("raised by one", 1, ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is above)"]),
-        ("killed", 137, ["error: rank 1 was ended by SIGKILL (the machine may have run out of memory: see dmesg)"]),
+        ("good", "cpu", 0, []),
+        ("good", "cuda", 0, []),
+        ("refused by all", "cpu", 2, ["error: trainer.device=cuda, but there is none"]),
+        ("raised by one", "cpu", 1, ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is above)"]),
+        ("killed", "cpu", 137, [KILLED]),
+        ("killed", "cuda", 137, [KILLED]),
     ],
 )
 def test_one_process_starts_the_ranks_and_has_the_last_word(
-    run: Path, tmp_path: Path, kind: str, code: int, errors: list[str], device: str
+    run: Path, tmp_path: Path, kind: str, device: str, code: int, errors: list[str]
 ) -> None:
     process = start(run, tmp_path, kind, device)
     out, err = process.communicate(timeout=120)

@@ -83,7 +83,7 @@ def updates(
 def update(
     folder: Path, pairs: Any, layout: tuple[int, int, int, bool], micro: int, distributed: bool
 ) -> dict[str, Any]:
-    """Gradients of a backward pass and weights after an update, as whole Hugging Face tensors; the gradient norm.
+    """Gradients before an optimizer step and weights after it, as whole Hugging Face tensors; the gradient norm.
 
     Plain DDP leaves every rank the whole summed gradient to look at; the distributed optimizer only its own part.
     """
@@ -94,10 +94,15 @@ def update(
     rows = share(len(pairs), policy.mesh.dp_rank, policy.mesh.dp)
     local = list(range(len(rows)))
     micros = [local[i : i + micro] for i in range(0, len(local), micro)]
-    batch = make_batch(pairs, [micros], rows)
-    policy.backward(batch, micros, loss, [])
-    gradients = whole(policy, policy.named_gradients())
-    norm = policy.update(batch, loss)[1]["actor/grad_norm"]
+    gradients: dict[str, torch.Tensor] = {}
+    step = policy._step
+
+    def look_and_step() -> float:
+        gradients.update(whole(policy, policy.named_gradients()))
+        return step()
+
+    policy._step = look_and_step
+    norm = policy.update(make_batch(pairs, [micros], rows), loss)[1]["actor/grad_norm"]
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
     return {"gradients": gradients, "weights": weights, "norm": norm}
 
