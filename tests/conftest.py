@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as make does: some tests fork, and OpenMP's threads do not survive that
 
 SLOW = (
     "convert/test_layouts.py",
@@ -22,21 +25,12 @@ SLOW = (
 )
 
 
-LONGEST = (
-    "slurm/test_jobs.py",
-    "e2e/test_examples.py",
-    "distributed/",
-)  # first, so that no worker ends long after the other
+LONGEST = "slurm/test_jobs.py"  # first, beside what is light, so that no worker ends long after the other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
-
-    def rank(item: pytest.Item) -> int:
-        name = item.path.relative_to(root).as_posix()
-        return next((i for i, first in enumerate(LONGEST) if name.startswith(first)), len(LONGEST))
-
-    items.sort(key=rank)
+    items.sort(key=lambda item: item.path.relative_to(root).as_posix() != LONGEST)
     for item in items:
         if item.path.relative_to(root).as_posix().startswith(SLOW):
             item.add_marker(pytest.mark.slow)

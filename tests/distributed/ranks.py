@@ -60,7 +60,7 @@ def requests(step: int, temperature: float) -> Any:
 
     prompts = [p for p, _ in tiny.make_sequences(6, seed=7)]
     return [
-        Request(tuple(p), sample_seed(1, step, str(i), 0), max_tokens=20, temperature=temperature)
+        Request(tuple(p), sample_seed(1, step, str(i), 0), max_tokens=12, temperature=temperature)
         for i, p in enumerate(prompts)
     ]
 

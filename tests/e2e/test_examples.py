@@ -91,7 +91,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "tokenizer/tokenizer.json").symlink_to(SHARED / "tokenizers/qwen/tokenizer.json")
     about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (root / "tokenizer/tokenizer_config.json").write_text(json.dumps(about))
-    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "max_window_layers": 4, "max_position_embeddings": 1024}
     sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
     config, tokenizer = str(SHARED / "hf_configs/Qwen2.5-0.5B.json"), str(root / "tokenizer")
@@ -124,6 +124,9 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path, world: int, layout: list[
         *validation,
         "data.val_max_samples=4",
         "data.max_response_length=24",
+        "data.train_batch_size=4",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.n=3",
         "rollout.kv_cache_gib=0.1",
         "trainer.total_training_steps=2",
         "trainer.save_hf_at_end=false",
