@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from grpo_megatron.config import Config
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -127,6 +129,18 @@ def mfu(
     return ideal / (1e12 * seconds * num_devices)
 
 
+def peaks(config: Config, device_name: str, num_layers: int) -> dict[str, Any]:
+    """The arguments of `mfu_metrics` about peaks. `trainer.peak_tflops`, where given, is the divisor of everything."""
+    own, fp8 = config.trainer.peak_tflops, config.actor.megatron.fp8
+    in_fp8 = fp8.recipe is not None and own is None
+    in_bf16 = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16 if fp8.first_last_layers_bf16 else 0
+    return {
+        "peak": own or peak_tflops(device_name),
+        "fp8_peak": peak_tflops(device_name, "fp8") if in_fp8 else None,
+        "fp8_share": 1 - min(in_bf16, num_layers) / num_layers,
+    }
+
+
 def mfu_metrics(
     reduced: Mapping[str, float],
     shape: ModelShape,
@@ -134,22 +148,30 @@ def mfu_metrics(
     *,
     num_devices: int,
     peak: float | None,
+    fp8_peak: float | None = None,
+    fp8_share: float = 1.0,
     num_epochs: int = 1,
 ) -> dict[str, float]:
     """`perf/tflops/*` (TFLOP/s per device) and, where `peak` is known, `perf/mfu/*` with `perf/peak_tflops`.
+
+    With `fp8_peak` (then `perf/peak_tflops_fp8`), `fp8_share` of the layers have their linear products in FP8.
 
     `actor` is the update over `timing_s/update_actor`, `num_epochs` passes; `actor_infer` the forward pass over
     `timing_s/old_log_prob`. A phase without seconds is left out. `sequence_lengths`: prompt + response tokens of all
     trained samples of all ranks.
     """
-    training = num_epochs * flops_per_pass(shape, sequence_lengths)
-    inference = flops_per_pass(shape, sequence_lengths, forward_only=True)
     result: dict[str, float] = {}
-    for name, flops, phase in (("actor", training, "update_actor"), ("actor_infer", inference, "old_log_prob")):
+    for name, passes, forward_only, phase in (
+        ("actor", num_epochs, False, "update_actor"),
+        ("actor_infer", 1, True, "old_log_prob"),
+    ):
+        flops = passes * flops_per_pass(shape, sequence_lengths, forward_only)
+        linear = passes * linear_flops_per_pass(shape, sequence_lengths, forward_only)
         seconds = reduced.get(f"timing_s/{phase}", 0.0)
         if seconds > 0:
             result[f"perf/tflops/{name}"] = flops / (1e12 * seconds * num_devices)
             if peak is not None:
-                result[f"perf/mfu/{name}"] = mfu(flops, seconds, num_devices, peak)
-                result["perf/peak_tflops"] = peak
+                in_fp8 = linear * fp8_share if fp8_peak else 0.0
+                result[f"perf/mfu/{name}"] = mfu(flops, seconds, num_devices, peak, fp8_flops=in_fp8, fp8_peak=fp8_peak)
+                result |= {"perf/peak_tflops": peak} | ({"perf/peak_tflops_fp8": fp8_peak} if fp8_peak else {})
     return result

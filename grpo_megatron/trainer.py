@@ -23,7 +23,7 @@ from grpo_megatron.colocation import DEFAULT_TOLERANCE, Colocation
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.evaluate import Evaluator
-from grpo_megatron.flops import ModelShape, mfu_metrics, peak_tflops
+from grpo_megatron.flops import ModelShape, mfu_metrics, peaks
 from grpo_megatron.generator import Generator, score_metrics
 from grpo_megatron.metrics import Metrics, group_table_metrics, throughput
 from grpo_megatron.models.export import save_hf
@@ -265,7 +265,7 @@ class Trainer:
             self.shape,
             lengths,
             num_devices=self.mesh.world_size,
-            peak=config.trainer.peak_tflops or peak_tflops(self.device.name),
+            **peaks(config, self.device.name, self.shape.num_layers),
             num_epochs=config.actor.ppo_epochs,
         )
         self.sinks.log(step, reduced)

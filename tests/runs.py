@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,32 @@ def make_run(folder: Path) -> Path:
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder
+
+
+STAND_INS = """
+import os, sys, types
+
+if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in str(sys.orig_argv):
+
+    class Trainer:
+        def __init__(self, config, checked):
+            assert checked == "checked"
+
+        def run(self):
+{body}
+
+    stand_ins = {{
+        "trainer": {{"Trainer": Trainer}},
+        "validate": {{"validate": lambda *a, **k: "checked"}},
+        "evaluation.run": {{}},
+        "rollout.vllm_process": {{"preload": lambda: None}},
+    }}
+    for name, what in stand_ins.items():
+        sys.modules[f"grpo_megatron.{{name}}"] = module = types.ModuleType(name)
+        module.__dict__.update(what)
+"""
+
+
+def stand_in_trainer(folder: Path, body: str) -> None:
+    """With `folder` on PYTHONPATH, a training program's ranks run `body` for a trainer, and nobody validates anything."""
+    (folder / "sitecustomize.py").write_text(STAND_INS.format(body=textwrap.indent(textwrap.dedent(body), " " * 12)))

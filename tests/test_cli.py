@@ -26,7 +26,7 @@ from grpo_megatron.config_file import load_config
 from grpo_megatron.layout import stage_layers
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.report import WIDTH, stage_parameters
-from tests.runs import make_run, write_tokenizer
+from tests.runs import make_run, stand_in_trainer, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_70B = ROOT.parent / "shared" / "data" / "hf_configs" / "Llama-3.1-70B.json"
@@ -163,48 +163,29 @@ def test_stages_are_cut_as_megatron_cuts_them(
 # -- starting, failing, interrupting ----------------------------------------------------------------------------------
 
 DEVICES = ["cpu", "cuda"]  # ranks that are forked, and ranks that are programs of their own: nothing here needs a GPU
-STAND_INS = """
-import os, signal, sys, time, types
-
-if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in str(sys.orig_argv):
-    kind = os.environ["KIND"]
-
-    class Trainer:
-        def __init__(self, config, checked):
-            assert checked == "checked"
-
-        def run(self):
-            rank = int(os.environ["RANK"])
-            print(f"rank {rank} of {os.environ['WORLD_SIZE']}, {os.environ['OMP_NUM_THREADS']} thread", flush=True)
-            if kind == "refused by all":
-                from grpo_megatron.config import ConfigError
-                raise ConfigError("trainer.device=cuda, but there is none")
-            if kind == "raised by one" and rank == 1:
-                raise KeyError("boom")
-            if kind == "killed" and rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "killed":
-                raise RuntimeError("connection closed by peer")
-            if kind != "good":
-                with open(f"{rank}.tmp", "w") as file:
-                    file.write(str(os.getpid()))
-                os.rename(f"{rank}.tmp", f"{rank}.running")
-                time.sleep(100)
-
-    stand_ins = {
-        "trainer": {"Trainer": Trainer},
-        "validate": {"validate": lambda *a, **k: "checked"},
-        "evaluation.run": {},
-        "rollout.vllm_process": {"preload": lambda: None},
-    }
-    for name, what in stand_ins.items():
-        sys.modules[f"grpo_megatron.{name}"] = module = types.ModuleType(name)
-        module.__dict__.update(what)
+RUN = """
+    import signal, time
+    rank, kind = int(os.environ["RANK"]), os.environ["KIND"]
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']}, {os.environ['OMP_NUM_THREADS']} thread", flush=True)
+    if kind == "refused by all":
+        from grpo_megatron.config import ConfigError
+        raise ConfigError("trainer.device=cuda, but there is none")
+    if kind == "raised by one" and rank == 1:
+        raise KeyError("boom")
+    if kind == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "killed":
+        raise RuntimeError("connection closed by peer")
+    if kind != "good":
+        with open(f"{rank}.tmp", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(f"{rank}.tmp", f"{rank}.running")
+        time.sleep(100)
 """
 
 
 def start(run: Path, folder: Path, kind: str, device: str) -> subprocess.Popen[str]:
-    (folder / "sitecustomize.py").write_text(STAND_INS)
+    stand_in_trainer(folder, RUN)
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK", "GRPO_DEBUG")}
     env |= {"KIND": kind, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     return subprocess.Popen(

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_megatron.flops import ModelShape, flops_per_pass, linear_flops_per_pass, mfu, mfu_metrics, peak_tflops
+from grpo_megatron.config import Config
+from grpo_megatron.flops import ModelShape, flops_per_pass, linear_flops_per_pass, mfu, mfu_metrics, peak_tflops, peaks
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -80,6 +81,16 @@ def test_peaks(name: str, bf16: float | None, fp8: float | None) -> None:
     assert (peak_tflops(name), peak_tflops(name, "fp8")) == (bf16, fp8)
 
 
+def test_peaks_follow_the_precision() -> None:
+    h100, model = "NVIDIA H100 80GB HBM3", {"model": {"path": "m"}, "data": {"train_files": ["t"]}}
+    assert peaks(Config.model_validate(model), h100, 8) == {"peak": 989.0, "fp8_peak": None, "fp8_share": 1.0}
+    fp8 = {"recipe": "blockwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}
+    precise = Config.model_validate({**model, "actor": {"megatron": {"fp8": fp8}}})
+    assert peaks(precise, h100, 8) == {"peak": 989.0, "fp8_peak": 1979.0, "fp8_share": 0.5}
+    given = Config.model_validate({**precise.model_dump(), "trainer": {"peak_tflops": 700.0}})
+    assert peaks(given, h100, 8) == {"peak": 700.0, "fp8_peak": None, "fp8_share": 0.5}
+
+
 def test_mfu_metrics() -> None:
     """Two epochs in 0.2 s on two devices is half of V16's rate; the forward third in 0.05 s is 154.3127 each."""
     timings = {"timing_s/update_actor": 0.2, "timing_s/old_log_prob": 0.05}
@@ -95,4 +106,8 @@ def test_mfu_metrics() -> None:
         "perf/tflops/actor",
         "perf/tflops/actor_infer",
     }
+    fp8 = mfu_metrics(timings, SHAPE, [1000], num_devices=2, peak=989.0, fp8_peak=1979.0, fp8_share=0.5, num_epochs=2)
+    linear = 0.5 * 2 * linear_flops_per_pass(SHAPE, [1000])
+    ideal = (2 * flops_per_pass(SHAPE, [1000]) - linear) / 989 + linear / 1979
+    assert fp8["perf/mfu/actor"] == pytest.approx(ideal / (1e12 * 0.2 * 2)) and fp8["perf/peak_tflops_fp8"] == 1979.0
     assert mfu_metrics({"timing_s/update_actor": 0.0}, SHAPE, [1000], num_devices=2, peak=989.0) == {}

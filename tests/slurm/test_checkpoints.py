@@ -13,6 +13,7 @@ import pytest
 
 from grpo_megatron.convert import manifest
 from tests import tiny, worlds
+from tests.runs import stand_in_trainer
 from tests.slurm import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -103,34 +104,16 @@ def test_how_it_ended_is_on_the_disk(out: Path, result: dict[str, Any]) -> None:
     assert (out / "heartbeat").read_text() == "3\n"
 
 
-STAND_INS = """
-import os, sys, types
-
-if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in str(sys.orig_argv):
-
-    class Trainer:
-        def __init__(self, config, checked): ...
-
-        def run(self):
-            from grpo_megatron.stopping import Stopped
-            raise Stopped("stopped")
-
-    stand_ins = {
-        "trainer": {"Trainer": Trainer},
-        "validate": {"validate": lambda *a, **k: "checked"},
-        "evaluation.run": {},
-        "rollout.vllm_process": {"preload": lambda: None},
-    }
-    for name, what in stand_ins.items():
-        sys.modules[f"grpo_megatron.{name}"] = module = types.ModuleType(name)
-        module.__dict__.update(what)
+RUN = """
+    from grpo_megatron.stopping import Stopped
+    raise Stopped("stopped")
 """
 
 
 @pytest.mark.parametrize("ranks_here", [1, 2])
 def test_the_command_ends_with_75_and_no_complaint(tmp_path: Path, ranks_here: int) -> None:
     """Of one process, and of torchrun's agent, which would call a rank that ends so a failure."""
-    (tmp_path / "sitecustomize.py").write_text(STAND_INS)
+    stand_in_trainer(tmp_path, RUN)
     (tmp_path / "run.yaml").write_text(f"model: {{path: m}}\ntrainer: {{n_gpus_per_node: {ranks_here}}}\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "GRPO_DEBUG")}
     done = subprocess.run(

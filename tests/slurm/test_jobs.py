@@ -25,7 +25,7 @@ from tests.slurm.lab import Lab
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 SCRIPT = "slurm/train_70b.sh"
-STEPS = 10
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +129,11 @@ def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path
     os.kill(lab.ranks(run.job)[1], signal.SIGKILL)
     run.ended(1, "a rank was killed (srun: ")
 
-    run.after(stopped + 3)
+    lab.until((run.out / "attempts" / f"{run.job}-2" / "began").exists, 60)  # its ranks are still starting
     lab.slurm("scontrol", "requeue", run.job)
     run.ended(2, "ended by Slurm before it could save")
 
-    run.after(stopped + 5)
+    run.after(stopped + 3)
     assert lab.nodes_of(run.job) == ["node1", "node2"]
     lab.slurm("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     try:
