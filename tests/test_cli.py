@@ -201,6 +201,7 @@ def start(run: Path, folder: Path, kind: str, device: str) -> subprocess.Popen[s
 KILLED = "error: rank 1 was ended by SIGKILL (the machine may have run out of memory: see dmesg)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "device", "code", "errors"),
     [
@@ -227,6 +228,7 @@ def test_one_process_starts_the_ranks_and_has_the_last_word(
     assert ("Traceback" in err) == (kind == "raised by one")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_process_that_started_it(
