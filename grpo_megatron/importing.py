@@ -17,8 +17,7 @@ def large_imports() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(
-            gc.unfreeze
-        )  # else bindings in C++ would list on the console, as leaks, what was never collected
+        # At the end all is collected after all: bindings in C++ would list on the console, as leaks, what was not.
+        atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()

@@ -53,10 +53,9 @@ def start_ranks(world_size: int, argv: list[str], device: str) -> int:
         settings |= {"rdzv-id": os.getpid(), "log-dir": folder}
         arguments = [f"--{name}={value}" for name, value in settings.items()]
         launch, program, options = config_from_args(parse_args([*arguments, "-m", "grpo_megatron", *argv]))
-        if is_on_cpu(device):
-            launch.start_method = "forkserver"
         try:
             if is_on_cpu(device):
+                launch.start_method = "forkserver"
                 elastic_launch(launch, _forked)(argv)
             else:
                 elastic_launch(launch, program)(*options)

@@ -244,9 +244,7 @@ def test_no_rank_outlives_the_process_that_started_it(
     _, err = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
     said = [line for line in err.splitlines() if "resource_tracker" not in line and not line.startswith(" ")]
-    assert said == (
-        ["interrupted"] if number == signal.SIGINT else []
-    )  # (Python itself frees what the killed one held)
+    assert said == (["interrupted"] if number == signal.SIGINT else [])  # Python frees what the killed one held
     deadline = time.monotonic() + 10
     while any(_parent(Path(f"/proc/{rank}")) is not None for rank in ranks):
         assert time.monotonic() < deadline

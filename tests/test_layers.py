@@ -31,21 +31,8 @@ LAYERS: dict[str, int] = {  # first part of a module's name -> layer
     **dict.fromkeys(["preferences", "reward_training"], 4),
     **dict.fromkeys(["evaluation"], 4),
     **dict.fromkeys(["reward_problems"], 5),
-    **dict.fromkeys(
-        [
-            "layout",
-            "passthrough",
-            "inputs",
-            "validate",
-            "report",
-            "trainer",
-            "launch",
-            "starting",
-            "preload",
-            "__main__",
-        ],
-        5,
-    ),
+    **dict.fromkeys(["layout", "passthrough", "inputs", "validate", "report", "trainer"], 5),
+    **dict.fromkeys(["launch", "starting", "preload", "__main__"], 5),
     **dict.fromkeys(["methods", "schedules", "sources"], 5),
 }
 SAME_LAYER = {("curves", "sinks"), ("parallel", "device"), ("evaluate", "generator"), ("data", "rewards")}

@@ -143,9 +143,8 @@ def preload() -> None:
 
         CpuPlatform.register_triton_kernel_overrides()
         CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
-    atexit.register(
-        os._exit, 0
-    )  # Triton's bindings would list on the console what they leak; ranks do not end this way
+    # Triton's bindings would list on the console what they leak. Ranks do not end this way.
+    atexit.register(os._exit, 0)
 
 
 def _errors_only(record: logging.LogRecord) -> bool:
