@@ -2,7 +2,7 @@
 
 import sys
 
-from grpo_megatron.launch import main
+from grpo_megatron.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,34 +17,34 @@ from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.needs import needs_old_logprobs
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.shaping import with_overlong_penalty
-from grpo_megatron.checkpoint import Checkpoints, check_same_model, on_disk, run_state
-from grpo_megatron.collector import number
-from grpo_megatron.colocation import DEFAULT_TOLERANCE, Colocation
+from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
-from grpo_megatron.evaluate import Evaluator
-from grpo_megatron.flops import ModelShape, mfu_metrics, peaks
-from grpo_megatron.generator import Generator, score_metrics
-from grpo_megatron.metrics import Metrics, group_table_metrics, throughput
 from grpo_megatron.models.export import save_hf
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.reference import Reference
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
+from grpo_megatron.observability.flops import ModelShape, mfu_metrics, peaks
+from grpo_megatron.observability.metrics import Metrics, group_table_metrics, throughput
+from grpo_megatron.observability.sinks import build_sinks
+from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
-from grpo_megatron.references import References
-from grpo_megatron.revision import Revision
-from grpo_megatron.reward_training import FrozenReward, LearningReward, NoRewardModel
-from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.vllm import VllmEngine
-from grpo_megatron.sinks import build_sinks
-from grpo_megatron.sources import build_collector
-from grpo_megatron.stopping import Stopping
-from grpo_megatron.summary import Summary
-from grpo_megatron.supervised import record_update, warm_up
+from grpo_megatron.sampling.build import build_collector
+from grpo_megatron.sampling.collector import number
+from grpo_megatron.sampling.generator import Generator, score_metrics
+from grpo_megatron.training.checkpoint import Checkpoints, check_same_model, on_disk, run_state
+from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
+from grpo_megatron.training.correction_step import Revision
+from grpo_megatron.training.references import References
+from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
+from grpo_megatron.training.stopping import Stopping
+from grpo_megatron.training.validation import Evaluator
+from grpo_megatron.training.warm_up import record_update, warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
-from grpo_megatron.validate import Checked
 
 
 class Trainer:
@@ -93,7 +93,7 @@ class Trainer:
         names = {prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)}
         self.pool = self._build_pool(sorted(names)) if self.mesh.is_block_leader else None
         self.generator = Generator(self.engine, self.pool, self.tokenizer, self.mesh, config.rollout.seed)
-        has_data = checked.train_prompts or checked.answered
+        has_data = checked.train_prompts or checked.offline_groups
         self.collector = (
             build_collector(config, checked, self.generator, self.mesh, self._hand_over) if has_data else None
         )
@@ -246,7 +246,7 @@ class Trainer:
         metrics, config = self.metrics, self.config
         mine = metrics.when(self.mesh.is_first_replica_rank)
         mine.mean_of("critic/advantages/mean", batch.advantages[batch.response_mask])
-        packs = [rows for mini in batch.schedule for rows in mini]
+        packs = [rows for mini in batch.mini_batches for rows in mini]
         padding = sum(-sum(batch.lengths[r] for r in rows) % self.policy.multiple for rows in packs)
         mine.mean("perf/padding_ratio", padding, padding + sum(batch.lengths))
         score_metrics(metrics.when(self.mesh.is_block_leader), samples)
@@ -257,7 +257,7 @@ class Trainer:
         assert self.collector is not None
         metrics.constant("training/epoch", self.collector.epoch())
         metrics.constant("actor/kl_coef", config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0)
-        reduced = metrics.reduce(self.mesh.control)
+        reduced = metrics.reduce(self.mesh.all_gather)
         lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
         reduced |= throughput(reduced, sum(lengths), self.mesh.world_size)
         reduced |= mfu_metrics(
@@ -378,7 +378,7 @@ class Trainer:
             with self.colocation.rollout(total, self.metrics):
                 results = self.evaluator.run(total, self.metrics)
             self.summary.add(total, results)
-            self.metrics.reduce(self.mesh.control)
+            self.metrics.reduce(self.mesh.all_gather)
             self.sinks.log(total, results)
         if config.trainer.save_hf_at_end:
             self._save_hf(self.output_dir / "hf")

@@ -18,7 +18,7 @@ class Prompt:
     """
 
     uid: str
-    token_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
     text: str
     answer: str
     source: str
@@ -42,7 +42,7 @@ class Sample:
     version: int
     text: str = ""
     reward: float = float("nan")  # NaN: unscorable (the reward raised or timed out)
-    scores: dict[str, float] = field(default_factory=dict)  # what the reward also reported, for metrics
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # what the reward function reported besides it
     steps: list[tuple[int, float]] = field(default_factory=list)  # (last token of the step, its reward), increasing
 
 
@@ -60,7 +60,7 @@ class GroupTable:
     response_length: list[int]
     truncated: list[bool]
     holder: list[int]  # global rank that holds the tokens
-    score: list[float] = field(default_factory=list)  # the reward before any penalty; empty: the reward itself
+    raw_reward: list[float] = field(default_factory=list)  # the reward before any penalty; empty: the same as `reward`
     step_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # (last response token of a step, reward)
     greedy_reward: list[float] = field(default_factory=list)  # of the prompt's greedy response; NaN: unknown
     token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
@@ -77,10 +77,13 @@ class GroupTable:
         return [rows[key] for key in sorted(rows)]
 
 
+# One bucket of the weight stream: (Hugging Face name, whole tensor that owns its memory)
+WeightBucket = list[tuple[str, "Tensor"]]
+
 GREEDY = -1  # Sample.index of a greedy response
 
-# schedule[mini-batch][micro-batch] -> rows
-Schedule = list[list[list[int]]]
+# [mini-batch][micro-batch] -> rows
+MiniBatches = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -88,22 +91,22 @@ class Plan:
     """What every rank agrees to do with the table: pure arithmetic, no communication.
 
     `advantages[row]` is one float for the sample, one float per response token, or None: not in the loss.
-    `token_weights[row]` is the weight of each of its tokens in its mini-batch's loss. `schedules[dp_rank]` holds table
+    `token_weights[row]` is the weight of each of its tokens in its mini-batch's loss. `mini_batches[dp_rank]` holds table
     rows; every dp rank has the same number of mini-batches, and of micro-batches in each (an empty list is a micro-batch
     of nothing).
     """
 
     advantages: list[float | list[float] | None]
     token_weights: list[float]
-    schedules: list[Schedule]
+    mini_batches: list[MiniBatches]
     metrics: dict[str, float] = field(default_factory=dict)
 
     def owner(self) -> dict[int, int]:
         """Table row -> dp rank that trains on it. Dropped rows are absent."""
         return {
             row: dp_rank
-            for dp_rank, schedule in enumerate(self.schedules)
-            for mini in schedule
+            for dp_rank, mini_batches in enumerate(self.mini_batches)
+            for mini in mini_batches
             for micro in mini
             for row in micro
         }
@@ -122,7 +125,7 @@ class Batch:
     rollout_logprobs: Tensor  # float32 [B, R], 0 where masked
     advantages: Tensor  # float32 [B, R]
     token_weights: Tensor  # float32 [B, R], 0 where masked
-    schedule: Schedule  # rows of this batch
+    mini_batches: MiniBatches  # rows of this batch
     rows: list[int] = field(default_factory=list)  # the table row of each sequence
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

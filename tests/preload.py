@@ -8,7 +8,7 @@ warnings.filterwarnings("ignore")
 from grpo_megatron.importing import large_imports  # noqa: E402
 
 with large_imports():
-    import grpo_megatron.curves
+    import grpo_megatron.observability.curves
     import grpo_megatron.trainer  # noqa: F401
     from grpo_megatron.rollout.vllm_process import preload
 

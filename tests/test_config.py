@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, MegatronConfig
-from grpo_megatron.config_file import load_config
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def make_sequences(
     return pairs
 
 
-def make_batch(pairs: list[tuple[list[int], list[int]]], schedule: Any, rows: list[int] | None = None) -> Any:
+def make_batch(pairs: list[tuple[list[int], list[int]]], mini_batches: Any, rows: list[int] | None = None) -> Any:
     """A Batch of `rows` of the pairs, with random but row-determined advantages, weights and old logprobs."""
     from grpo_megatron.types import Batch
 
@@ -91,7 +91,7 @@ def make_batch(pairs: list[tuple[list[int], list[int]]], schedule: Any, rows: li
         rollout_logprobs=columns["rollout"],
         advantages=columns["advantages"],
         token_weights=columns["weights"],
-        schedule=schedule,
+        mini_batches=mini_batches,
         old_logprobs=columns["old"],
         ref_logprobs=columns["ref"],
     )

@@ -30,7 +30,7 @@ from grpo_megatron.algo.losses import PAIRED_LOSSES
 from grpo_megatron.algo.shaping import dupo_copies
 from grpo_megatron.algo.token_weights import token_weights
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
-from grpo_megatron.types import GroupTable, Plan, Schedule
+from grpo_megatron.types import GroupTable, MiniBatches, Plan
 
 
 def make_plan(
@@ -55,18 +55,18 @@ def make_plan(
     copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
     in_loss = [ok and a is not None and c > 0 for ok, a, c in zip(trainable, advantages, copies, strict=True)]
 
-    schedules: list[Schedule] = [[] for _ in range(dp)]
+    mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
     for groups in _mini_batches(table, copies, actor.ppo_mini_batch_size or train_batch_size):
         kept = [[row for row in group if in_loss[row]] for group in groups]
         if actor.loss_mode in PAIRED_LOSSES:
             units = [unit for group in kept if (unit := _pair(group, advantages))]
         else:
             units = [[row] for group in kept for row in group]
-        _add_mini_batch(schedules, units, lengths, actor)
+        _add_mini_batch(mini_batches, units, lengths, actor)
 
-    weights = _weights(schedules, table, copies, actor, max_response_length)
-    metrics = _group_metrics(table) | _balance_metrics(schedules, lengths)
-    return Plan(advantages=advantages, token_weights=weights, schedules=schedules, metrics=metrics)
+    weights = _weights(mini_batches, table, copies, actor, max_response_length)
+    metrics = _group_metrics(table) | _balance_metrics(mini_batches, lengths)
+    return Plan(advantages=advantages, token_weights=weights, mini_batches=mini_batches, metrics=metrics)
 
 
 def revise_plan(
@@ -79,10 +79,10 @@ def revise_plan(
     """
     advantages = _advantages(table, algorithm, _trainable(table, algorithm))
     copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
-    weights = _weights(plan.schedules, table, copies, actor, max_response_length)
-    live = [any(weights[row] for row in _rows_of_mini(plan.schedules, i)) for i in range(len(plan.schedules[0]))]
-    schedules = [[mini for mini, alive in zip(s, live, strict=True) if alive] for s in plan.schedules]
-    return Plan(advantages=advantages, token_weights=weights, schedules=schedules, metrics=plan.metrics)
+    weights = _weights(plan.mini_batches, table, copies, actor, max_response_length)
+    live = [any(weights[row] for row in _rows_of_mini(plan.mini_batches, i)) for i in range(len(plan.mini_batches[0]))]
+    mini_batches = [[mini for mini, alive in zip(s, live, strict=True) if alive] for s in plan.mini_batches]
+    return Plan(advantages=advantages, token_weights=weights, mini_batches=mini_batches, metrics=plan.metrics)
 
 
 def _trainable(table: GroupTable, algorithm: AlgorithmConfig) -> list[bool]:
@@ -109,19 +109,19 @@ def _pair(rows: list[int], advantages: Advantages) -> list[int]:
     return [chosen[0], rejected[0]] if chosen and rejected else []
 
 
-def _rows_of_mini(schedules: list[Schedule], mini: int) -> list[int]:
-    return sorted(row for schedule in schedules for micro in schedule[mini] for row in micro)
+def _rows_of_mini(mini_batches: list[MiniBatches], mini: int) -> list[int]:
+    return sorted(row for schedule in mini_batches for micro in schedule[mini] for row in micro)
 
 
 def _weights(
-    schedules: list[Schedule], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
+    mini_batches: list[MiniBatches], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
 ) -> list[float]:
     """The weight of each row's tokens, from the counts of its mini-batch. A row with m copies is m rows there."""
     norm_length = actor.loss_scale_factor or float(max_response_length)
     num_tokens = table.num_kept_tokens or table.response_length
     weights = [0.0] * len(table)
-    for mini in range(len(schedules[0])):
-        rows = [row for row in _rows_of_mini(schedules, mini) for _ in range(copies[row])]
+    for mini in range(len(mini_batches[0])):
+        rows = [row for row in _rows_of_mini(mini_batches, mini) for _ in range(copies[row])]
         lengths = [num_tokens[row] for row in rows]
         for row, weight in zip(
             rows, token_weights(actor.loss_agg_mode, lengths, [True] * len(rows), norm_length), strict=True
@@ -136,13 +136,13 @@ def supervised_plan(lengths: list[tuple[int, int]], actor: ActorConfig, dp: int)
     `lengths[row]` is (prompt tokens, response tokens). Rows with an empty response are left out.
     """
     totals = [prompt + response for prompt, response in lengths]
-    schedules: list[Schedule] = [[] for _ in range(dp)]
-    _add_mini_batch(schedules, [[row] for row, (_, response) in enumerate(lengths) if response], totals, actor)
+    mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
+    _add_mini_batch(mini_batches, [[row] for row, (_, response) in enumerate(lengths) if response], totals, actor)
     return Plan(
         advantages=[1.0] * len(lengths),
         token_weights=token_weights("token-mean", [response for _, response in lengths], [True] * len(lengths), 1.0),
-        schedules=schedules,
-        metrics=_balance_metrics(schedules, totals),
+        mini_batches=mini_batches,
+        metrics=_balance_metrics(mini_batches, totals),
     )
 
 
@@ -175,13 +175,13 @@ def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[b
 Unit = list[int]
 
 
-def _add_mini_batch(schedules: list[Schedule], units: list[Unit], lengths: list[int], actor: ActorConfig) -> None:
+def _add_mini_batch(mini_batches: list[MiniBatches], units: list[Unit], lengths: list[int], actor: ActorConfig) -> None:
     """Append one mini-batch made of `units` to every rank's schedule; nothing if there are none."""
     if not units:
         return
-    micro_batches = [_pack(share, lengths, actor) for share in _share_out(units, lengths, len(schedules))]
+    micro_batches = [_pack(share, lengths, actor) for share in _share_out(units, lengths, len(mini_batches))]
     count = max(len(packed) for packed in micro_batches)
-    for schedule, packed in zip(schedules, micro_batches, strict=True):
+    for schedule, packed in zip(mini_batches, micro_batches, strict=True):
         schedule.append(packed + [[] for _ in range(count - len(packed))])
 
 
@@ -240,11 +240,11 @@ def _group_metrics(table: GroupTable) -> dict[str, float]:
     }
 
 
-def _balance_metrics(schedules: list[Schedule], lengths: list[int]) -> dict[str, float]:
+def _balance_metrics(mini_batches: list[MiniBatches], lengths: list[int]) -> dict[str, float]:
     """Tokens per data-parallel rank over the step: rows cut into equal runs in table order, and as balanced."""
-    balanced = [sum(lengths[row] for mini in s for micro in mini for row in micro) for s in schedules]
-    kept = sorted(row for s in schedules for mini in s for micro in mini for row in micro)
-    dp = len(schedules)
+    balanced = [sum(lengths[row] for mini in s for micro in mini for row in micro) for s in mini_batches]
+    kept = sorted(row for s in mini_batches for mini in s for micro in mini for row in micro)
+    dp = len(mini_batches)
     cuts = [rank * len(kept) // dp for rank in range(dp + 1)]
     unbalanced = [sum(lengths[row] for row in kept[a:b]) for a, b in itertools.pairwise(cuts)]
     return {

@@ -26,7 +26,7 @@ def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length:
         return table
     penalties = [config.penalty_factor * overlong_penalty(n, max_length, config.len) for n in table.response_length]
     rewards = [reward + penalty for reward, penalty in zip(table.reward, penalties, strict=True)]
-    return replace(table, reward=rewards, score=table.score or table.reward)
+    return replace(table, reward=rewards, raw_reward=table.raw_reward or table.reward)
 
 
 def dupo_copies(table: GroupTable) -> list[int]:

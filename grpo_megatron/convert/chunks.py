@@ -29,7 +29,7 @@ from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.rows import hf_runs
 from grpo_megatron.convert.span import blocks
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import QKV, Row
+from grpo_megatron.models.mapping import QKV, WeightRow
 
 FILE_BYTES = 4 << 30
 CHUNK_ELEMENTS = 1 << 22  # of an archive: a reader takes all of one to get any of it
@@ -45,12 +45,12 @@ FORMAT = {
 class Piece:
     """Rows `first` and on of a row's Megatron tensor."""
 
-    row: Row
+    row: WeightRow
     first: int
     shape: tuple[int, ...]
 
 
-def pieces(row: Row, arch: Architecture) -> Iterator[Piece]:
+def pieces(row: WeightRow, arch: Architecture) -> Iterator[Piece]:
     """Cut a Megatron tensor into chunks: within a Hugging Face tensor; query, key and value in whole groups."""
     if isinstance(row, QKV):  # as many equal parts as ranks of that tensor-parallel size would hold
         shape, groups = row.local_shape(arch, 1), arch.num_query_groups

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import TE_NAMES, Row, Vocabulary
+from grpo_megatron.models.mapping import TE_NAMES, Vocabulary, WeightRow
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
@@ -26,12 +26,12 @@ class Place:
     stack: tuple[int, ...] = ()
 
 
-def whole_shape(row: Row, arch: Architecture) -> tuple[int, ...]:
+def whole_shape(row: WeightRow, arch: Architecture) -> tuple[int, ...]:
     """Megatron's shape of a row over all ranks; a vocabulary has no padding here."""
     return row.hf_shapes(arch)[0] if isinstance(row, Vocabulary) else row.local_shape(arch, 1)
 
 
-def places(row: Row, arch: Architecture) -> list[Place]:
+def places(row: WeightRow, arch: Architecture) -> list[Place]:
     """Where the bound row may be, the place that Megatron-Core writes today first."""
     layered = _LAYER.match(row.megatron)
     if layered is None:
@@ -52,7 +52,7 @@ def places(row: Row, arch: Architecture) -> list[Place]:
     ]
 
 
-def written_places(row: Row, arch: Architecture) -> list[Place]:
+def written_places(row: WeightRow, arch: Architecture) -> list[Place]:
     """Where a converted checkpoint has the row. A mixture's second norm has two names: local specs ask for one of them,
     Transformer Engine's for the other."""
     here = places(row, arch)
@@ -60,7 +60,7 @@ def written_places(row: Row, arch: Architecture) -> list[Place]:
     return here[:2] if is_norm and arch.num_experts else here[:1]
 
 
-def extra_states(rows: list[Row], arch: Architecture) -> list[str]:
+def extra_states(rows: list[WeightRow], arch: Architecture) -> list[str]:
     """Objects that modules ask for beside their weights. They hold FP8 scales; a converted checkpoint has none to tell.
 
     Local specs ask for those of the linears; the rest is what Transformer Engine's modules are known to ask for.

@@ -26,7 +26,7 @@ from grpo_megatron.convert.rows import megatron_runs
 from grpo_megatron.convert.source import FLOATS, Source, short
 from grpo_megatron.convert.span import Memory, Span
 from grpo_megatron.models.families import architecture_of, read_config
-from grpo_megatron.models.mapping import Row, Vocabulary
+from grpo_megatron.models.mapping import Vocabulary, WeightRow
 
 FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"
 
@@ -143,7 +143,7 @@ class MegatronFolder(Source):
             raise ConvertError(f"{self.folder}: dtype {', '.join(map(short, wrong))}; supported: {', '.join(FLOATS)}")
         self.layout = self._layout()
 
-    def _wrong_shape(self, row: Row, place: Place) -> list[str]:
+    def _wrong_shape(self, row: WeightRow, place: Place) -> list[str]:
         size, wanted = tuple(self._sizes[place.key].size), (*place.stack, *whole_shape(row, self.arch))
         compared = size
         if isinstance(row, Vocabulary) and len(size) == len(wanted) and size[0] >= wanted[0]:

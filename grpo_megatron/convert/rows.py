@@ -1,6 +1,6 @@
 """Which rows of which Hugging Face tensor a run of Megatron rows is, and the reverse.
 
-Over one rank every Megatron tensor is the rows of its Hugging Face tensors in another order (`Row.runs`), so conversion
+Over one rank every Megatron tensor is the rows of its Hugging Face tensors in another order (`WeightRow.runs`), so conversion
 moves rows: it computes nothing, and never needs a whole tensor.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import Row
+from grpo_megatron.models.mapping import WeightRow
 
 
-def hf_runs(row: Row, arch: Architecture, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+def hf_runs(row: WeightRow, arch: Architecture, first: int, last: int) -> Iterator[tuple[int, int, int]]:
     """Megatron rows first to last-1, in order, as (which of row.hf, first, last of its rows)."""
     for part, there, here, count in _runs(row, arch):
         low, high = max(first, here), min(last, here + count)
@@ -20,7 +20,7 @@ def hf_runs(row: Row, arch: Architecture, first: int, last: int) -> Iterator[tup
             yield part, there + low - here, there + high - here
 
 
-def megatron_runs(row: Row, arch: Architecture, part: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+def megatron_runs(row: WeightRow, arch: Architecture, part: int, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Rows first to last-1 of row.hf[part], in order, as (first, last) rows of the Megatron tensor."""
     for which, there, here, count in _runs(row, arch):
         low, high = max(first, there), min(last, there + count)
@@ -28,7 +28,7 @@ def megatron_runs(row: Row, arch: Architecture, part: int, first: int, last: int
             yield here + low - there, here + high - there
 
 
-def _runs(row: Row, arch: Architecture) -> Iterator[tuple[int, int, int, int]]:
+def _runs(row: WeightRow, arch: Architecture) -> Iterator[tuple[int, int, int, int]]:
     """(which of row.hf, its row, the Megatron row, how many)."""
     done = [0] * len(row.hf)
     here = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_megatron.convert import ConvertError, manifest
 from grpo_megatron.convert.span import Memory, blocks
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import Row
+from grpo_megatron.models.mapping import WeightRow
 from grpo_megatron.models.weights import bound_rows
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,7 +36,7 @@ class Source(ABC):
     layout: str
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[WeightRow]:
         """The whole model's, in stream order."""
         return list(bound_rows(self.arch).values())
 

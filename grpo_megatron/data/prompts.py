@@ -20,7 +20,7 @@ from grpo_megatron.types import Prompt
 logger = logging.getLogger(__name__)
 
 PromptSampler = Sampler[Prompt]
-Answered = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses, their rewards
+OfflineGroup = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses, their rewards
 
 
 def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
@@ -82,7 +82,7 @@ def load_prompts(
         Prompt(uid, tuple(ids), text, answer, task.name, reward)
         for (uid, _, answer), text, ids in zip(rows, texts, _encode_prompts(data, texts, tokenizer), strict=True)
     ]
-    short = [len(prompt.token_ids) <= limit for prompt in prompts]
+    short = [len(prompt.prompt_ids) <= limit for prompt in prompts]
     return _drop_overlong(data, prompts, short, f"prompts are longer than {limit} tokens", [p.uid for p in prompts])
 
 
@@ -92,13 +92,13 @@ def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> 
     Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
     Raises ConfigError.
     """
-    answered = load_answered(data, files, tokenizer, {"response": 1.0})
-    return [(list(prompt.token_ids), responses[0]) for prompt, responses, _ in answered]
+    answered = load_offline_groups(data, files, tokenizer, {"response": 1.0})
+    return [(list(prompt.prompt_ids), responses[0]) for prompt, responses, _ in answered]
 
 
-def load_answered(
+def load_offline_groups(
     data: DataConfig, files: Sequence[Path], tokenizer: Any, fields: Mapping[str, float]
-) -> list[Answered]:
+) -> list[OfflineGroup]:
     """Prompts with responses that somebody else wrote: of each row the prompt, and `fields`, name -> reward.
 
     {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
@@ -125,7 +125,7 @@ def load_answered(
         for number, ((uid, _, _), text, ids) in enumerate(zip(rows, texts, encoded, strict=True))
     ]
     short = [
-        len(p.token_ids) <= data.max_prompt_length and all(len(r) <= data.max_response_length for r in written)
+        len(p.prompt_ids) <= data.max_prompt_length and all(len(r) <= data.max_response_length for r in written)
         for p, written, _ in answered
     ]
     what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"

@@ -12,9 +12,9 @@ from typing import Any
 
 from grpo_megatron.data.rows import text_field
 from grpo_megatron.registry import Registry
-from grpo_megatron.rewards.boxed import last_boxed
 from grpo_megatron.rewards.gsm8k import read_gold
-from grpo_megatron.rewards.math import read_gold as read_math_gold
+from grpo_megatron.rewards.math.boxed import last_boxed
+from grpo_megatron.rewards.math.grader import read_gold as read_math_gold
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
 Question = str | Messages

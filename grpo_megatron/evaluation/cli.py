@@ -118,7 +118,7 @@ def _engine_options(args: argparse.Namespace) -> Any:
 
 def _test_graders() -> None:
     """Known right and wrong answers: a broken grader is found before hours of drawing. Raises RuntimeError."""
-    from grpo_megatron.rewards.pool import RewardPool
+    from grpo_megatron.rewards.workers.pool import RewardPool
 
     with RewardPool(1, GRADER_TIMEOUT_S) as pool:
         pool.self_test()
@@ -127,7 +127,7 @@ def _test_graders() -> None:
 def _finish(plan: Any, report_samples: int, workers: int) -> None:
     """Grade what was drawn, write OUT/samples, OUT/results.json and OUT/report.html, print the tables."""
     from grpo_megatron.evaluation import report, results, table
-    from grpo_megatron.rewards.pool import RewardPool
+    from grpo_megatron.rewards.workers.pool import RewardPool
 
     output, tasks, graded = plan.options.output, {}, {}
     with RewardPool(workers, GRADER_TIMEOUT_S) as pool:

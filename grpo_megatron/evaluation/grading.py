@@ -25,7 +25,7 @@ from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.data.tasks import get_task, tasks
 from grpo_megatron.rewards import answers, check_reward, rewards
 from grpo_megatron.rewards.known import KNOWN_ANSWERS
-from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.workers.pool import RewardPool
 
 CHUNK = 512  # completions between two movements of the bar
 IN_PROCESS = ("gsm8k", "gsm8k_strict", "gsm8k_flexible", "graded", "arithmetic")  # linear in any text: no worker needed

@@ -20,7 +20,7 @@ GREEDY = -1  # the index of the greedy sample; the drawn ones count from 0
 
 
 @dataclass(frozen=True)
-class Drawn:
+class LedgerEntry:
     """One completion: its text up to the stop, the tokens it took, and why it ended ("stop" or "length")."""
 
     uid: str
@@ -40,14 +40,14 @@ class Ledger:
     def __init__(self, output: Path, task: str) -> None:
         self.folder = output / "completions" / task
 
-    def read(self) -> dict[Key, Drawn]:
+    def read(self) -> dict[Key, LedgerEntry]:
         """Everything complete. Raises ConfigError for a line that is neither complete nor the torn last one."""
-        found: dict[Key, Drawn] = {}
+        found: dict[Key, LedgerEntry] = {}
         for path in sorted(self.folder.glob("block_*.jsonl")):
             content = path.read_bytes()
             for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
                 try:
-                    drawn = Drawn(**json.loads(line))
+                    drawn = LedgerEntry(**json.loads(line))
                 except (ValueError, TypeError) as error:
                     raise ConfigError(
                         f"{path} line {number} is no completion ({error}); remove the file to draw its samples again"
@@ -55,7 +55,7 @@ class Ledger:
                 found.setdefault(drawn.key, drawn)
         return found
 
-    def append(self, block: int, completions: list[Drawn]) -> None:
+    def append(self, block: int, completions: list[LedgerEntry]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"block_{block:04d}.jsonl"
         data = "".join(json.dumps(asdict(drawn), ensure_ascii=True) + "\n" for drawn in completions).encode()

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.evaluation.task import AnswerField, Fewshot, Task, TaskFile
-from grpo_megatron.rewards.boxed import last_boxed
+from grpo_megatron.rewards.math.boxed import last_boxed
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces stand for themselves
 

@@ -17,14 +17,14 @@ from typing import Any
 
 from grpo_megatron.evaluation import figures
 from grpo_megatron.evaluation.ledger import GREEDY
-from grpo_megatron.evaluation.results import Answered, Graded
+from grpo_megatron.evaluation.results import Graded, GradedProblem
 
 PAGE = Path(__file__).parent / "page"
 SAMPLES_SHOWN, LONGEST, BUDGET = 4, 12_000, 8_000_000
 FORMAT_ERROR, TRUNCATED, FAILED = 1, 2, 4  # bits of a row's flags, and of a sample's
 
 
-def page(result: dict[str, Any], graded: dict[str, list[Answered]], num_texts: int) -> str:
+def page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], num_texts: int) -> str:
     """The report of `result`; `graded` has the samples of each of its tasks."""
     tasks = result["tasks"]
     parts = {
@@ -48,7 +48,7 @@ def script_json(value: Any) -> str:
 # -- what is drawn here ------------------------------------------------------------------------------------------------
 
 
-def _body(result: dict[str, Any], graded: dict[str, list[Answered]]) -> str:
+def _body(result: dict[str, Any], graded: dict[str, list[GradedProblem]]) -> str:
     model = result["model"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     parts = [
@@ -63,7 +63,7 @@ def _body(result: dict[str, Any], graded: dict[str, list[Answered]]) -> str:
     return "\n".join(parts)
 
 
-def _task_section(name: str, task: dict[str, Any], answered: list[Answered]) -> str:
+def _task_section(name: str, task: dict[str, Any], answered: list[GradedProblem]) -> str:
     rates, tokens = task["rates"], task["tokens"]
     facts = [
         ("format errors", f"{100 * rates['format_error']:.2f} %"),
@@ -117,7 +117,7 @@ def _asked(task: dict[str, Any]) -> str:
 # -- what the browser draws --------------------------------------------------------------------------------------------
 
 
-def _task_data(task: dict[str, Any], answered: list[Answered], num_texts: int) -> dict[str, Any]:
+def _task_data(task: dict[str, Any], answered: list[GradedProblem], num_texts: int) -> dict[str, Any]:
     subjects = sorted({p.problem.subject for p in answered if p.problem.subject is not None})
     levels = sorted({p.problem.level for p in answered if p.problem.level is not None})
     texts = _texts(answered, num_texts)
@@ -146,7 +146,7 @@ def _task_data(task: dict[str, Any], answered: list[Answered], num_texts: int) -
     }
 
 
-def _texts(answered: list[Answered], num_texts: int) -> dict[int, dict[str, Any]]:
+def _texts(answered: list[GradedProblem], num_texts: int) -> dict[int, dict[str, Any]]:
     """The texts of evenly spread problems, within the budget."""
     count = min(num_texts, len(answered))
     while count:
@@ -159,7 +159,7 @@ def _texts(answered: list[Answered], num_texts: int) -> dict[int, dict[str, Any]
     return {}
 
 
-def _text(item: Answered) -> dict[str, Any]:
+def _text(item: GradedProblem) -> dict[str, Any]:
     return {
         "q": _sound(item.problem.question[:LONGEST]),
         "g": _sound(item.problem.answer[:LONGEST]),

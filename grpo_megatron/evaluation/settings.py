@@ -1,7 +1,7 @@
 """Settings of one evaluation: read and checked before anything is started, and what of them decides the numbers.
 
-What decides (`Plan.identity`) is written to OUT/run.json; a folder whose run.json says otherwise is refused, so that
-the completions in it are never those of two runs. How many ranks draw, and in which batches, decides nothing: every
+What decides (`EvaluationSettings.identity`) is written to OUT/run.json. A folder whose run.json differs is refused, so
+that the completions in it are never those of two runs. How many ranks draw, and in which batches, decides nothing: every
 sample has a seed made of (seed, task, problem, sample).
 """
 
@@ -100,7 +100,7 @@ class Selected:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationSettings:
     options: Options
     source: Source
     tokenizer: Any
@@ -121,7 +121,7 @@ class Plan:
         }
 
 
-def prepare(options: Options) -> Plan:
+def prepare(options: Options) -> EvaluationSettings:
     """Read and check everything. Raises ConfigError; nothing was written or started."""
     _check_sampling(options)
     tasks = read_tasks(options.tasks)
@@ -144,13 +144,13 @@ def prepare(options: Options) -> Plan:
     if problems or source is None:
         raise ConfigError("\n".join(problems))
     selected = [_select(options, dataset, tokenizer) for dataset in datasets]
-    plan = Plan(
+    plan = EvaluationSettings(
         options,
         source,
         tokenizer,
         selected,
         _eos_token_ids(source, tokenizer),
-        max(len(p.token_ids) + s.max_tokens for s in selected for p in s.prompts.prompts),
+        max(len(p.prompt_ids) + s.max_tokens for s in selected for p in s.prompts.prompts),
         weights.dtype_of(source, options.dtype),
         weights.fingerprint(source),
     )
@@ -227,13 +227,13 @@ def _eos_token_ids(source: Source, tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def _check_lengths(plan: Plan) -> None:
+def _check_lengths(plan: EvaluationSettings) -> None:
     """Prompt plus answer fit the model. No problem is ever left out: a benchmark is all of it."""
     problems = []
     most = plan.source.arch.max_position_embeddings
     for selected in plan.selected:
-        longest = max(selected.prompts.prompts, key=lambda prompt: len(prompt.token_ids))
-        length = len(longest.token_ids)
+        longest = max(selected.prompts.prompts, key=lambda prompt: len(prompt.prompt_ids))
+        length = len(longest.prompt_ids)
         if length + selected.max_tokens <= most:
             continue
         total = f"task {selected.name!r}: prompt {longest.uid} of {length} tokens + max_tokens {selected.max_tokens}"
@@ -245,7 +245,7 @@ def _check_lengths(plan: Plan) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_output(plan: Plan) -> None:
+def check_output(plan: EvaluationSettings) -> None:
     """OUT is new, empty, or of a run with the same identity. Raises ConfigError."""
     output = plan.options.output
     if not output.exists():

@@ -64,10 +64,10 @@ def _prompts(dataset: Dataset, data: DataConfig, tokenizer: Any) -> list[Prompt]
     if tokenizer.chat_template is None:
         return []  # reported where the tokenizer is read
     prompts = build(dataset, "chat", 0, 0, tokenizer).prompts
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    if len(longest.token_ids) > data.max_prompt_length:
+    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
+    if len(longest.prompt_ids) > data.max_prompt_length:
         raise ConfigError(
-            f"data.val_tasks: {longest.uid} has {len(longest.token_ids)} tokens, data.max_prompt_length is"
-            f" {data.max_prompt_length}; set it to {len(longest.token_ids)} or more (no problem of a benchmark is dropped)"
+            f"data.val_tasks: {longest.uid} has {len(longest.prompt_ids)} tokens, data.max_prompt_length is"
+            f" {data.max_prompt_length}; set it to {len(longest.prompt_ids)} or more (no problem of a benchmark is dropped)"
         )
     return prompts

@@ -17,7 +17,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, short
 from grpo_megatron.models.architecture import UnsupportedModel
-from grpo_megatron.rollout.engine import Bucket
+from grpo_megatron.types import WeightBucket
 
 EDGE_BYTES = 1 << 20  # of each file's beginning and end that the fingerprint reads
 
@@ -41,10 +41,10 @@ def dtype_of(source: Source, wanted: str | None) -> str:
     return "float32" if set(source.dtypes.values()) == {torch.float32} else "bfloat16"
 
 
-def stream(source: Source, dtype: str, device: torch.device, bucket_bytes: int) -> Iterator[Bucket]:
+def stream(source: Source, dtype: str, device: torch.device, bucket_bytes: int) -> Iterator[WeightBucket]:
     """Every tensor once, in `dtype` on `device`, in buckets of about `bucket_bytes`."""
     target = getattr(torch, dtype)
-    bucket: Bucket = []
+    bucket: WeightBucket = []
     size = 0
     for name, shape in source.shapes().items():
         whole = torch.empty(shape, dtype=target, device=device)

@@ -10,8 +10,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_megatron.models.weights import Bucket
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.types import WeightBucket
 
 COMPANIONS = (  # what travels with the weights, where the source folder has it
     "tokenizer.json",
@@ -27,7 +27,12 @@ COMPANIONS = (  # what travels with the weights, where the source folder has it
 
 
 def save_hf(
-    stream: Iterator[Bucket], source: Path, tokenizer_source: Path, target: Path, mesh: Mesh, shard_bytes: int = 4 << 30
+    stream: Iterator[WeightBucket],
+    source: Path,
+    tokenizer_source: Path,
+    target: Path,
+    mesh: Mesh,
+    shard_bytes: int = 4 << 30,
 ) -> None:
     """Collective: drain `stream`; rank 0 writes `target` through a temporary sibling, renamed when complete.
 
@@ -61,7 +66,7 @@ class _Writer:
         self.total, self.dtype = 0, "float32"
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def add(self, bucket: Bucket) -> None:
+    def add(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
             self.held[name] = tensor.detach().cpu().contiguous()
             self.dtype = str(tensor.dtype).removeprefix("torch.")

@@ -25,7 +25,7 @@ Read = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
-class Row(ABC):
+class WeightRow(ABC):
     """`megatron` may contain {layer}, and {expert} beside it; `hf` are the Hugging Face names, same placeholders.
 
     `expert` is set in a bound row: that expert's own parameter, which only one expert-parallel rank holds.
@@ -78,7 +78,7 @@ def _rows(read: Read, name: str, tp_rank: int, tp: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Whole(Row):
+class Whole(WeightRow):
     """Replicated over tensor-parallel ranks: norms. `size` names the Architecture field with its length."""
 
     size: str = "hidden_size"
@@ -109,7 +109,7 @@ class Router(Whole):
 
 
 @dataclass(frozen=True)
-class Vocabulary(Row):
+class Vocabulary(WeightRow):
     """Embedding and output head: rows are tokens, padded with zero rows to `arch.padded_vocab_size(tp)`, cut by rows."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
@@ -131,7 +131,7 @@ class Vocabulary(Row):
 
 
 @dataclass(frozen=True)
-class InputSplit(Row):
+class InputSplit(WeightRow):
     """A row-parallel linear (attention output, MLP down projection): cut along its input, dim 1."""
 
     size: str = "ffn_hidden_size"
@@ -155,7 +155,7 @@ class InputSplit(Row):
 
 
 @dataclass(frozen=True)
-class GateUp(Row):
+class GateUp(WeightRow):
     """SwiGLU's first linear: every rank holds [its part of gate; its part of up]."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
@@ -173,7 +173,7 @@ class GateUp(Row):
 
 
 @dataclass(frozen=True)
-class QKV(Row):
+class QKV(WeightRow):
     """Fused attention input, weight [(H+2G)d, h] or bias [(H+2G)d], group by group. Works for more ranks than groups."""
 
     bias: bool = False
@@ -218,7 +218,7 @@ LAYER = "model.layers.{layer}."
 MCORE = "decoder.layers.{layer}."
 
 
-def mlp_rows() -> list[Row]:
+def mlp_rows() -> list[WeightRow]:
     """One SwiGLU MLP a layer."""
     return [
         GateUp(MCORE + "mlp.linear_fc1.weight", (LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight")),
@@ -226,7 +226,7 @@ def mlp_rows() -> list[Row]:
     ]
 
 
-def expert_rows(block: str, gate: str, up: str, down: str) -> list[Row]:
+def expert_rows(block: str, gate: str, up: str, down: str) -> list[WeightRow]:
     """A router and SwiGLU experts in every layer. `block` is the module's Hugging Face name, the others its linears'."""
     hf, mcore = LAYER + block + ".", MCORE + "mlp.experts.local_experts.{expert}."
     one = hf + "experts.{expert}."
@@ -238,12 +238,12 @@ def expert_rows(block: str, gate: str, up: str, down: str) -> list[Row]:
 
 
 def decoder_table(
-    *, qkv_bias: bool = False, qk_norm: bool = False, tied: bool = False, mlp: Sequence[Row] | None = None
-) -> list[Row]:
+    *, qkv_bias: bool = False, qk_norm: bool = False, tied: bool = False, mlp: Sequence[WeightRow] | None = None
+) -> list[WeightRow]:
     """The table of a pre-norm decoder with grouped-query attention, in local-spec Megatron names; `mlp`: SwiGLU."""
     mcore = MCORE
     attention = tuple(f"{LAYER}self_attn.{p}_proj." for p in "qkv")
-    rows: list[Row] = [Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
+    rows: list[WeightRow] = [Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
     rows.append(Whole(mcore + "input_layernorm.weight", (LAYER + "input_layernorm.weight",)))
     rows.append(QKV(mcore + "self_attention.linear_qkv.weight", tuple(a + "weight" for a in attention)))
     if qkv_bias:
@@ -263,16 +263,16 @@ def decoder_table(
     return rows
 
 
-def is_layered(row: Row) -> bool:
+def is_layered(row: WeightRow) -> bool:
     return "{layer}" in row.megatron
 
 
-def is_expert(row: Row) -> bool:
+def is_expert(row: WeightRow) -> bool:
     """Whether an unbound row stands for one parameter an expert."""
     return "{expert}" in row.megatron
 
 
-def bind_table(table: Sequence[Row], arch: Architecture) -> Iterator[Row]:
+def bind_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[WeightRow]:
     """Every row of the whole model, bound, in stream order: embedding, layers (experts last, one by one), norm, head."""
     yield from (row for row in table if not is_layered(row) and "embedding" in row.megatron)
     shared = [row for row in table if is_layered(row) and not is_expert(row)]

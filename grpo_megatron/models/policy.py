@@ -27,9 +27,9 @@ from grpo_megatron.models.optimizer import (
     wrap_ddp,
 )
 from grpo_megatron.models.scorer import Scorer
-from grpo_megatron.models.weights import Bucket, hf_weights, stage_owners
+from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.types import Batch
+from grpo_megatron.types import Batch, WeightBucket
 
 MetricSums = dict[str, MetricSum]
 LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
@@ -84,7 +84,7 @@ class Policy(Scorer):
         return self._learner()[0]
 
     @property
-    def schedule(self) -> OptimizerParamScheduler:
+    def lr_scheduler(self) -> OptimizerParamScheduler:
         return self._learner()[1]
 
     def _learner(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
@@ -108,7 +108,7 @@ class Policy(Scorer):
             with self.device.megatron():
                 self.ddp.restore_grad_buffers()
 
-    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[Bucket]:
+    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
@@ -125,7 +125,7 @@ class Policy(Scorer):
         norms: list[float] = []
         skipped = 0
         for _ in range(epochs):
-            for micro_batches in batch.schedule:
+            for micro_batches in batch.mini_batches:
                 self.backward(batch, micro_batches, loss, sums)
                 norm = self._step()
                 norms.append(norm)
@@ -184,7 +184,7 @@ class Policy(Scorer):
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if self._all_finite(norm):
-                self.schedule.step(1)
+                self.lr_scheduler.step(1)
                 self.optimizer.step()
                 self.num_skipped_in_a_row = 0
                 return norm
@@ -209,8 +209,8 @@ class Policy(Scorer):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs beyond the sharded tensors."""
-        return {"schedule": self.schedule.state_dict(), "num_skipped_in_a_row": self.num_skipped_in_a_row}
+        return {"schedule": self.lr_scheduler.state_dict(), "num_skipped_in_a_row": self.num_skipped_in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state["schedule"])
+        self.lr_scheduler.load_state_dict(state["schedule"])
         self.num_skipped_in_a_row = state["num_skipped_in_a_row"]

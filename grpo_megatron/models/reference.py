@@ -16,9 +16,9 @@ from grpo_megatron.models.build import load_model
 from grpo_megatron.models.offload import Offloaded
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.scorer import Scorer
-from grpo_megatron.models.weights import Bucket, bare, hf_weights, stage_owners
+from grpo_megatron.models.weights import bare, hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.types import Batch
+from grpo_megatron.types import Batch, WeightBucket
 
 
 class NoReference:
@@ -72,7 +72,7 @@ class Reference(Scorer):
         with self._resident():
             return super().logprobs(batch, temperature)
 
-    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[Bucket]:
+    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """Collective stream of every Hugging Face tensor, as the policy's (RFT draws from the reference)."""
         with self._resident():
             yield from hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)

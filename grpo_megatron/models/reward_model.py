@@ -38,9 +38,9 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.precision import fill
 from grpo_megatron.models.reward_folder import HEAD, RewardFolder, check_files, exported_config, read_reward_folder
 from grpo_megatron.models.scorer import Scorer
-from grpo_megatron.models.weights import Bucket, SafetensorsFolder, bare, bind, bound_rows
+from grpo_megatron.models.weights import SafetensorsFolder, bare, bind, bound_rows
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.types import Batch
+from grpo_megatron.types import Batch, WeightBucket
 
 
 class SequenceScoringModel(ScoringModel):
@@ -125,7 +125,7 @@ class SequenceScorer(Scorer):
             if current.rows:
                 out[current.rows] = scores.float().cpu()
 
-        micro_batches = [rows for mini in batch.schedule for rows in mini]
+        micro_batches = [rows for mini in batch.mini_batches for rows in mini]
         if not micro_batches:
             return out
         run(self.model, self.packs(batch, micro_batches), consume, device=self.device, forward_only=True)
@@ -196,11 +196,11 @@ class RewardModel(Policy, SequenceScorer):
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        (micro_batches,) = batch.schedule
+        (micro_batches,) = batch.mini_batches
         run(self.model, self.packs(batch, micro_batches), consume, device=self.device, forward_only=False)
         return totals
 
-    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[Bucket]:
+    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """Collective stream of every Hugging Face tensor, whole, on every rank; `score.weight`, in float32, last."""
         yield from super().hf_weights(bucket_megabytes)
         if self.mesh.is_last_stage:

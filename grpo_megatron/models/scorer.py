@@ -56,7 +56,7 @@ class Scorer:
             if current.rows:
                 out[current.rows] = unpack(logprobs, current.lengths, width).cpu()
 
-        micro_batches = [rows for mini in batch.schedule for rows in mini]
+        micro_batches = [rows for mini in batch.mini_batches for rows in mini]
         if not micro_batches:  # nothing to train on, on any rank
             return out
         run(self.model, self.packs(batch, micro_batches, temperature), consume, device=self.device, forward_only=True)

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
-from grpo_megatron.models.mapping import Row, bind_table, local_name
+from grpo_megatron.models.mapping import WeightRow, bind_table, local_name
 from grpo_megatron.models.precision import fill, plain
-from grpo_megatron.parallel.mesh import Mesh
-
-Bucket = list[tuple[str, Tensor]]
+from grpo_megatron.parallel.mesh import Mesh, all_gather_values
+from grpo_megatron.types import WeightBucket
 
 
 class WeightsError(ValueError):
@@ -120,7 +119,7 @@ def _global_expert(parts: list[str], indices: list[int]) -> list[str]:
     return ["local_experts", str(indices[int(weight.removeprefix("weight"))]), linear, "weight"]
 
 
-def bound_rows(arch: Architecture) -> dict[str, Row]:
+def bound_rows(arch: Architecture) -> dict[str, WeightRow]:
     """Megatron global name -> row, for the whole model, in stream order: embedding, layers, final norm, head."""
     return {row.megatron: row for row in bind_table(table_of(arch), arch)}
 
@@ -143,7 +142,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
 @torch.no_grad()
 def hf_weights(
     model: torch.nn.Module, arch: Architecture, mesh: Mesh, bucket_bytes: int, stage_of: dict[str, int]
-) -> Iterator[Bucket]:
+) -> Iterator[WeightBucket]:
     """Collective: every rank gets every Hugging Face tensor, whole, in buckets of about `bucket_bytes`.
 
     Per bucket: the owning stage all-gathers its shards over tensor-parallel ranks (of experts, the owning
@@ -172,7 +171,7 @@ def hf_weights(
         if mesh.pp > 1:
             dist.broadcast(gathered, mesh.stage_rank(stage), group=mesh.pp_group)
         parts = gathered.split(sizes, dim=1)
-        out: Bucket = []
+        out: WeightBucket = []
         for row, part, shape in zip(bucket, parts, shapes, strict=True):
             shards = [shard.view(shape) for shard in part.unbind(0)]
             out += list(zip(row.hf, row.merge(shards, arch), strict=True))
@@ -182,10 +181,8 @@ def hf_weights(
 
 def stage_owners(model: torch.nn.Module, arch: Architecture, mesh: Mesh) -> dict[str, int]:
     """Collective: Megatron name -> the first pipeline stage that holds it (tied copies are left to the first)."""
-    ours: list[Any] = [None] * mesh.ep  # what the expert-parallel ranks of this stage hold together
-    dist.all_gather_object(ours, list(bind(model, arch)), group=mesh.ep_group)
-    names: list[Any] = [None] * mesh.pp
-    dist.all_gather_object(names, [name for held in ours for name in held], group=mesh.pp_group)
+    of_stage = [name for held in all_gather_values(list(bind(model, arch)), mesh.ep_group) for name in held]
+    names = all_gather_values(of_stage, mesh.pp_group)
     owners: dict[str, int] = {}
     for stage, held in enumerate(names):
         for name in held:
@@ -198,13 +195,13 @@ def stage_owners(model: torch.nn.Module, arch: Architecture, mesh: Mesh) -> dict
 
 def _buckets(
     arch: Architecture, mesh: Mesh, bucket_bytes: int, stage_of: dict[str, int], itemsize: int
-) -> Iterator[list[Row]]:
+) -> Iterator[list[WeightRow]]:
     """Cut the stream into runs of one owner, each about `bucket_bytes` whole (never less than one parameter)."""
 
-    def owner(row: Row) -> tuple[int, int | None]:
+    def owner(row: WeightRow) -> tuple[int, int | None]:
         return stage_of[row.megatron], row.ep_rank(arch, mesh.ep)
 
-    bucket: list[Row] = []
+    bucket: list[WeightRow] = []
     size = 0
     for row in bound_rows(arch).values():
         bytes_ = _numel(row.local_shape(arch, mesh.tp)) * mesh.tp * itemsize
@@ -217,7 +214,7 @@ def _buckets(
 
 
 def _flatten(
-    bucket: list[Row], shapes: list[tuple[int, ...]], own: dict[str, tuple[str, torch.nn.Parameter]]
+    bucket: list[WeightRow], shapes: list[tuple[int, ...]], own: dict[str, tuple[str, torch.nn.Parameter]]
 ) -> Tensor:
     parts = []
     for row, shape in zip(bucket, shapes, strict=True):

@@ -43,7 +43,7 @@ def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
             s.prompt_index,
             s.index,
             s.reward,
-            len(s.prompt.token_ids),
+            len(s.prompt.prompt_ids),
             len(s.response_ids),
             s.finish_reason == "length",
             mesh.rank,
@@ -52,9 +52,7 @@ def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
         for s in samples
         if mesh.is_block_leader
     ]
-    everyone: list[list[tuple]] = [[] for _ in range(mesh.world_size)]  # type: ignore[type-arg]
-    dist.all_gather_object(everyone, mine, group=mesh.control)
-    rows = sorted((row for part in everyone for row in part), key=lambda row: row[:2])
+    rows = sorted((row for part in mesh.all_gather(mine) for row in part), key=lambda row: row[:2])
     keys = [row[:2] for row in rows]
     twice = {key for key, following in zip(keys, keys[1:], strict=False) if key == following}
     mesh.agree(f"samples drawn twice: (prompt, index) {sorted(twice)[:10]}" if twice else None)
@@ -107,7 +105,7 @@ def build_batch(
         rollout_logprobs=logprobs,
         advantages=torch.zeros(shape),
         token_weights=torch.zeros(shape),
-        schedule=[],
+        mini_batches=[],
         rows=rows,
     )
     follow(batch, plan, dp_rank)
@@ -117,7 +115,7 @@ def build_batch(
 def follow(batch: Batch, plan: Plan, dp_rank: int) -> None:
     """Take advantages, token weights and schedule from the plan; the batch holds the rows that it gives this rank."""
     local = {row: i for i, row in enumerate(batch.rows)}
-    batch.schedule = [[[local[row] for row in micro] for micro in mini] for mini in plan.schedules[dp_rank]]
+    batch.mini_batches = [[[local[row] for row in micro] for micro in mini] for mini in plan.mini_batches[dp_rank]]
     batch.advantages, batch.token_weights = torch.zeros_like(batch.advantages), torch.zeros_like(batch.token_weights)
     for i, row in enumerate(batch.rows):
         length = len(batch.tokens[i]) - batch.prompt_lengths[i]
@@ -129,9 +127,8 @@ def follow(batch: Batch, plan: Plan, dp_rank: int) -> None:
 
 def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
     """Collective: {table row: value} of every data-parallel rank's rows, on every rank. Small values only."""
-    everyone: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(everyone, values if mesh.is_first_replica_rank else {}, group=mesh.control)
-    return {row: value for part in everyone for row, value in part.items()}
+    parts = mesh.all_gather(values if mesh.is_first_replica_rank else {})
+    return {row: value for part in parts for row, value in part.items()}
 
 
 def _move_tokens(
@@ -173,5 +170,5 @@ def _move_tokens(
 
 
 def _encode(sample: Sample) -> Tensor:
-    tokens = torch.tensor([*sample.prompt.token_ids, *sample.response_ids], dtype=torch.int32)
+    tokens = torch.tensor([*sample.prompt.prompt_ids, *sample.response_ids], dtype=torch.int32)
     return torch.cat([tokens, torch.tensor(sample.rollout_logprobs, dtype=torch.float32).view(torch.int32)])

@@ -13,16 +13,25 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from grpo_megatron.device import Device
 
+T = TypeVar("T")
+
 
 class RankError(RuntimeError):
     """Something failed on at least one rank; raised on every rank with every rank's message."""
+
+
+def all_gather_values(value: T, group: Any) -> list[T]:
+    """Collective over `group`: every member's `value`, in the order of the group. Small host-side values only."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 @dataclass(frozen=True)
@@ -93,13 +102,22 @@ class Mesh:
         dist.all_reduce(flag, group=self.control)
         if not flag:
             return
-        problems: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(problems, problem, group=self.control)
+        problems = self.all_gather(problem)
         said: dict[str, list[str]] = {}
         for rank, text in enumerate(problems):
             if text is not None:
                 said.setdefault(text, []).append(str(rank))
         raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items()))
+
+    def all_gather(self, value: T) -> list[T]:
+        """Collective: every rank's `value`, in rank order. Small host-side values only: they are pickled."""
+        return all_gather_values(value, self.control)
+
+    def broadcast(self, value: T) -> T:
+        """Collective: rank 0's `value`, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)

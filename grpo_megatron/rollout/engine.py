@@ -18,11 +18,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from grpo_megatron.parallel.mesh import Mesh
-
-Bucket = list[tuple[str, Tensor]]  # (Hugging Face name, full tensor that owns its memory)
+from grpo_megatron.types import WeightBucket
 
 
 @dataclass(frozen=True)
@@ -40,22 +38,22 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One response. `logprobs[t]` is of `token_ids[t]` under the distribution it was drawn from: temperature, top_p and
-    top_k applied. The token that stopped the response, if one did, is the last of `token_ids` and has its logprob."""
+    """One response. `logprobs[t]` is of `response_ids[t]` under the distribution it was drawn from: temperature, top_p and
+    top_k applied. The token that stopped the response, if one did, is the last of `response_ids` and has its logprob."""
 
-    token_ids: list[int]
+    response_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop" | "length"
 
 
 class RolloutEngine(Protocol):
-    """Every method but `score` and `generate` is collective over the world; those two are collective over a block."""
+    """Every method but `logprobs` and `generate` is collective over the world; those two are collective over a block."""
 
     @property
     def version(self) -> int | None:
         """What the last complete `load_weights` was called with; None: the weights are unusable."""
 
-    def load_weights(self, stream: Iterator[Bucket], version: int) -> None:
+    def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
         """Replace every weight, or none that can be sampled from. Drains `stream` in lock step with all ranks.
 
         Raises RankError on every rank when anything is wrong on any; then `version` is None.
@@ -67,7 +65,7 @@ class RolloutEngine(Protocol):
         Raises RuntimeError at once, rather than hang, when asleep or when the weights are not those of `version`.
         """
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities at temperature 1 of the tokens 1, 2, ... of each sequence, given those before them."""
 
     def sleep(self) -> None:
@@ -103,7 +101,7 @@ class Census:
         self._expected = expected
         self._arrived: set[str] = set()
 
-    def admit(self, bucket: Bucket) -> str | None:
+    def admit(self, bucket: WeightBucket) -> str | None:
         """Count a bucket in. Returns what is wrong with it: unknown or repeated names, shapes, non-finite values."""
         problems = []
         for name, tensor in bucket:
@@ -125,14 +123,16 @@ class Census:
         return _abridged([f"{len(names)} of {len(self._expected)} tensors are missing", *names]) if names else None
 
 
-def checked(stream: Iterator[Bucket], expected: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Iterator[Bucket]:
+def checked(
+    stream: Iterator[WeightBucket], expected: Mapping[str, tuple[int, ...]], mesh: Mesh
+) -> Iterator[WeightBucket]:
     """The stream's buckets, each known to be fit on every rank before any rank gets it; at the end, all of `expected`.
 
     Collective over the world. Raises RankError with the messages of all ranks, whichever rank the fault is on.
     """
     census = Census(expected)
     while True:
-        bucket: Bucket | None = None
+        bucket: WeightBucket | None = None
         try:
             bucket = next(stream, None)
             problem = census.missing() if bucket is None else census.admit(bucket)

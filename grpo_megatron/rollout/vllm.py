@@ -18,7 +18,8 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout import vllm_process
-from grpo_megatron.rollout.engine import Bucket, Completion, Request, checked
+from grpo_megatron.rollout.engine import Completion, Request, checked
+from grpo_megatron.types import WeightBucket
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0  # below: vLLM silently raises it; above: it refuses
 
@@ -59,7 +60,7 @@ class VllmEngine:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def load_weights(self, stream: Iterator[Bucket], version: int) -> None:
+    def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
         """See RolloutEngine. Collective over the world: buckets carry the same names on every rank.
 
         A push that fails before vLLM has choked on it leaves an engine that the next full push makes good again; one
@@ -117,7 +118,7 @@ class VllmEngine:
         outputs = self._run([list(r.prompt_ids) for r in requests], params, progress)
         return [_completion(output.outputs[0]) for output in outputs]
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """See RolloutEngine. A sequence must leave room for one token; needs [max_num_batched_tokens, V] of memory."""
         self._require_ready()
         for ids in sequences:

@@ -32,7 +32,7 @@ from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.importing import large_imports
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.engine import Bucket
+from grpo_megatron.types import WeightBucket
 
 # Loggers whose every warning is expected here: no tokenizer, buffers no checkpoint holds, a policy of another dtype.
 _NOISE = (
@@ -172,7 +172,7 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
 
     @dataclasses.dataclass
     class Tensors(base.WeightTransferUpdateInfo):
-        tensors: Bucket
+        tensors: WeightBucket
 
     class InProcess(base.WeightTransferEngine[Nothing, Tensors]):
         """Full Hugging Face tensors by reference; each worker cuts out its own shard, layer by layer."""

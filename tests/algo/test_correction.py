@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.correction import MetricRecords, correction_weights, rejection_mask
 from grpo_megatron.config import RolloutCorrection
-from grpo_megatron.metrics import Metrics
+from grpo_megatron.observability.metrics import Metrics
 from tests.algo.inputs import actor, make_inputs, run
 
 OLD = [-1.0] * 4

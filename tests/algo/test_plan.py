@@ -53,7 +53,7 @@ def plan_of(table: GroupTable, dp: int = 1, algorithm: AlgorithmConfig | None = 
 
 def rows_of(plan: Plan, mini: int) -> list[list[int]]:
     """Rows of each rank in one mini-batch."""
-    return [[row for micro in schedule[mini] for row in micro] for schedule in plan.schedules]
+    return [[row for micro in schedule[mini] for row in micro] for schedule in plan.mini_batches]
 
 
 def test_by_hand() -> None:
@@ -61,8 +61,8 @@ def test_by_hand() -> None:
     # Cap 12: rank 0 packs {10}, {5}; rank 1 {7}, {6}, as 13 > 12. With cap 13 rank 1 needs one and gets an empty one.
     table = make_table([[(1, 2, 5), (0, 2, 8), (1, 2, 4), (0, 2, 3)]])
     plan = plan_of(table, dp=2, ppo_max_token_len_per_gpu=12)
-    assert plan.schedules == [[[[1], [3]]], [[[0], [2]]]]
-    assert plan_of(table, dp=2, ppo_max_token_len_per_gpu=13).schedules == [[[[1], [3]]], [[[0, 2], []]]]
+    assert plan.mini_batches == [[[[1], [3]]], [[[0], [2]]]]
+    assert plan_of(table, dp=2, ppo_max_token_len_per_gpu=13).mini_batches == [[[[1], [3]]], [[[0, 2], []]]]
     assert plan.advantages == pytest.approx([0.8660239, -0.8660239, 0.8660239, -0.8660239], abs=1e-7)
     assert plan.token_weights == [1 / 20] * 4
     assert plan.owner() == {0: 1, 1: 0, 2: 1, 3: 0}
@@ -105,11 +105,11 @@ def test_mini_batches_are_prompts_in_order_with_their_own_counts() -> None:
 
 def test_a_mini_batch_with_nothing_to_learn_from_is_no_optimizer_step() -> None:
     table = make_table([[(NAN, 1, 1), (0, 1, 0)], [(1, 1, 2), (0, 1, 2)]])
-    assert plan_of(table, dp=2, ppo_mini_batch_size=1).schedules == [[[[2]]], [[[3]]]]
+    assert plan_of(table, dp=2, ppo_mini_batch_size=1).mini_batches == [[[[2]]], [[[3]]]]
     nothing = plan_of(make_table([[(NAN, 1, 1)]]), dp=2)
-    assert nothing.schedules == [[], []]
+    assert nothing.mini_batches == [[], []]
     assert nothing.token_weights == [0]
-    assert plan_of(make_table([]), dp=2).schedules == [[], []]
+    assert plan_of(make_table([]), dp=2).mini_batches == [[], []]
 
 
 def test_group_metrics() -> None:
@@ -155,7 +155,7 @@ def test_a_users_estimator_is_checked() -> None:
 
 def test_supervised_plan() -> None:
     plan = supervised_plan([(2, 3), (2, 0), (4, 5)], ActorConfig(ppo_max_token_len_per_gpu=8), 2)
-    assert plan.schedules == [[[[2]]], [[[0]]]]
+    assert plan.mini_batches == [[[[2]]], [[[0]]]]
     assert plan.advantages == [1.0, 1.0, 1.0]
     assert plan.token_weights == [1 / 8, 0, 1 / 8]
     assert plan.metrics["global_seqlen/balanced_max"] == 9
@@ -181,7 +181,7 @@ def test_invariants(table: GroupTable, layout: dict[str, Any], mini: int | None)
     kept = [row for row in range(len(table)) if table.response_length[row] > 0 and not math.isnan(table.reward[row])]
 
     # Every kept row is owned exactly once; dropped rows are nowhere and weigh nothing.
-    num_minis = len(plan.schedules[0])
+    num_minis = len(plan.mini_batches[0])
     owned = [row for m in range(num_minis) for rows in rows_of(plan, m) for row in rows]
     assert sorted(owned) == kept
     assert [row for row, weight in enumerate(plan.token_weights) if weight > 0] == kept
@@ -192,7 +192,7 @@ def test_invariants(table: GroupTable, layout: dict[str, Any], mini: int | None)
     assert all(max(p) - min(p) < (mini or 4) for p in prompts)
 
     for m in range(num_minis):
-        minis = [schedule[m] for schedule in plan.schedules]
+        minis = [schedule[m] for schedule in plan.mini_batches]
         assert len({len(micros) for micros in minis}) == 1
         assert any(micros[-1] for micros in minis)  # no padding that every rank shares
         for micros in minis:
@@ -228,9 +228,9 @@ def test_layout_changes_neither_loss_nor_gradient(table: GroupTable, layout: dic
         """Loss and gradient of each optimizer step, summed over ranks and micro-batches."""
         parameter = torch.full((3,), 0.1, dtype=torch.float64, requires_grad=True)
         losses, gradients = [], []
-        for mini in range(len(plan.schedules[0])):
+        for mini in range(len(plan.mini_batches[0])):
             total, gradient = 0.0, torch.zeros(3, dtype=torch.float64)
-            for micro in [micro for schedule in plan.schedules for micro in schedule[mini]]:
+            for micro in [micro for schedule in plan.mini_batches for micro in schedule[mini]]:
                 lengths = torch.tensor([table.response_length[row] for row in micro], dtype=torch.long)
                 logprobs = -(features[micro] @ parameter).exp()  # [B, R]
                 loss, _ = total_loss(

@@ -39,16 +39,16 @@ def test_a_pair_shares_a_micro_batch_chosen_first() -> None:
     )
     algorithm = AlgorithmConfig(adv_estimator="best_worst")
     plan = plan_of(table, algorithm=algorithm, dp=2, ppo_max_token_len_per_gpu=12, **DPO)
-    assert plan.schedules == [[[[1, 0]]], [[[4, 5]]]]
+    assert plan.mini_batches == [[[[1, 0]]], [[[4, 5]]]]
     one = plan_of(table, algorithm=algorithm, ppo_max_token_len_per_gpu=25, **DPO)
-    assert one.schedules == [[[[1, 0, 4, 5]]]]
+    assert one.mini_batches == [[[[1, 0, 4, 5]]]]
     # seq-mean-token-mean over four sequences: 1 / (4 n_i); the rest weigh nothing.
     assert one.token_weights == [1 / 24, 1 / 16, 0, 0, 1 / 12, 1 / 16, 0, 0]
 
 
 def test_a_pair_that_has_lost_a_half_is_dropped() -> None:
     table = make_table([[(0, 2, 0), (1, 2, 4)], [(1, 2, 3), (0, 2, 4)]])  # an empty response has no gradient
-    assert plan_of(table, algorithm=AlgorithmConfig(adv_estimator="best_worst"), **DPO).schedules == [[[[2, 3]]]]
+    assert plan_of(table, algorithm=AlgorithmConfig(adv_estimator="best_worst"), **DPO).mini_batches == [[[[2, 3]]]]
 
 
 def test_dupo_copies_count_like_samples() -> None:
@@ -72,7 +72,7 @@ def test_dupo_keeps_the_number_of_optimizer_steps() -> None:
     assert dupo_copies(odd) == [3, 3, 0, 0, 0, 0]
     nothing = make_table([[(1, 1, 1), (1, 1, 1)]])
     assert dupo_copies(nothing) == [0, 0]
-    assert plan_of(nothing, algorithm=AlgorithmConfig(dupo=True)).schedules == [[]]
+    assert plan_of(nothing, algorithm=AlgorithmConfig(dupo=True)).mini_batches == [[]]
 
 
 def test_rejected_tokens_leave_every_denominator() -> None:
@@ -82,9 +82,9 @@ def test_rejected_tokens_leave_every_denominator() -> None:
     later = replace(table, num_kept_tokens=[1, 3])
     revised = revise_plan(plan, later, AlgorithmConfig(), ActorConfig(), max_response_length=64)
     assert revised.token_weights == [1 / 4, 1 / 4]
-    assert revised.schedules == plan.schedules
+    assert revised.mini_batches == plan.mini_batches
     gone = replace(table, num_kept_tokens=[0, 0])  # nothing left: no optimizer step
-    assert revise_plan(plan, gone, AlgorithmConfig(), ActorConfig(), max_response_length=64).schedules == [[]]
+    assert revise_plan(plan, gone, AlgorithmConfig(), ActorConfig(), max_response_length=64).mini_batches == [[]]
 
 
 def test_penalties_move_the_advantages_of_the_whole_group() -> None:
@@ -104,7 +104,7 @@ def test_overlong_penalty_is_daops_and_remembers_the_score() -> None:
     assert with_overlong_penalty(table, OverlongBuffer(), 100) is table
     shaped = with_overlong_penalty(table, OverlongBuffer(len=20, penalty_factor=2.0), 100)
     assert shaped.reward[:2] == [1, 0] and math.isnan(shaped.reward[2])
-    assert shaped.score[:2] == [1, 1]
+    assert shaped.raw_reward[:2] == [1, 1]
 
 
 def test_what_a_method_needs_computed() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_megatron.convert.contents import read_contents
 from tests import tiny, worlds
-from tests.convert import folders, ranks
+from tests.convert import folders, layout_ranks
 from tests.convert.folders import convert, same_bits, tensors_of
 
 LAYOUTS = {
@@ -56,7 +56,7 @@ def test_every_layout_is_there() -> None:
 def test_loads(layout: tuple[int, int], converted: dict[str, tuple[Path, Path]]) -> None:
     tp, pp = layout
     pairs = [converted[family] for family in LAYOUTS[layout]]
-    gathered = worlds.run(ranks.loaded, tp * pp, pairs=pairs, tp=tp, pp=pp)[0]
+    gathered = worlds.run(layout_ranks.loaded, tp * pp, pairs=pairs, tp=tp, pp=pp)[0]
     for (source, _), tensors in zip(pairs, gathered, strict=True):
         same_bits(tensors_of(source), tensors)
 
@@ -69,7 +69,7 @@ def test_experts_load(tp: int, pp: int, ep: int, world: int, tmp_path: Path) -> 
         config = folders.shrunk(json.loads((folders.CONFIGS / f"{name}.json").read_text()))
         pairs.append((folders.write(tmp_path / name, config), tmp_path / f"{name}-megatron"))
         assert convert("to-megatron", *pairs[-1], "--quiet") == 0
-    gathered = worlds.run(ranks.loaded, world, pairs=pairs, tp=tp, pp=pp, ep=ep)[0]
+    gathered = worlds.run(layout_ranks.loaded, world, pairs=pairs, tp=tp, pp=pp, ep=ep)[0]
     for (source, _), tensors in zip(pairs, gathered, strict=True):
         same_bits(tensors_of(source), tensors)
 
@@ -81,7 +81,7 @@ def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str
     """A step directory, optimizer and all, straight to Hugging Face: the policy's own stream, bit for bit."""
     source = folders.write(tmp_path / "hf", folders.config_of(family))
     step = tmp_path / "out" / "checkpoints" / "step_000001"
-    expected = worlds.run(ranks.trained, tp * pp, folder=source, step=step, tp=tp, pp=pp, dtype=dtype)[0]
+    expected = worlds.run(layout_ranks.trained, tp * pp, folder=source, step=step, tp=tp, pp=pp, dtype=dtype)[0]
     (step / "trainer.json").write_text(json.dumps({"config": {"model": {"path": str(source)}}}))
     assert convert("to-hf", step, tmp_path / "back") == 0
     same_bits(expected, tensors_of(tmp_path / "back"))
@@ -103,6 +103,6 @@ def test_training_starts_from_float16(tmp_path: Path) -> None:
     """A float16 folder is cast when read: to float32 without loss, to bfloat16 as torch rounds. (`model.dtype=float16`
     is refused: tests/test_config.py.)"""
     source = folders.write(tmp_path / "hf", folders.config_of("qwen3"), "float16")
-    weights = worlds.run(ranks.started, 1, folder=source)[0]
+    weights = worlds.run(layout_ranks.started, 1, folder=source)[0]
     for dtype, tensors in weights.items():
         same_bits({n: t.to(folders.DTYPES[dtype]) for n, t in tensors_of(source).items()}, tensors)

@@ -50,7 +50,7 @@ def test_transformers_reads_the_result(tmp_path: Path) -> None:
 
 
 def test_numbered_rows(tmp_path: Path) -> None:
-    """4 heads of 32 in 2 groups. Row r of Q is filled with r, of K with 1000 + r, of V with 2000 + r. Megatron's order is
+    """4 heads of 32 in 2 groups. WeightRow r of Q is filled with r, of K with 1000 + r, of V with 2000 + r. Megatron's order is
     [Q rows of group 0 (64), K (32), V (32), Q rows of group 1, ...]; derived here by hand, not by the table."""
     source = folders.write(tmp_path / "hf", folders.config_of("qwen2"))
     tensors = tensors_of(source)

@@ -15,7 +15,7 @@ import pytest
 from grpo_megatron.convert import chunks, keys
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import Row
+from grpo_megatron.models.mapping import WeightRow
 from tests.convert import folders
 from tests.convert.folders import convert
 
@@ -53,7 +53,7 @@ def test_checkpoints_of_each_spec_are_read(
             continue
         named = dict(zip(NORMS, specs[f"{engine} {kind}"], strict=False))
 
-        def places(row: Row, arch: Architecture, named: dict[str, str] = named) -> list[keys.Place]:
+        def places(row: WeightRow, arch: Architecture, named: dict[str, str] = named) -> list[keys.Place]:
             usual = keys.places(row, arch)[0]
             norm = next((n for n in named if row.megatron.endswith(f".{n}.weight")), None)
             return [keys.Place(f"decoder.layers.{named[norm]}", usual.index, usual.stack)] if norm else [usual]

@@ -43,8 +43,8 @@ def test_a_prompt_carries_what_the_later_steps_need(tmp_path: Path, tokenizer: A
         "arithmetic",
         "arithmetic",
     )
-    assert prompt.text == "Tom has 23 apples<sep>" == tokenizer.decode(prompt.token_ids)
-    assert len(prompt.token_ids) == 7
+    assert prompt.text == "Tom has 23 apples<sep>" == tokenizer.decode(prompt.prompt_ids)
+    assert len(prompt.prompt_ids) == 7
     (prompt,) = load_prompts(PLAIN, [file], tokenizer, reward_override="my.module:score")
     assert prompt.reward == "my.module:score"
 
@@ -116,7 +116,7 @@ def test_system_prompts(tmp_path: Path, tokenizer: Any) -> None:
             data = DataConfig(task="jsonl", system_prompt=system_prompt)
             prompts = load_prompts(data, [file], tokenizer, "gsm8k")
             assert [prompt.text for prompt in prompts] == [expected, "<sep>23?"]
-            assert tokenizer.decode(prompts[1].token_ids) == "<sep>23?"
+            assert tokenizer.decode(prompts[1].prompt_ids) == "<sep>23?"
     finally:
         tokenizer.chat_template = None
 
@@ -185,7 +185,7 @@ def test_real_gsm8k_with_qwens_real_tokenizer_in_chatml(tmp_path: Path) -> None:
         + "<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert tokenizer.decode(first.token_ids) == first.text
+    assert tokenizer.decode(first.prompt_ids) == first.text
     im_start, im_end = 151644, 151645
-    assert [first.token_ids.count(token) for token in (im_start, im_end)] == [3, 2]
+    assert [first.prompt_ids.count(token) for token in (im_start, im_end)] == [3, 2]
     assert tokenizer.eos_token_id == im_end

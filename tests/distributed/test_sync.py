@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiny, worlds
-from tests.distributed import ranks
-from tests.models.ranks import LAYOUTS
+from tests.distributed import sync_ranks
+from tests.models.policy_ranks import LAYOUTS
 
 # (family, training layout, rollout tp): every training layout, every rollout tp, every family
 CASES = [
@@ -42,7 +42,7 @@ def test_engine_and_policy_agree_after_every_sync(
     """float32 gates: mean 1e-6, max 1e-5, over three update/sync cycles that change the samples. Temperature 0.8."""
     shape = LAYOUTS[layout]
     results = worlds.run(
-        ranks.cycles,
+        sync_ranks.cycles,
         shape[0],
         folder=models[family],
         layout=shape,
@@ -63,7 +63,7 @@ def test_bfloat16_engine_and_policy_agree_to_rounding(models: dict[str, Path]) -
     """Both round every activation to 8 bits of mantissa, in different places."""
     shape = LAYOUTS["TP2+SP"]
     arguments = {"layout": shape, "rollout_tp": 1, "num_cycles": 2, "lr": 1e-2, "dtype": "bfloat16"}
-    for result in worlds.run(ranks.cycles, 2, folder=models["qwen3"], **arguments):
+    for result in worlds.run(sync_ranks.cycles, 2, folder=models["qwen3"], **arguments):
         assert 1e-6 < max(result["mean"]) <= 0.03
 
 
@@ -71,7 +71,9 @@ def test_bfloat16_engine_and_policy_agree_to_rounding(models: dict[str, Path]) -
 def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
     """lr 0 for six cycles: bucket reuse, races and half pushes would all show as other samples."""
     shape = LAYOUTS["TP2xPP2+SP"]
-    results = worlds.run(ranks.cycles, 4, folder=models["qwen2-tied"], layout=shape, rollout_tp=2, num_cycles=6, lr=0.0)
+    results = worlds.run(
+        sync_ranks.cycles, 4, folder=models["qwen2-tied"], layout=shape, rollout_tp=2, num_cycles=6, lr=0.0
+    )
     for result in results:
         assert all(tokens == result["tokens"][0] for tokens in result["tokens"])
 
@@ -86,7 +88,7 @@ def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: st
         "exception": "rank 1: KeyError: 'broken stream'",
         "other_model": "the engine does not hold the policy's weights",
     }[fault]
-    results = worlds.run(ranks.faulty, 2, folder=models["qwen2"], fault=fault, timeout_s=100)
+    results = worlds.run(sync_ranks.faulty, 2, folder=models["qwen2"], fault=fault, timeout_s=100)
     for result in results:
         assert expected in result["error"]
         assert result["refused"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.e2e import ranks
+from tests.e2e import run_ranks
 
 TP2 = {"actor": {"megatron": {"tensor_model_parallel_size": 2}}}
 
@@ -46,8 +46,8 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
     def run(name: str, steps: int) -> list[dict[str, Any]]:
         trainer = {"total_training_steps": steps, "save_freq": 2}
         # a constant learning rate: the schedule must not know when the run will end
-        raw = merged(ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), extra)
-        return worlds.run(ranks.train, 2, raw=raw)
+        raw = merged(run_ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), extra)
+        return worlds.run(run_ranks.train, 2, raw=raw)
 
     whole = run("whole", 4)
     first = run("halves", 2)
@@ -65,11 +65,11 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path
     """7 prompts x 3 samples do not divide by 2 or 4: groups straddle ranks. lr is 0, so that step 1 compares too."""
     drawn = []
     for world in (1, 2, 4):
-        raw = ranks.settings(workspace, tmp_path / str(world), world, data={"train_batch_size": 7})
-        raw["data"] = {**ranks.settings(workspace, tmp_path, world)["data"], "train_batch_size": 7}
+        raw = run_ranks.settings(workspace, tmp_path / str(world), world, data={"train_batch_size": 7})
+        raw["data"] = {**run_ranks.settings(workspace, tmp_path, world)["data"], "train_batch_size": 7}
         raw["actor"] = {"optim": {"lr": 0.0}}
-        results = worlds.run(ranks.train, world, raw=raw, keep_weights=False)
-        drawn.append(ranks.all_samples(results))
+        results = worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)
+        drawn.append(run_ranks.all_samples(results))
     assert drawn[0] == drawn[1] == drawn[2]
     assert len(drawn[0][0]) == 21
     assert drawn[0][0] != drawn[0][1]

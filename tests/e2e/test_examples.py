@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 
-from grpo_megatron.config_file import load_config
+from grpo_megatron.cli.config_file import load_config
 from tests import worlds
-from tests.e2e import ranks
+from tests.e2e import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -136,7 +136,7 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path, world: int, layout: list[
     ]
     # not by the command line, whose start is the longest part; test_quickstart_in_short has it
     raw = load_config(ROOT / "examples/gsm8k_cpu.yaml", overrides).model_dump(mode="json")
-    worlds.run(ranks.train, world, raw=raw, keep_weights=False)
+    worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)
     first, second, last = rows(out)
     for row in (first, second):
         assert row["training/rollout_logp_diff_mean"] < 1e-6

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.e2e import ranks
+from tests.e2e import run_ranks
 
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
@@ -71,12 +71,12 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     raws = []
     for name, sections in METHODS.items():
         output = folder / name.replace("again", "resumed").replace(" ", "_")  # the second half goes on in one folder
-        raw = ranks.settings(workspace, output, 2, **sections)
+        raw = run_ranks.settings(workspace, output, 2, **sections)
         if sections.get("algorithm", {}).get("source") == "file":
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
         raws.append(raw)
-    results = worlds.run(ranks.train_many, 2, timeout_s=580, raws=raws)[0]
+    results = worlds.run(run_ranks.train_many, 2, timeout_s=580, raws=raws)[0]
     for raw, result in zip(raws, results, strict=True):
         lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
         result["metrics"] = [json.loads(line) for line in lines]

@@ -11,20 +11,20 @@ import torch
 from safetensors import safe_open
 
 from tests import worlds
-from tests.e2e import ranks
+from tests.e2e import run_ranks
 
 
 @pytest.mark.slow
 def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -> None:
-    raw = ranks.settings(workspace, tmp_path, 2)
+    raw = run_ranks.settings(workspace, tmp_path, 2)
     raw["reward"] = {"function": "tests.e2e.rewards:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
     raw["actor"] = {**raw["actor"], "use_kl_loss": False}
-    results = worlds.run(ranks.train, 2, raw=raw)
-    scores = [sample[4] for step in ranks.all_samples(results).values() for sample in step]
+    results = worlds.run(run_ranks.train, 2, raw=raw)
+    scores = [sample[4] for step in run_ranks.all_samples(results).values() for sample in step]
     assert any(math.isnan(score) for score in scores) and not all(math.isnan(score) for score in scores)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2
-    for row, step in zip(rows, ranks.all_samples(results).values(), strict=True):
+    for row, step in zip(rows, run_ranks.all_samples(results).values(), strict=True):
         failed = sum(math.isnan(sample[4]) for sample in step) / len(step)
         assert row["reward/failed_ratio"] == pytest.approx(failed)
         assert row["critic/unscorable_ratio"] == pytest.approx(failed)
@@ -34,10 +34,10 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_step_without_a_single_reward_changes_nothing(workspace: Path, tmp_path: Path) -> None:
-    raw = ranks.settings(workspace, tmp_path, 1)
+    raw = run_ranks.settings(workspace, tmp_path, 1)
     raw["reward"] = {"function": "tests.e2e.rewards:broken_reward"}
     raw["trainer"]["save_freq"] = 1  # before the optimizer has done anything
-    (result,) = worlds.run(ranks.train, 1, raw=raw)
+    (result,) = worlds.run(run_ranks.train, 1, raw=raw)
     with safe_open(workspace / "model/model.safetensors", framework="pt") as file:
         for name, tensor in result["weights"].items():
             assert torch.equal(tensor, file.get_tensor(name)), name

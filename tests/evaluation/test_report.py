@@ -14,9 +14,9 @@ import pytest
 
 from grpo_megatron.evaluation import figures, report
 from grpo_megatron.evaluation.grading import Grade
-from grpo_megatron.evaluation.ledger import GREEDY, Drawn
+from grpo_megatron.evaluation.ledger import GREEDY, LedgerEntry
 from grpo_megatron.evaluation.problems import Problem
-from grpo_megatron.evaluation.results import Answered, Graded
+from grpo_megatron.evaluation.results import Graded, GradedProblem
 from grpo_megatron.evaluation.scores import score
 
 BROWSER = next(
@@ -29,15 +29,19 @@ NASTY = (
 )
 
 
-def _graded(number: int, texts: list[str], right: list[bool], level: str = "Level 1") -> Answered:
+def _graded(number: int, texts: list[str], right: list[bool], level: str = "Level 1") -> GradedProblem:
     samples = [
-        Graded(Drawn(f"math/{number}", index + GREEDY, text, len(text), "stop"), (Grade(ok, "7" if ok else None),))
+        Graded(
+            LedgerEntry(f"math/{number}", index + GREEDY, text, len(text), "stop"), (Grade(ok, "7" if ok else None),)
+        )
         for index, (text, ok) in enumerate(zip(texts, right, strict=True))
     ]
-    return Answered(Problem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples)
+    return GradedProblem(
+        Problem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples
+    )
 
 
-def _result(answered: list[Answered], drawn: int) -> dict[str, Any]:
+def _result(answered: list[GradedProblem], drawn: int) -> dict[str, Any]:
     ones = score([1.0, 0.0])
     task = {
         "title": "MATH <&>", "version": 1, "task_sha256": "a" * 64, "data_sha256": "b" * 64, "prompts_sha256": "c" * 64,

@@ -18,14 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.conversion import to_megatron
 from grpo_megatron.evaluation import run, weights
-from grpo_megatron.evaluation.ledger import Drawn, Ledger
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.settings import Options, prepare
-from grpo_megatron.launch import main
+from tests.evaluation.drawing_ranks import draw_all, options
 from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
-from tests.evaluation.ranks import draw_all, options
 from tests.worlds import run as run_ranks
 
 
@@ -72,7 +72,7 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
 
     prompt = prepare(options(model, data, whole)).selected[0].prompts.prompts[0]
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = torch.tensor([prompt.token_ids])
+    ids = torch.tensor([prompt.prompt_ids])
     theirs = oracle.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
     assert alone["greedy"] == theirs
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -122,7 +122,7 @@ def fill(folder: Path, output: Path, share: float, **changes: Any) -> None:
         for prompt, index in selected.requests():
             right = random.Random(f"{prompt.uid}/{index}").random() < share
             text = f"So it is </script> {mark % (prompt.answer if right else 'none at all')}"
-            rows.append(Drawn(prompt.uid, index, text, 9, "stop" if right else "length"))
+            rows.append(LedgerEntry(prompt.uid, index, text, 9, "stop" if right else "length"))
         Ledger(run_folder, selected.name).append(0, rows)
 
 
@@ -219,7 +219,7 @@ def test_ranks_and_layout_must_fit(
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "6")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("grpo_megatron.launch._leave", lambda code: None)
+    monkeypatch.setattr("grpo_megatron.cli.main._leave", lambda code: None)
     assert main(command("--tp", "4")) == 2
     assert "--tp 4 does not fit the 6 ranks that torchrun has started" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation import comparison
-from grpo_megatron.evaluation.ledger import Drawn, Ledger
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.scores import interval, ks, majority, pass_at_k, score
 from grpo_megatron.evaluation.voting import classes
 
@@ -114,7 +114,7 @@ def test_what_was_not_asked_the_same_is_not_compared() -> None:
 
 def test_the_ledger_survives_a_torn_line(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, "gsm8k")
-    drawn = [Drawn(f"gsm8k/{n}", 0, f"text {n}\n\u2028", n, "stop") for n in range(3)]
+    drawn = [LedgerEntry(f"gsm8k/{n}", 0, f"text {n}\n\u2028", n, "stop") for n in range(3)]
     ledger.append(0, drawn[:2])
     file = tmp_path / "completions" / "gsm8k" / "block_0000.jsonl"
     with file.open("ab") as handle:

@@ -15,7 +15,7 @@ import pytest
 from grpo_megatron.config import Config
 from grpo_megatron.device import read_hardware
 from grpo_megatron.models.precision import hardware_problems
-from tests.gpu import conftest, ranks
+from tests.gpu import conftest, gpu_ranks
 
 UTILIZATION = 0.3
 
@@ -42,7 +42,7 @@ def test_the_engine_holds_the_policy_and_gives_its_memory_back(
     free again while it sleeps, with the optimizer back (the rest is workspace that vLLM keeps)."""
     conftest.needs_vllm()
     (got,) = conftest.run(
-        ranks.cycles, folder=medium, count=3, tolerance=0.1, gpu_memory_utilization=UTILIZATION, **rollout
+        gpu_ranks.cycles, folder=medium, count=3, tolerance=0.1, gpu_memory_utilization=UTILIZATION, **rollout
     )
     figure(report(f"engine, {name}", got))
     means = [mean for mean, _ in got["gaps"]]
@@ -63,7 +63,7 @@ def test_a_quantized_engine_is_near_the_policy(medium: Path, figure: Callable[[s
     if problems := list(hardware_problems(asked, read_hardware("cuda"))):
         pytest.skip(problems[0])
     (got,) = conftest.run(
-        ranks.cycles, folder=medium, count=2, tolerance=0.3, gpu_memory_utilization=UTILIZATION, **rollout
+        gpu_ranks.cycles, folder=medium, count=2, tolerance=0.3, gpu_memory_utilization=UTILIZATION, **rollout
     )
     figure(report(f"engine, {quantization}", got))
     means = [mean for mean, _ in got["gaps"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import conftest, ranks
+from tests.gpu import conftest, gpu_ranks
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
@@ -20,7 +20,7 @@ def test_a_resumed_run_is_bitwise_the_same(
         "use_distributed_optimizer": distributed,
         "override_transformer_config": {"deterministic_mode": True},
     }
-    (got,) = conftest.run(ranks.resumed, folder=medium, checkpoint=tmp_path / "saved", megatron=megatron)
+    (got,) = conftest.run(gpu_ranks.resumed, folder=medium, checkpoint=tmp_path / "saved", megatron=megatron)
     figure(
         f"resume with {got['optimizer']}: {got['saved_tensors']} tensors, later weights differ by {got['difference']:g}"
     )
@@ -32,7 +32,7 @@ def test_resume_with_transformer_engines_layers(medium: Path, tmp_path: Path, fi
     """What is restored is bitwise the same; the next updates may differ by the order in which its kernels add."""
     conftest.needs_transformer_engine()
     (got,) = conftest.run(
-        ranks.resumed,
+        gpu_ranks.resumed,
         folder=medium,
         checkpoint=tmp_path / "saved",
         megatron={"transformer_impl": "transformer_engine"},
@@ -44,7 +44,7 @@ def test_resume_with_transformer_engines_layers(medium: Path, tmp_path: Path, fi
 
 
 def test_an_offloaded_optimizer_leaves_its_memory(medium: Path, figure: Callable[[str], None]) -> None:
-    (got,) = conftest.run(ranks.offloaded, folder=medium)
+    (got,) = conftest.run(gpu_ranks.offloaded, folder=medium)
     figure(
         f"optimizer offload: {got['freed']:.2f} of {got['held']:.2f} GiB free, {got['away_s']:.2f} s away,"
         f" {got['back_s']:.2f} s back"

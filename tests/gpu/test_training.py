@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron import flops
 from grpo_megatron.config import Config
 from grpo_megatron.device import read_hardware
 from grpo_megatron.models.precision import RECIPES, hardware_problems
-from tests.gpu import conftest, ranks
+from grpo_megatron.observability import flops
+from tests.gpu import conftest, gpu_ranks
 
 TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 
@@ -37,24 +37,24 @@ def worst_angle(ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -
 
 @pytest.fixture(scope="module")
 def exact(medium: Path) -> dict[str, Any]:
-    return conftest.run(ranks.scores_and_gradients, folder=medium, megatron=LOCAL, dtype="float32")[0]
+    return conftest.run(gpu_ranks.scores_and_gradients, folder=medium, megatron=LOCAL, dtype="float32")[0]
 
 
 @pytest.fixture(scope="module")
 def local(medium: Path) -> dict[str, Any]:
-    return conftest.run(ranks.scores_and_gradients, folder=medium, megatron=LOCAL, dtype="bfloat16")[0]
+    return conftest.run(gpu_ranks.scores_and_gradients, folder=medium, megatron=LOCAL, dtype="bfloat16")[0]
 
 
 @pytest.fixture(scope="module")
 def te(medium: Path) -> dict[str, Any]:
     conftest.needs_transformer_engine()
-    return conftest.run(ranks.scores_and_gradients, folder=medium, megatron=TE, dtype="bfloat16")[0]
+    return conftest.run(gpu_ranks.scores_and_gradients, folder=medium, megatron=TE, dtype="bfloat16")[0]
 
 
 @pytest.fixture(scope="module")
 def plain(medium: Path) -> dict[str, Any]:
     """The bf16 run that FP8 is compared with, with Transformer Engine's layers where it is installed."""
-    return conftest.run(ranks.loss_curve, folder=medium, megatron={}, steps=30)[0]
+    return conftest.run(gpu_ranks.loss_curve, folder=medium, megatron={}, steps=30)[0]
 
 
 def test_local_layers_in_bf16_follow_float32(
@@ -105,7 +105,7 @@ def test_fp8_follows_bf16(
     asked = Config.model_validate({"model": {"path": "x"}, "actor": {"megatron": megatron}})
     if problems := list(hardware_problems(asked, read_hardware("cuda"))):
         pytest.skip(problems[0])
-    (ours,) = conftest.run(ranks.loss_curve, folder=medium, megatron=megatron, steps=30)
+    (ours,) = conftest.run(gpu_ranks.loss_curve, folder=medium, megatron=megatron, steps=30)
     pairs = list(zip(ours["losses"], plain["losses"], strict=True))
     worst = max(abs(a - b) for a, b in pairs)
     figure(
@@ -126,7 +126,7 @@ def test_step_time_and_mfu(large: Path, figure: Callable[[str], None], recipe: s
         if problems := list(hardware_problems(asked, read_hardware("cuda"))):
             pytest.skip(problems[0])
     length, count = 2048, 64
-    (got,) = conftest.run(ranks.throughput, folder=large, megatron=megatron, length=length, count=count, steps=3)
+    (got,) = conftest.run(gpu_ranks.throughput, folder=large, megatron=megatron, length=length, count=count, steps=3)
     shape = flops.ModelShape.from_hf(json.loads((large / "config.json").read_text()))
     work = flops.flops_per_pass(shape, [length] * count)
     device = torch.cuda.get_device_name(0)
@@ -154,7 +154,7 @@ def test_context_parallel_ranks_compute_what_one_does(medium: Path, te: dict[str
     """Two GPUs: log-probabilities and summed gradients of CP 2 against CP 1, in bf16."""
     conftest.needs_devices(2)
     split = {**TE, "context_parallel_size": 2}
-    both = conftest.run(ranks.scores_and_gradients, 2, folder=medium, megatron=split, dtype="bfloat16")
+    both = conftest.run(gpu_ranks.scores_and_gradients, 2, folder=medium, megatron=split, dtype="bfloat16")
     assert torch.equal(both[0]["logprobs"], both[1]["logprobs"])
     for got in both:
         assert mean_error(got, te) <= 0.02

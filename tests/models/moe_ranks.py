@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests import tiny
-from tests.models.ranks import loss, share
+from tests.models.policy_ranks import loss, share
 
 Layout = tuple[int, int, int, int]
 
@@ -97,12 +97,12 @@ def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], flo
 
 def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
     """Twice: sync, generate, score the same tokens with the policy, update. The worst difference of each cycle."""
-    from grpo_megatron.colocation import Colocation
     from grpo_megatron.config import RolloutConfig
-    from grpo_megatron.metrics import Metrics
     from grpo_megatron.models.families import hf_shapes
+    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.rollout.vllm import VllmEngine
-    from tests.distributed.ranks import requests
+    from grpo_megatron.training.colocation import Colocation
+    from tests.distributed.sync_ranks import requests
 
     device, mesh = world(layout, rollout_tp)
     policy = build(folder, device, mesh)
@@ -117,7 +117,7 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
     for cycle in range(2):
         with colocation.rollout(cycle, Metrics()):
             drawn = engine.generate(asked, cycle)
-        sequences = [(list(r.prompt_ids), c.token_ids) for r, c in zip(asked, drawn, strict=True)]
+        sequences = [(list(r.prompt_ids), c.response_ids) for r, c in zip(asked, drawn, strict=True)]
         mine = policy.logprobs(tiny.make_batch(sequences, [[list(range(len(sequences)))]]))
         differences = [(mine[i, : len(c.logprobs)] - torch.tensor(c.logprobs)).abs() for i, c in enumerate(drawn)]
         worst.append(torch.cat(differences).max().item())

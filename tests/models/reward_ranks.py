@@ -43,13 +43,13 @@ def actor(layout: Layout, **megatron: Any) -> Any:
 
 def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
     """Pairs of various lengths: each prompt of `tiny.make_sequences` with its response and another's."""
-    from grpo_megatron.preferences import Pair
+    from grpo_megatron.training.preferences import PreferencePair
 
     drawn = tiny.make_sequences(2 * count, seed=seed)
     pairs = []
     for (prompt, chosen), (_, rejected) in zip(drawn[:count], drawn[count:], strict=True):
         both = [torch.tensor([*prompt, *response], dtype=torch.int32) for response in (chosen, rejected)]
-        pairs.append(Pair(len(prompt), *both))
+        pairs.append(PreferencePair(len(prompt), *both))
     return pairs
 
 
@@ -61,7 +61,7 @@ def scores(folders: dict[str, Path], sequences: Any, layout: Layout) -> dict[str
 
 def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     """Whole gradients of one backward pass; then, with the distributed optimizer, an update's metrics and weights."""
-    from grpo_megatron.preferences import pair_batch
+    from grpo_megatron.training.preferences import pair_batch
 
     model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients to look at
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
@@ -95,7 +95,7 @@ def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
     """Two updates, saved as a Hugging Face folder; the scores of every chosen sequence then."""
-    from grpo_megatron.preferences import pair_batch
+    from grpo_megatron.training.preferences import pair_batch
 
     model = build(folder, layout, dtype=dtype)
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
@@ -109,7 +109,7 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
 def poisoned(folder: Path) -> dict[str, Any]:
     """Two ranks; in the second of three updates rank 1's weights give NaN."""
     from grpo_megatron.models.weights import bare
-    from grpo_megatron.preferences import pair_batch
+    from grpo_megatron.training.preferences import pair_batch
 
     model = build(folder, (2, 1, 1, False))
     pairs = make_pairs()
@@ -162,7 +162,7 @@ def make_samples(mesh: Any, step: int, *, prompts: int = 4, n: int = 4, good: in
     for p in range(prompts):
         generator = torch.Generator().manual_seed(1000 * step + p)
         ids = torch.randint(10, 100, (3 + p % 5,), generator=generator).tolist()
-        prompt = Prompt(uid=f"{p}", token_ids=tuple(ids), text="", answer="", source="", reward="")
+        prompt = Prompt(uid=f"{p}", prompt_ids=tuple(ids), text="", answer="", source="", reward="")
         for i in range(n):
             response = torch.randint(0, 100, (int(torch.randint(6, 12, (), generator=generator)),), generator=generator)
             often = torch.rand(len(response), generator=generator) < (0.5 if i % 2 else 0.1)
@@ -185,9 +185,9 @@ def loop(
     **config: Any,
 ) -> dict[str, Any]:
     """Outer iterations of two steps. The rewards and metrics of every step, and the weights at the end."""
-    from grpo_megatron.metrics import Metrics
+    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
-    from grpo_megatron.reward_training import LearningReward
+    from grpo_megatron.training.reward_model import LearningReward
 
     settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}
     model = build(folder, layout, megatron=megatron, **settings)
@@ -206,7 +206,7 @@ def loop(
             rewards.learn(step, metrics)
         out["rules"].append(table.reward)
         out["rewards"].append(rewarded.reward)
-        out["metrics"].append(metrics.reduce(model.mesh.control))
+        out["metrics"].append(metrics.reduce(model.mesh.all_gather))
         assert replace(rewarded, reward=table.reward) == table
     if save is not None:
         rewards.save(save)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tiny, worlds
-from tests.models import ranks
+from tests.models import policy_ranks
 
 PAIRS = tiny.make_sequences(6)
 UPDATED = ("qwen3", "qwen2-tied")  # q/k norms; biases, and an embedding that two pipeline stages share
@@ -25,12 +25,12 @@ def expected(models: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
     return {family: tiny.transformers_logprobs(folder, PAIRS) for family, folder in models.items()}
 
 
-@pytest.mark.parametrize("layout", ranks.LAYOUTS)
+@pytest.mark.parametrize("layout", policy_ranks.LAYOUTS)
 def test_logprobs_of_every_family_equal_transformers(
     models: dict[str, Path], expected: dict[str, list[torch.Tensor]], layout: str
 ) -> None:
-    shape = ranks.LAYOUTS[layout]
-    for results in worlds.run(ranks.logprobs, shape[0], folders=models, pairs=PAIRS, layout=shape):
+    shape = policy_ranks.LAYOUTS[layout]
+    for results in worlds.run(policy_ranks.logprobs, shape[0], folders=models, pairs=PAIRS, layout=shape):
         for family, got in results.items():
             for row, want in enumerate(expected[family]):
                 torch.testing.assert_close(got[row, : len(want)], want, rtol=0, atol=1e-5, msg=f"{family} row {row}")
@@ -50,17 +50,19 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance
 @pytest.fixture(scope="module")
 def alone(models: dict[str, Path]) -> dict[tuple[str, bool], dict]:
     folders = {family: models[family] for family in UPDATED}
-    return worlds.run(ranks.updates, 1, folders=folders, pairs=PAIRS, layout=ranks.LAYOUTS["1"], micro=2)[0]
+    return worlds.run(policy_ranks.updates, 1, folders=folders, pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"], micro=2)[
+        0
+    ]
 
 
-@pytest.mark.parametrize("layout", [name for name in ranks.LAYOUTS if name != "1"])
+@pytest.mark.parametrize("layout", [name for name in policy_ranks.LAYOUTS if name != "1"])
 def test_gradients_and_weights_do_not_depend_on_the_layout(
     models: dict[str, Path], alone: dict[tuple[str, bool], dict], layout: str
 ) -> None:
     """The norm too: it decides the clipping, and a shard that is counted twice or never shows nowhere else."""
-    shape = ranks.LAYOUTS[layout]
+    shape = policy_ranks.LAYOUTS[layout]
     folders = {family: models[family] for family in UPDATED}
-    for results in worlds.run(ranks.updates, shape[0], folders=folders, pairs=PAIRS, layout=shape, micro=2):
+    for results in worlds.run(policy_ranks.updates, shape[0], folders=folders, pairs=PAIRS, layout=shape, micro=2):
         for (family, distributed), got in results.items():
             want = alone[family, distributed]
             if not distributed:
@@ -74,7 +76,9 @@ def test_micro_batches_and_packing_change_nothing(
     models: dict[str, Path], alone: dict[tuple[str, bool], dict], micro: int
 ) -> None:
     folders = {family: models[family] for family in UPDATED}
-    results = worlds.run(ranks.updates, 1, folders=folders, pairs=PAIRS, layout=ranks.LAYOUTS["1"], micro=micro)[0]
+    results = worlds.run(
+        policy_ranks.updates, 1, folders=folders, pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"], micro=micro
+    )[0]
     for key, got in results.items():
         close(got["gradients"], alone[key]["gradients"], 1e-6)
         close(got["weights"], alone[key]["weights"], 1e-6)

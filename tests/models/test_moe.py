@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.algo.losses import LossInputs
+from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.config import MegatronConfig
-from grpo_megatron.models.experts import expert_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.models.weights import WeightsError, bound_rows, check_hf
 from tests import tiny, worlds
 from tests.models import moe_ranks
-from tests.models.ranks import loss
+from tests.models.policy_ranks import loss
 from tests.models.test_layouts import close
 
 QWEN3: dict[str, Any] = {

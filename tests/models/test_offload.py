@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_megatron.colocation import Colocation
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
-from grpo_megatron.metrics import Metrics
 from grpo_megatron.models.offload import Offloaded
+from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.vllm import VllmEngine
+from grpo_megatron.training.colocation import Colocation
 from tests import tiny, worlds
-from tests.models import ranks
+from tests.models import policy_ranks
 
 
 def test_tensors_return_as_they_were() -> None:
@@ -51,12 +51,12 @@ def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for offload in (False, True):
         megatron = {"offload_optimizer": offload, "use_distributed_optimizer": distributed}
-        policy = ranks.build(folder, 1, 1, False, dtype=dtype, megatron=megatron, optim={"lr": 1e-3})
-        batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]], ranks.share(6, policy.mesh.dp_rank, 2))
+        policy = policy_ranks.build(folder, 1, 1, False, dtype=dtype, megatron=megatron, optim={"lr": 1e-3})
+        batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]], policy_ranks.share(6, policy.mesh.dp_rank, 2))
         policy.offload()  # before there is any optimizer
         policy.onload()
         for _ in range(3):
-            policy.update(batch, ranks.loss)
+            policy.update(batch, policy_ranks.loss)
             gradients = policy.ddp.buffers[0].grad_data.untyped_storage()
             before = gradients.nbytes()
             policy.offload()

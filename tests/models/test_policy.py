@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import tiny, worlds
-from tests.models import ranks
+from tests.models import policy_ranks
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -24,12 +24,12 @@ def trained(
     folder: Path, layout: tuple[int, int, int, bool], megatron: dict[str, Any], dtype: str = "float32"
 ) -> dict[str, torch.Tensor]:
     _, tp, pp, sp = layout
-    policy = ranks.build(folder, tp, pp, sp, dtype=dtype, megatron=megatron, optim={"lr": 1e-3, "eps": 1e-4})
+    policy = policy_ranks.build(folder, tp, pp, sp, dtype=dtype, megatron=megatron, optim={"lr": 1e-3, "eps": 1e-4})
     pairs = tiny.make_sequences(6)
-    rows = ranks.share(6, policy.mesh.dp_rank, policy.mesh.dp)
+    rows = policy_ranks.share(6, policy.mesh.dp_rank, policy.mesh.dp)
     batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
     for _ in range(2):
-        policy.update(batch, ranks.loss)
+        policy.update(batch, policy_ranks.loss)
     return {name: tensor.clone() for bucket in policy.hf_weights(1) for name, tensor in bucket}
 
 
@@ -43,7 +43,7 @@ def trained(
     ids=["full recompute", "selective recompute", "overlap"],
 )
 def test_modes_that_must_not_change_the_numbers(folder: Path, layout: str, megatron: dict[str, Any]) -> None:
-    shape = ranks.LAYOUTS[layout]
+    shape = policy_ranks.LAYOUTS[layout]
     plain = worlds.run(trained, shape[0], folder=folder, layout=shape, megatron={})[0]
     for got in worlds.run(trained, shape[0], folder=folder, layout=shape, megatron=megatron):
         assert all(torch.equal(got[name], plain[name]) for name in plain)
@@ -51,7 +51,7 @@ def test_modes_that_must_not_change_the_numbers(folder: Path, layout: str, megat
 
 def test_bfloat16_follows_float32(folder: Path) -> None:
     """Two Adam steps of 1e-3 in bfloat16 with float32 master weights: within bfloat16's rounding of the float32 result."""
-    shape = ranks.LAYOUTS["TP2xPP2+SP"]
+    shape = policy_ranks.LAYOUTS["TP2xPP2+SP"]
     want = worlds.run(trained, 4, folder=folder, layout=shape, megatron={})[0]
     for got in worlds.run(trained, 4, folder=folder, layout=shape, megatron={}, dtype="bfloat16"):
         for name, tensor in want.items():
@@ -62,22 +62,22 @@ def test_bfloat16_follows_float32(folder: Path) -> None:
 
 def nan_once(folder: Path) -> dict[str, Any]:
     """Three updates; in the second, rank 1's loss is NaN."""
-    policy = ranks.build(folder, 1, 1, False, optim={"lr": 1e-3}, max_skipped_steps=1)
+    policy = policy_ranks.build(folder, 1, 1, False, optim={"lr": 1e-3}, max_skipped_steps=1)
     pairs = tiny.make_sequences(6)
-    batch = tiny.make_batch(pairs, [[[0, 1, 2]]], ranks.share(6, policy.mesh.dp_rank, 2))
+    batch = tiny.make_batch(pairs, [[[0, 1, 2]]], policy_ranks.share(6, policy.mesh.dp_rank, 2))
 
     def poisoned(inputs: Any) -> Any:
-        value, metrics = ranks.loss(inputs)
+        value, metrics = policy_ranks.loss(inputs)
         return (value * torch.nan if policy.mesh.rank == 1 else value), metrics
 
     def weights() -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for bucket in policy.hf_weights(1) for name, tensor in bucket}
 
-    _, first = policy.update(batch, ranks.loss)
+    _, first = policy.update(batch, policy_ranks.loss)
     before = weights()
     _, second = policy.update(batch, poisoned)
     after = weights()
-    _, third = policy.update(batch, ranks.loss)
+    _, third = policy.update(batch, policy_ranks.loss)
     from grpo_megatron.models.policy import TooManySkippedSteps
 
     policy.update(batch, poisoned)

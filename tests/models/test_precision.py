@@ -16,8 +16,9 @@ import torch
 from megatron.core.fp8_utils import get_fp8_align_size, is_first_last_bf16_layer
 from megatron.core.models.common.embeddings import rope_utils
 
+from grpo_megatron.checks.validate import validate
+from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, MegatronConfig, OptimConfig
-from grpo_megatron.config_file import load_config
 from grpo_megatron.device import Device, Hardware
 from grpo_megatron.models import optimizer
 from grpo_megatron.models.architecture import Architecture
@@ -34,7 +35,6 @@ from grpo_megatron.models.precision import (
     token_multiple,
 )
 from grpo_megatron.models.spec import Kernels, choose_kernels
-from grpo_megatron.validate import validate
 from tests import tiny
 from tests.runs import make_run
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import tiny, worlds
-from tests.models import ranks
+from tests.models import policy_ranks
 from tests.models import reward_ranks as reward
 
 PAIRS = reward.make_pairs()
@@ -70,7 +70,7 @@ def transformers_scores(folder: Path, sequences: list[tuple[list[int], list[int]
 def test_scores_of_every_kind_equal_transformers(models: dict[str, Path], layout: str) -> None:
     """On every rank. Biases; tied, llama3 RoPE; q/k norms; experts; with padding at the end and without."""
     want = {family: transformers_scores(folder, SEQUENCES) for family, folder in models.items()}
-    shape = ranks.LAYOUTS[layout]
+    shape = policy_ranks.LAYOUTS[layout]
     for got in worlds.run(reward.scores, shape[0], folders=models, sequences=SEQUENCES, layout=shape):
         for family, scores in got.items():
             assert scores.std() > 0.1
@@ -87,7 +87,7 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, Path]) -> dict[str, Any]:
-    return worlds.run(reward.update, 1, folder=models["qwen2"], pairs=PAIRS, layout=ranks.LAYOUTS["1"])[0]
+    return worlds.run(reward.update, 1, folder=models["qwen2"], pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"])[0]
 
 
 def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, Path], alone: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, P
 @pytest.mark.parametrize("layout", ["DP2", "TP2", "TP2+SP", "PP2", "TP2xPP2+SP"])
 def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
     """The norm too: a head that is counted by every tensor-parallel rank shows nowhere else."""
-    shape = ranks.LAYOUTS[layout]
+    shape = policy_ranks.LAYOUTS[layout]
     for got in worlds.run(reward.update, shape[0], folder=models["qwen2"], pairs=PAIRS, layout=shape):
         close(got["gradients"], alone["gradients"], 1e-5)
         close(got["weights"], alone["weights"], 1e-5)
@@ -116,7 +116,7 @@ def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, An
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trained_language_model_is_saved_as_a_classifier(language_model: Path, tmp_path: Path, dtype: str) -> None:
     """Two updates of a model with a new head: transformers scores its folder alike, and so does another layout."""
-    layout, target = ranks.LAYOUTS["TP2xPP2+SP"], tmp_path / "hf"
+    layout, target = policy_ranks.LAYOUTS["TP2xPP2+SP"], tmp_path / "hf"
     results = worlds.run(reward.saved, 4, folder=language_model, pairs=PAIRS, layout=layout, target=target, dtype=dtype)
     sequences = [(p.chosen[:1].tolist(), p.chosen[1:].tolist()) for p in PAIRS]
     want = transformers_scores(target, sequences)
@@ -151,7 +151,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(models: dict[st
 
 def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
     """Rules alone reward the first two steps; then the model does, which has been trained on their pairs; replay after."""
-    want = worlds.run(reward.loop, 1, folder=language_model, layout=ranks.LAYOUTS["1"], during=range(4))[0]
+    want = worlds.run(reward.loop, 1, folder=language_model, layout=policy_ranks.LAYOUTS["1"], during=range(4))[0]
     assert want["rewards"][:2] == want["rules"][:2]
     assert all(set(rules) <= {0.0, 1.0} for rules in want["rules"])
     assert all(len(set(rewards)) == 16 for rewards in want["rewards"][2:])
@@ -164,7 +164,7 @@ def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
     assert want["metrics"][1]["reward_model/loss/first"] == pytest.approx(0.693147, abs=1e-6)  # a head of zeros
     assert len(want["pairs"]) == 8 and max(want["pairs"]) >= 8  # bounded, and of both iterations
     for name in ("DP2", "TP2xPP2+SP"):
-        shape = ranks.LAYOUTS[name]
+        shape = policy_ranks.LAYOUTS[name]
         for got in worlds.run(reward.loop, shape[0], folder=language_model, layout=shape, during=range(4)):
             assert got["rules"] == want["rules"] and got["pairs"] == want["pairs"]
             for mine, theirs in zip(got["rewards"], want["rewards"], strict=True):
@@ -177,7 +177,7 @@ def test_a_stop_in_the_middle_of_an_iteration_changes_no_bit(language_model: Pat
 
     Around the stop the optimizer is off the device between updates; in the run without a stop it is not.
     """
-    shape = ranks.LAYOUTS["DP2xTP2"]
+    shape = policy_ranks.LAYOUTS["DP2xTP2"]
     common = {"folder": language_model, "layout": shape}
     whole = worlds.run(reward.loop, 4, during=range(6), **common)
     common["megatron"] = {"offload_optimizer": True}
@@ -193,7 +193,7 @@ def test_it_learns_a_preference(language_model: Path) -> None:
     """ "Token 7 at least twice", from a new head: one outer iteration's pairs, then prompts that it has not seen."""
     settings = {"steps": 40, "train_batch_size": 16, "max_pairs_per_group": None}
     result = worlds.run(
-        reward.loop, 1, folder=language_model, layout=ranks.LAYOUTS["1"], during=range(3), prompts=24, **settings
+        reward.loop, 1, folder=language_model, layout=policy_ranks.LAYOUTS["1"], during=range(3), prompts=24, **settings
     )[0]
     _, trained, unseen = result["metrics"]
     assert trained["reward_model/loss/last"] < 0.3

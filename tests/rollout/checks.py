@@ -27,7 +27,7 @@ def logprobs_equal_transformers_at_temperature(world: World) -> None:
     world.assert_samples_from(model, requests(temperature=0.7))
     greedy = world.draw(requests(4, temperature=0.0, max_tokens=5))
     for request, completion in zip(requests(4), greedy, strict=True):
-        assert completion.token_ids[0] == int(model(torch.tensor([request.prompt_ids])).logits[0, -1].argmax())
+        assert completion.response_ids[0] == int(model(torch.tensor([request.prompt_ids])).logits[0, -1].argmax())
 
 
 def seeds_alone_decide_the_draws(world: World) -> None:
@@ -38,27 +38,27 @@ def seeds_alone_decide_the_draws(world: World) -> None:
     assert [world.draw([request])[0] for request in some] == together  # bitwise with one thread
     assert world.draw(some[::-1]) == together[::-1]
     others = world.draw([replace(some[1], seed=sample_seed(0, 0, "prompt 1", index)) for index in range(1, 5)])
-    assert len({tuple(c.token_ids) for c in [together[1], *others]}) == 5  # same prompt, other samples
+    assert len({tuple(c.response_ids) for c in [together[1], *others]}) == 5  # same prompt, other samples
 
 
 def responses_end_with_their_stop_token(world: World) -> None:
     world.push(1, 0)
     completions = world.draw(requests(32, max_tokens=40))
     for completion in completions:
-        stops = [t for t, token in enumerate(completion.token_ids) if token in tiny.EOS]
+        stops = [t for t, token in enumerate(completion.response_ids) if token in tiny.EOS]
         stopped = completion.finish_reason == "stop"
-        assert stops == ([len(completion.token_ids) - 1] if stopped else [])
-        assert stopped or len(completion.token_ids) == 40
-        assert len(completion.logprobs) == len(completion.token_ids)
+        assert stops == ([len(completion.response_ids) - 1] if stopped else [])
+        assert stopped or len(completion.response_ids) == 40
+        assert len(completion.logprobs) == len(completion.response_ids)
     assert {c.finish_reason for c in completions} == {"stop", "length"}
-    assert {c.token_ids[-1] for c in completions if c.finish_reason == "stop"} == set(tiny.EOS)
+    assert {c.response_ids[-1] for c in completions if c.finish_reason == "stop"} == set(tiny.EOS)
     whole = next(
         c for c in completions if c.finish_reason == "length"
     )  # the same draws up to a stop of the request's own
     request = requests(32, max_tokens=40)[completions.index(whole)]
-    cut = whole.token_ids.index(whole.token_ids[9]) + 1
-    stopped_early = world.draw([replace(request, stop_token_ids=(whole.token_ids[9],))])[0]
-    assert stopped_early == Completion(whole.token_ids[:cut], whole.logprobs[:cut], "stop")
+    cut = whole.response_ids.index(whole.response_ids[9]) + 1
+    stopped_early = world.draw([replace(request, stop_token_ids=(whole.response_ids[9],))])[0]
+    assert stopped_early == Completion(whole.response_ids[:cut], whole.logprobs[:cut], "stop")
 
 
 def requests_that_vllm_would_alter_are_refused(world: World) -> None:
@@ -73,9 +73,11 @@ def requests_that_vllm_would_alter_are_refused(world: World) -> None:
         (Request((1, tiny.VOCAB), 0, 5), "1 to 160 are outside the vocabulary of 160"),
     ]:
         raises(ValueError, words, lambda r=request: world.draw([*requests(3), r]))  # type: ignore[misc]
-    raises(ValueError, "cannot score 384", lambda: world.engine.score([[1] * 384]))
-    raises(ValueError, "-1 to 5 are outside", lambda: world.engine.score([[5, -1]]))
-    assert world.engine.score([[1]]) == [[]] and world.engine.generate([], 0) == [] and world.engine.score([]) == []
+    raises(ValueError, "cannot score 384", lambda: world.engine.logprobs([[1] * 384]))
+    raises(ValueError, "-1 to 5 are outside", lambda: world.engine.logprobs([[5, -1]]))
+    assert (
+        world.engine.logprobs([[1]]) == [[]] and world.engine.generate([], 0) == [] and world.engine.logprobs([]) == []
+    )
     world.assert_samples_from(world.models[1], requests(3))  # nothing was left in the queue
 
 
@@ -83,7 +85,7 @@ def generators_of_the_host_are_untouched(world: World) -> None:
     world.push(1, 0)
     before = rng_state()
     world.draw(requests(3))
-    world.engine.score([[1, 2, 3]])
+    world.engine.logprobs([[1, 2, 3]])
     assert rng_state() == before
 
 
@@ -94,7 +96,7 @@ def new_weights_change_the_samples(world: World) -> None:
     second = world.push(2, 1)
     assert world.engine.version == 1
     world.assert_samples_from(second, requests())
-    assert [c.token_ids for c in world.draw(requests())] != [c.token_ids for c in before]
+    assert [c.response_ids for c in world.draw(requests())] != [c.response_ids for c in before]
     world.push(1, 2)
     assert world.draw(requests()) == before
 
@@ -114,7 +116,7 @@ def a_push_forgets_cached_prefixes(world: World) -> None:
         world.draw([request])  # fills the cache
         model = push()
         completion = world.draw([request])[0]
-        theirs = tiny.logprobs(model, list(request.prompt_ids), completion.token_ids)
+        theirs = tiny.logprobs(model, list(request.prompt_ids), completion.response_ids)
         return float((torch.tensor(completion.logprobs) - theirs).abs().max())
 
     def push_without_reset() -> Any:

@@ -10,37 +10,37 @@ import torch
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.rollout.engine import Bucket
+from grpo_megatron.types import WeightBucket
 from tests.rollout import tiny
 from tests.rollout.worlds import World, raises, requests
 
 
-def _drop(buckets: list[Bucket]) -> Iterator[Bucket]:
+def _drop(buckets: list[WeightBucket]) -> Iterator[WeightBucket]:
     yield from buckets[:-1]
     yield buckets[-1][:-1]
 
 
-def _unknown(buckets: list[Bucket]) -> Iterator[Bucket]:
+def _unknown(buckets: list[WeightBucket]) -> Iterator[WeightBucket]:
     yield buckets[0]
     yield [*buckets[1], ("model.layers.9.weight", torch.zeros(3))]
 
 
-def _shape(buckets: list[Bucket]) -> Iterator[Bucket]:
+def _shape(buckets: list[WeightBucket]) -> Iterator[WeightBucket]:
     yield from buckets[:-1]
     yield [(name, tensor[..., :-1]) for name, tensor in buckets[-1]]
 
 
-def _nan(buckets: list[Bucket]) -> Iterator[Bucket]:
+def _nan(buckets: list[WeightBucket]) -> Iterator[WeightBucket]:
     buckets[2][1][1].view(-1)[3] = float("nan")
     yield from buckets
 
 
-def _twice(buckets: list[Bucket]) -> Iterator[Bucket]:
+def _twice(buckets: list[WeightBucket]) -> Iterator[WeightBucket]:
     yield from buckets
     yield buckets[0][:1]
 
 
-def _raise(buckets: list[Bucket]) -> Iterator[Bucket]:
+def _raise(buckets: list[WeightBucket]) -> Iterator[WeightBucket]:
     yield from buckets[:2]
     raise OSError("the policy is out of order")
 
@@ -66,7 +66,7 @@ def _fault(world: World, name: str, where: str) -> None:
     assert world.engine.version is None
     raises(RuntimeError, "no complete set of weights", lambda: world.engine.generate(requests(1), 0))
     raises(RuntimeError, "no complete set of weights", lambda: world.engine.generate(requests(1), 1))
-    raises(RuntimeError, "no complete set of weights", lambda: world.engine.score([[1, 2]]))
+    raises(RuntimeError, "no complete set of weights", lambda: world.engine.logprobs([[1, 2]]))
     world.push(1, 2)
     assert world.draw(requests(3, max_tokens=6)) == before
 
@@ -100,7 +100,7 @@ def asleep_it_refuses_work(world: World) -> None:
     engine.sleep()
     assert engine.version is None
     raises(RuntimeError, "asleep", lambda: engine.generate(requests(1), 0))
-    raises(RuntimeError, "asleep", lambda: engine.score([[1, 2]]))
+    raises(RuntimeError, "asleep", lambda: engine.logprobs([[1, 2]]))
     raises(RankError, "asleep", lambda: world.push(1, 1))
     raises(RuntimeError, "wake_kv_cache before wake_weights", engine.wake_kv_cache)
     engine.wake_weights()
@@ -133,7 +133,7 @@ def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
 
     with mock.patch.object(llm, "update_weights", fail_on_last_rank):
         raises(RankError, "vLLM failed in a weight update .MemoryError: no room", lambda: world.push(1, 0))
-    for call in (lambda: engine.generate(requests(1), 0), lambda: engine.score([[1]]), lambda: world.push(1, 1)):
+    for call in (lambda: engine.generate(requests(1), 0), lambda: engine.logprobs([[1]]), lambda: world.push(1, 1)):
         raises(RuntimeError, "must be built anew", call)
     engine.shutdown()
     engine.shutdown()

@@ -10,7 +10,8 @@ import torch
 
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import RankError, build_mesh
-from grpo_megatron.rollout.engine import Bucket, Census, checked, sample_seed
+from grpo_megatron.rollout.engine import Census, checked, sample_seed
+from grpo_megatron.types import WeightBucket
 from tests.worlds import run
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (1,)}
@@ -61,7 +62,7 @@ def test_census_finds_one_bad_value(value: float, dtype: torch.dtype) -> None:
     assert Census({"w": (64, 64)}).admit([("w", tensor)]) == "w has non-finite values"
 
 
-def _stream(plan: list[list[str] | None]) -> Iterator[Bucket]:
+def _stream(plan: list[list[str] | None]) -> Iterator[WeightBucket]:
     for names in plan:
         if names is None:
             raise KeyError("the stream broke")

@@ -91,7 +91,7 @@ def test_draws_do_not_depend_on_the_layout(results: Results) -> None:
     reference = results["one"][0]["draws"]
     for name in ("block", "blocks"):
         for result in results[name]:
-            assert [c.token_ids for c in result["draws"]] == [c.token_ids for c in reference]
+            assert [c.response_ids for c in result["draws"]] == [c.response_ids for c in reference]
     for ours, theirs in zip(results["block"][0]["draws"], reference, strict=True):
         assert torch.allclose(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5, rtol=0)
     assert results["blocks"][0]["draws"] == results["blocks"][1]["draws"] == reference  # the same kernels: bitwise

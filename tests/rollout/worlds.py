@@ -73,12 +73,12 @@ class World:
         completions = self.draw(requests)
         ours = [value for completion in completions for value in completion.logprobs]
         theirs = [
-            tiny.logprobs(model, list(r.prompt_ids), c.token_ids, r.temperature)
+            tiny.logprobs(model, list(r.prompt_ids), c.response_ids, r.temperature)
             for r, c in zip(requests, completions, strict=True)
         ]
         tiny.assert_close(ours, torch.cat(theirs))
-        text = [[*r.prompt_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
-        scores = [value for sequence in self.engine.score(text) for value in sequence]
+        text = [[*r.prompt_ids, *c.response_ids] for r, c in zip(requests, completions, strict=True)]
+        scores = [value for sequence in self.engine.logprobs(text) for value in sequence]
         tiny.assert_close(scores, torch.cat([tiny.logprobs(model, ids[:1], ids[1:]) for ids in text]))
 
 

@@ -14,7 +14,7 @@ import pytest
 from grpo_megatron.convert import manifest
 from tests import tiny, worlds
 from tests.runs import stand_in_trainer
-from tests.slurm import ranks
+from tests.slurm import checkpoint_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(out: Path) -> list[dict[str, Any]]:
     model = tiny.make_model(out / "model", num_hidden_layers=1)
-    return worlds.run(ranks.checkpoints, 2, model=model, out=out)
+    return worlds.run(checkpoint_ranks.checkpoints, 2, model=model, out=out)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_how_it_ended_is_on_the_disk(out: Path, result: dict[str, Any]) -> None:
 
 
 RUN = """
-    from grpo_megatron.stopping import Stopped
+    from grpo_megatron.training.stopping import Stopped
     raise Stopped("stopped")
 """
 

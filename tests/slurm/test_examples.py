@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron import launch
+from grpo_megatron.cli import main
 from grpo_megatron.models.families import read_architecture
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +46,11 @@ def test_every_cross_check_passes(
     example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert launch.main(["train", f"examples/{example}.yaml", "--dry-run", "--world-size", "64"]) == 0
+    assert main.main(["train", f"examples/{example}.yaml", "--dry-run", "--world-size", "64"]) == 0
     plan = capsys.readouterr().out
     assert f"{read_architecture(ROOT / 'examples/models' / example).num_parameters():,}" in plan
     bad = ["train", f"examples/{example}.yaml", "--dry-run", "--world-size", "60", "rollout.n=1"]
-    assert launch.main(bad) == 2
+    assert main.main(bad) == 2
     errors = capsys.readouterr().err
     assert "does not divide the world size 60" in errors and "rollout.n=1" in errors
 
@@ -60,7 +60,7 @@ def test_on_this_machine_nothing_may_be_missing(
 ) -> None:
     """Without --world-size the plan is for here: tokenizer and data are then asked for."""
     monkeypatch.chdir(ROOT)
-    assert launch.main(["train", "examples/llama3_70b.yaml", "--dry-run"]) == 2
+    assert main.main(["train", "examples/llama3_70b.yaml", "--dry-run"]) == 2
     errors = capsys.readouterr().err
     assert "no tokenizer in" in errors and "data/math/train.jsonl" in errors
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny, worlds
-from tests.e2e import ranks
+from tests.e2e import run_ranks
 from tests.slurm.lab import Lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -43,7 +43,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(workspace: Path, output_dir: Path, world: int, tp: int, pp: int, steps: int) -> dict[str, Any]:
     trainer = {"total_training_steps": steps, "save_freq": 2, "save_hf_at_end": True, "logger": ["jsonl", "console"]}
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    raw = ranks.settings(workspace, output_dir, world, trainer=trainer)
+    raw = run_ranks.settings(workspace, output_dir, world, trainer=trainer)
     raw["actor"] = {**raw["actor"], "ppo_epochs": 1, "megatron": megatron}
     return raw
 
@@ -116,7 +116,7 @@ def same_run(one: Path, other: Path, steps: int) -> None:
 def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """Tensor parallel over two nodes. USR1, a killed rank, scontrol requeue, a node set down: as if nothing had been."""
     reference = settings(workspace, tmp_path / "reference", 2, 2, 1, STEPS)
-    worlds.run(ranks.train, 2, raw=reference, keep_weights=False)
+    worlds.run(run_ranks.train, 2, raw=reference, keep_weights=False)
     run = Run(lab, tmp_path, settings(workspace, tmp_path / "run", 2, 2, 1, STEPS), nodes=2)
 
     run.after(1)
@@ -149,7 +149,7 @@ def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path
 
 def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """Every group spans nodes, and the bits are one machine's; every node passes the pre-flight; what ran is kept."""
-    worlds.run(ranks.train, 4, raw=settings(workspace, tmp_path / "reference", 4, 2, 2, 2), keep_weights=False)
+    worlds.run(run_ranks.train, 4, raw=settings(workspace, tmp_path / "reference", 4, 2, 2, 2), keep_weights=False)
     run = Run(lab, tmp_path, settings(workspace, tmp_path / "run", 4, 2, 2, 2), nodes=4, PREFLIGHT="1")
     run.end()
     same_run(tmp_path / "reference", run.out, 2)

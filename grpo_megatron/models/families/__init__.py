@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel
 from grpo_megatron.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from grpo_megatron.models.mapping import Row, bind_table
+from grpo_megatron.models.mapping import WeightRow, bind_table
 
 FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
     "llama": llama,
@@ -50,7 +50,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     return FAMILIES[model_type].architecture(config)  # type: ignore[no-any-return]
 
 
-def table_of(arch: Architecture) -> list[Row]:
+def table_of(arch: Architecture) -> list[WeightRow]:
     """The weight table, in Megatron's local-spec names, with {layer} and {expert} placeholders."""
     return FAMILIES[arch.family].table(arch)  # type: ignore[no-any-return]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, common_settings, expert_settings
-from grpo_megatron.models.mapping import Row, decoder_table, expert_rows
+from grpo_megatron.models.mapping import WeightRow, decoder_table, expert_rows
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
@@ -18,5 +18,5 @@ def architecture(config: dict[str, Any]) -> Architecture:
     )
 
 
-def table(arch: Architecture) -> list[Row]:
+def table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(tied=arch.tied, mlp=expert_rows("block_sparse_moe", "w1", "w3", "w2"))

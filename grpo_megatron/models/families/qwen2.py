@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, common_settings
-from grpo_megatron.models.mapping import Row, decoder_table
+from grpo_megatron.models.mapping import WeightRow, decoder_table
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
@@ -18,5 +18,5 @@ def architecture(config: dict[str, Any]) -> Architecture:
     )
 
 
-def table(arch: Architecture) -> list[Row]:
+def table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(qkv_bias=True, tied=arch.tied)

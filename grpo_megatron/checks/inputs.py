@@ -1,0 +1,191 @@
+"""What a run reads before it starts: the model folder, the tokenizer, the prompts. Every failure is a ConfigError.
+
+Nothing is written, no weight is read (only the headers that say which tensors are there), no process is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.algo.losses import PAIRED_LOSSES
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.data.prompts import OfflineGroup, load_offline_groups, load_prompts, load_supervised, load_tokenizer
+from grpo_megatron.data.rows import read_rows
+from grpo_megatron.data.tasks import get_task, read_question
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.weights import check_hf
+from grpo_megatron.types import Prompt
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+SupervisedRow = tuple[list[int], list[int]]  # prompt ids, response ids
+
+
+def read_model(path: Path, key: str = "model.path") -> Architecture:
+    """The architecture that `path`/config.json describes, its numbers sane."""
+    if not path.is_dir():
+        name = str(path)
+        hub = f"; fetch one with: hf download {name} --local-dir DIR" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
+        raise ConfigError(
+            f"{key}={name!r} is not a folder; it must be a local Hugging Face folder (config.json, *.safetensors,"
+            f" tokenizer){hub}"
+        )
+    try:
+        arch = read_architecture(path)
+        _check_numbers(arch)
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(f"{key}={str(path)!r}: {error}; set it to a folder of a supported model") from error
+    return arch
+
+
+def _check_numbers(arch: Architecture) -> None:
+    sizes = ("hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "head_dim")
+    for name in (*sizes, "vocab_size", "max_position_embeddings"):
+        value = getattr(arch, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"config.json gives {name}={value!r}, not a positive integer")
+    if arch.num_attention_heads % arch.num_query_groups:
+        raise ValueError(
+            f"config.json gives {arch.num_attention_heads} attention heads in {arch.num_query_groups} key-value groups;"
+            " the second must divide the first"
+        )
+
+
+def check_weights(path: Path, arch: Architecture, key: str = "model.path") -> None:
+    """Exactly the tensors of `arch` are there, by name and shape."""
+    try:
+        check_hf(path, arch)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ConfigError(f"{key}: {error}\n  (fetch the folder again, or set {key} to a complete one)") from error
+
+
+def has_weights(path: Path) -> bool:
+    """Whether the folder claims to hold any weights."""
+    return (path / "model.safetensors.index.json").exists() or any(path.glob("*.safetensors"))
+
+
+def has_tokenizer(config: Config) -> bool:
+    folder = config.model.tokenizer_path or config.model.path
+    return any((folder / name).exists() for name in TOKENIZER_FILES)
+
+
+def only_present(config: Config) -> Config:
+    """The config without the data files that this machine does not have: it plans for another one."""
+
+    def present(files: list[Path]) -> list[Path]:
+        return [file for file in files if file.exists()]
+
+    data, sft = config.data, config.sft
+    files = {"train_files": present(data.train_files), "val_files": present(data.val_files)}
+    warm_up = {"train_files": present(sft.train_files)}
+    return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warm_up)})
+
+
+def check_reference(config: Config, arch: Architecture) -> None:
+    """`ref.path` holds a model that can be scored in the policy's place: same computation, other weights."""
+    path = config.ref.path
+    assert path is not None
+    theirs = dataclasses.asdict(read_model(path, "ref.path"))
+    ours = dataclasses.asdict(arch)
+    computed = [name for name in ours if name not in ("family", "max_position_embeddings", "sliding_window")]
+    different = [f"{name} {theirs[name]} against {ours[name]}" for name in computed if theirs[name] != ours[name]]
+    if different:
+        raise ConfigError(
+            f"ref.path={str(path)!r} is another architecture than model.path ({', '.join(different)}); the reference"
+            " must be of the policy's: leave ref.path out, or set actor.use_kl_loss=false"
+        )
+    check_weights(path, arch, "ref.path")
+
+
+def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
+    """The tokenizer. It knows no token that the model does not, and has a chat template if one is to be applied."""
+    path, data = config.model.tokenizer_path or config.model.path, config.data
+    tokenizer = load_tokenizer(path, data)
+    problems = []
+    size = max(len(tokenizer), tokenizer.eos_token_id + 1)
+    if arch is not None and size > arch.vocab_size:
+        problems.append(
+            f"the tokenizer in {str(path)!r} has {size} tokens and the model's embedding {arch.vocab_size} rows"
+            f" (vocab_size of config.json): ids from {arch.vocab_size} on have none; set model.tokenizer_path to the"
+            " model's own tokenizer"
+        )
+    if data.apply_chat_template and tokenizer.chat_template is None:
+        problems.append(
+            "data.apply_chat_template=true, but the tokenizer has no chat template; set data.chat_template to a Jinja"
+            " file (ChatML: examples/templates/chatml.jinja), or data.apply_chat_template=false to take texts as they"
+            " are"
+        )
+    if data.system_prompt is not None and not data.apply_chat_template:
+        problems.append(
+            f"data.system_prompt={data.system_prompt[:40]!r} needs a chat template, and data.apply_chat_template is"
+            " false; unset one of them"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tokenizer
+
+
+def read_train_prompts(config: Config, tokenizer: Any | None) -> list[Prompt]:
+    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None)
+
+
+def read_val_prompts(config: Config, tokenizer: Any | None) -> list[Prompt]:
+    return _read_prompts(config, "data.val_files", config.data.val_files, tokenizer, config.data.val_max_samples)
+
+
+def _read_prompts(
+    config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, max_samples: int | None
+) -> list[Prompt]:
+    """Without a tokenizer (it is another problem) the files are read and no prompt is made."""
+    task = get_task(config.data.task)
+    if tokenizer is None:
+        _check_rows(key, files, task.read_row)
+        return []
+    try:
+        return load_prompts(config.data, files, tokenizer, config.reward.function, max_samples=max_samples)
+    except ConfigError as error:
+        _check_rows(key, files, task.read_row)  # says of every file what load_prompts says of the first bad one
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def read_supervised(config: Config, tokenizer: Any | None) -> list[SupervisedRow]:
+    """The warm-up's rows, as token ids."""
+    key, files = "sft.train_files", config.sft.train_files
+    if tokenizer is None:
+        _check_rows(key, files, read_question)
+        return []
+    try:
+        return load_supervised(config.data, files, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def read_offline_groups(config: Config, tokenizer: Any | None) -> list[OfflineGroup]:
+    """The rows of algorithm.source=file: prompts with responses, or with a chosen and a rejected one for DPO."""
+    key, files = "data.train_files", config.data.train_files
+    if tokenizer is None:
+        _check_rows(key, files, read_question)
+        return []
+    pairs = config.actor.loss_mode in PAIRED_LOSSES
+    try:
+        fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
+        return load_offline_groups(config.data, files, tokenizer, fields)
+    except ConfigError as error:
+        wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"}'
+        raise ConfigError(f"{key}: {error} (algorithm.source=file reads rows {wanted})") from error
+
+
+def _check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:
+    """Raise one ConfigError for all files that cannot be read or have wrong rows."""
+    problems = []
+    for file in files:
+        try:
+            read_rows(file, parse)
+        except ConfigError as error:
+            problems.append(f"{key}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))

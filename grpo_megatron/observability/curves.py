@@ -1,0 +1,213 @@
+"""Curves: one PNG of a run from its metrics.jsonl. `python -m grpo_megatron.observability.curves metrics.jsonl out.png`
+
+Nine panels: is it learning (reward, validation accuracy, response length), is it healthy (entropy, gradient norm,
+log-prob gap between trainer and engine, KL to the reference), what does it cost (throughput, seconds per phase).
+A metric that the run does not have leaves its panel empty; red lines mark steps where one was NaN or infinite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from grpo_megatron.observability.sinks import VALIDATION_ACCURACY, read_metrics
+
+StepMetrics = dict[str, Any]
+NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`series`: (metric, label); the label is None where the panel has one curve."""
+
+    title: str
+    unit: str
+    series: tuple[tuple[str, str | None], ...]
+    log: bool = False
+
+
+REWARD = Panel("Training reward", "mean score of a sample", (("critic/score/mean", None),))
+LENGTH = Panel(
+    "Response length",
+    "tokens",
+    (("response_length/mean", "mean"), ("response_length/max", "max"), ("response_length/min", "min")),
+)
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it lists every font it did not find, once a machine
+
+ENTROPY = Panel("Policy entropy", "nats per token", (("actor/entropy", None),))
+GRAD_NORM = Panel("Gradient norm (before clipping)", "L2 norm", (("actor/grad_norm", None),))
+GAP = Panel(
+    "Trainer / engine log-prob gap",
+    "|difference|, nats per token",
+    (
+        ("training/rollout_logp_diff_mean", "mean"),
+        ("training/rollout_logp_diff_p99", "99th percentile"),
+        ("training/rollout_logp_diff_max", "max"),
+    ),
+    log=True,
+)
+KL = Panel(
+    "KL divergence",
+    "nats per token",
+    (
+        ("actor/kl_loss", "to the reference"),
+        ("actor/ppo_kl", "to the policy before the update"),
+    ),
+)
+THROUGHPUT = Panel(
+    "Throughput",
+    "tokens per second and device",
+    (("perf/throughput", "whole step"), ("perf/throughput_train", "without evaluation and saving")),
+)
+
+
+def plot(metrics_jsonl: Path, png: Path) -> None:
+    """Draw the run in `metrics_jsonl` (see sinks.JsonlSink) into `png`. Raises ValueError if it has no steps."""
+    rows = sorted(read_metrics(Path(metrics_jsonl)), key=lambda row: row["step"])
+    if not rows:
+        raise ValueError(
+            f"{str(metrics_jsonl)!r} has no steps to plot; is it the metrics.jsonl of a run with trainer.logger jsonl?"
+        )
+    figure = Figure(figsize=(16, 11.5), layout="constrained")
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    axes = figure.subplots(3, 3)
+    _panel(axes[0, 0], rows, REWARD)
+    _panel(axes[0, 1], rows, _validation(rows))
+    _panel(axes[0, 2], rows, LENGTH)
+    _panel(axes[1, 0], rows, ENTROPY)
+    _panel(axes[1, 1], rows, GRAD_NORM)
+    _panel(axes[1, 2], rows, GAP)
+    _panel(axes[2, 0], rows, KL)
+    _panel(axes[2, 1], rows, THROUGHPUT)
+    _phases(axes[2, 2], rows)
+    figure.suptitle(
+        f"{Path(metrics_jsonl).resolve().parent.name}: steps {rows[0]['step']} to {rows[-1]['step']}", fontsize=14
+    )
+    figure.savefig(png, dpi=110)
+
+
+def _points(rows: Sequence[StepMetrics], metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values where the metric is there and finite."""
+    pairs = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), (int, float))]
+    pairs = [(step, value) for step, value in pairs if math.isfinite(value)]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Centred running median over a tenth of the run: it does not lag, and one spike does not become a plateau."""
+    half = len(values) // 20
+    return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def _validation(rows: Sequence[StepMetrics]) -> Panel:
+    names = sorted({name for row in rows for name in row if VALIDATION_ACCURACY.fullmatch(name)})
+    return Panel("Validation accuracy", "share solved", tuple((name, name.removeprefix("val-core/")) for name in names))
+
+
+def _panel(ax: Axes, rows: Sequence[StepMetrics], panel: Panel) -> None:
+    drawn, empty = 0, NOT_RECORDED
+    for metric, label in panel.series:
+        steps, values = _points(rows, metric)
+        if panel.log and values:
+            empty = "0 in every step"
+            positive = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
+            steps, values = [s for s, _ in positive], [v for _, v in positive]
+        if not values:
+            continue
+        color = f"C{drawn}"
+        drawn += 1
+        if len(values) < 40:
+            ax.plot(steps, values, color=color, marker="o", markersize=3, label=label)
+        else:
+            ax.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
+            ax.plot(steps, _smooth(values), color=color, linewidth=1.8, label=label)
+    if panel.log and drawn:
+        ax.set_yscale("log")
+    for row in rows:
+        if any(metric in row and row[metric] is None for metric, _ in panel.series):
+            ax.axvline(row["step"], color="red", alpha=0.5, linewidth=0.8)
+    _finish(ax, rows, panel.title, panel.unit, None if drawn else empty)
+
+
+def _phases(ax: Axes, rows: Sequence[StepMetrics]) -> None:
+    """Seconds per phase, stacked; what no phase covers is "other". Steps as bars of width 1, without gaps."""
+    names = {name for row in rows for name in row if re.fullmatch(r"timing_s/.+", name) and name != "timing_s/step"}
+    seconds = {name: [float(row.get(name) or 0.0) for row in rows] for name in names}
+    order = sorted(names, key=lambda name: -sum(seconds[name]))
+    whole = [float(row.get("timing_s/step") or 0.0) for row in rows]
+    seconds["timing_s/other"] = [
+        max(0.0, total - sum(seconds[name][i] for name in names)) for i, total in enumerate(whole)
+    ]
+    if any(seconds["timing_s/other"]):
+        order.append("timing_s/other")
+    edges = [row["step"] - 0.5 for row in rows] + [rows[-1]["step"] + 0.5]
+    low = [0.0] * len(rows)
+    for i, name in enumerate(order):
+        high = [a + b for a, b in zip(low, seconds[name], strict=True)]
+        color = "lightgray" if name == "timing_s/other" else f"C{i % 10}"
+        ax.fill_between(
+            edges,
+            [*low, low[-1]],
+            [*high, high[-1]],
+            step="post",
+            color=color,
+            linewidth=0,
+            label=name.removeprefix("timing_s/"),
+        )
+        low = high
+    _finish(ax, rows, "Where the time goes", "seconds per step", None if order else NOT_RECORDED, stacked=True)
+
+
+def _finish(
+    ax: Axes, rows: Sequence[StepMetrics], title: str, unit: str, empty: str | None, stacked: bool = False
+) -> None:
+    """Title, axes and a legend outside the curves: a row under the title, or a column in the order of the stack.
+
+    `empty`: what to say in a panel without curves; None if there are some.
+    """
+    ax.set_title(title, fontsize=12, pad=22)
+    ax.set_ylabel(unit)
+    ax.set_xlabel("step")
+    ax.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    if empty is not None:
+        ax.set_yticks([])
+        ax.text(0.5, 0.5, empty, transform=ax.transAxes, ha="center", va="center", color="gray")
+        return
+    handles, labels = ax.get_legend_handles_labels()
+    if stacked:
+        ax.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    elif len(labels) > 3:
+        ax.legend(fontsize=8, framealpha=0.6)
+    elif labels:
+        ax.legend(fontsize=8, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.98))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_megatron.observability.curves", description="Draw a run's learning curves."
+    )
+    parser.add_argument("metrics_jsonl", type=Path, help="OUTPUT_DIR/metrics.jsonl")
+    parser.add_argument("png", type=Path, help="the picture to write")
+    options = parser.parse_args(arguments)
+    try:
+        plot(options.metrics_jsonl, options.png)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

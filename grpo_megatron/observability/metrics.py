@@ -1,0 +1,293 @@
+"""Metrics: what the ranks record during a step, and the one exchange that makes global numbers of it.
+
+A mean travels as (sum, count) and is divided once, after the exchange: mean = sum_r s_r / sum_r c_r over ranks r. The
+mean of rank means weighs a rank with one token like a rank with a thousand, so it never appears. Recording costs no
+communication and no device synchronisation: tensors of one element stay where they are until `reduce`.
+
+Names and definitions: verl's metrics, computed over the global batch. Differences from it: `std` and percentiles are
+global too; exponents of log-probability differences are clamped at +-20; a metric that nothing was recorded for is
+omitted, not zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.types import GroupTable
+
+LOG_RATIO_BOUND = 20.0  # of every exponent below; e^20 = 4.9e8 is far outside anything that still trains
+
+
+class Metrics:
+    """One rank's records of the current step.
+
+    `synchronize` waits for the device, so that `phase` times work done and not work queued. A rank sends at most
+    `max_percentile_values` values per percentile (65,536 are 256 KiB), at a fixed stride; with no more it is exact.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None, max_percentile_values: int = 65_536) -> None:
+        assert max_percentile_values > 0
+        self._synchronize = synchronize or (lambda: None)
+        self._max_percentile_values = max_percentile_values
+        self._records: dict[str, tuple[str, list[Any]]] = {}
+        self._constants: dict[str, float] = {}
+
+    def when(self, contributes: bool) -> Metrics:
+        """This object, or one whose records are thrown away: for ranks that hold a copy of another rank's numbers.
+
+        Tensor- and pipeline-parallel ranks of one replica see the same samples, and each sample must be counted once:
+        `rollout_mismatch(metrics.when(mesh.is_first_replica_rank), ...)`. `max`, `min`, `phase` and `constant` need no
+        such care.
+        """
+        return self if contributes else Metrics(max_percentile_values=self._max_percentile_values)
+
+    def mean(self, name: str, value_sum: float | Tensor, count: float | Tensor) -> None:
+        """Add `value_sum` over `count` items. Count 0 over all ranks: the metric is omitted."""
+        self._record(name, "mean", (_keep(value_sum), _keep(count)))
+
+    def mean_of(self, name: str, values: Tensor | Sequence[float]) -> None:
+        """Add every element of `values` (any shape) to a mean."""
+        values = _float64(values)
+        self.mean(name, values.sum(), values.numel())
+
+    def std(self, name: str, values: Tensor | Sequence[float], *, kind: str = "std") -> None:
+        """Add every element to a standard deviation (ddof 1). Fewer than two elements over all ranks: omitted."""
+        values = _float64(values)
+        if values.numel():
+            mean = values.mean()
+            self._record(name, kind, (values.numel(), mean, (values - mean).square().sum()))
+
+    population_std = functools.partialmethod(std, kind="population_std")  # ddof 0
+    effective_sample_size = functools.partialmethod(std, kind="effective_sample_size")  # 1 / mean((w / mean w)^2)
+
+    def sum(self, name: str, value: float | Tensor) -> None:
+        """Add `value` to a total over calls and ranks."""
+        self._record(name, "sum", _keep(value))
+
+    def max(self, name: str, value: float | Tensor) -> None:
+        """Largest over calls and ranks; NaN if any is NaN."""
+        self._record(name, "max", _keep(value))
+
+    def min(self, name: str, value: float | Tensor) -> None:
+        """Smallest over calls and ranks; NaN if any is NaN."""
+        self._record(name, "min", _keep(value))
+
+    def percentile(self, name: str, values: Tensor | Sequence[float], q: float) -> None:
+        """Add every element to a percentile, `q` in [0, 100]: the smallest v such that q % of the elements are <= v."""
+        assert 0 <= q <= 100, q
+        self._record(name, "percentile", (q, _float64(values).flatten().float()))
+
+    def constant(self, name: str, value: float) -> None:
+        """A number that every rank knows already; not exchanged. The last call wins."""
+        assert name not in self._records, f"metric {name!r} is recorded and constant"
+        self._constants[name] = float(value)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as `timing_s/<name>`: wall seconds, added up over calls, slowest rank.
+
+        A block that raises is not recorded: waiting for a failed device would hide the error that matters.
+        """
+        self._synchronize()
+        start = time.perf_counter()
+        yield
+        self._synchronize()
+        self._record(f"timing_s/{name}", "seconds", time.perf_counter() - start)
+
+    def reduce(self, all_gather: Callable[[Any], list[Any]] = lambda value: [value]) -> dict[str, float]:
+        """The step's global numbers, on every rank. Collective where `all_gather` is: `Mesh.all_gather`, or none.
+
+        Forgets the records, so that the next step starts empty.
+        """
+        local = {name: (kind, self._locally(kind, items)) for name, (kind, items) in self._records.items()}
+        constants = self._constants
+        self._records, self._constants = {}, {}
+        ranks = all_gather(local)
+        reduced = dict(constants)
+        for name in sorted({name for records in ranks for name in records}):
+            kinds, states = zip(*(records[name] for records in ranks if name in records), strict=True)
+            assert len(set(kinds)) == 1, f"metric {name!r} is recorded as {sorted(set(kinds))} on different ranks"
+            value = _GLOBALLY[kinds[0]](states)
+            if value is not None:
+                reduced[name] = value
+        return dict(sorted(reduced.items()))
+
+    def _record(self, name: str, kind: str, item: Any) -> None:
+        assert name not in self._constants, f"metric {name!r} is recorded and constant"
+        known, items = self._records.setdefault(name, (kind, []))
+        assert known == kind, f"metric {name!r} is recorded as {known} and as {kind}"
+        items.append(item)
+
+    def _locally(self, kind: str, items: list[Any]) -> Any:
+        """This rank's items of one metric as the small state that is exchanged."""
+        if kind == "mean":
+            return sum(float(s) for s, _ in items), sum(float(c) for _, c in items)
+        if kind in ("std", "population_std", "effective_sample_size"):
+            return _merge_moments([(float(n), float(mean), float(m2)) for n, mean, m2 in items])
+        if kind == "percentile":
+            values = torch.cat([v for _, v in items]).cpu()
+            stride = max(1, math.ceil(values.numel() / self._max_percentile_values))
+            return items[0][0], values.numel(), values[::stride].clone()  # clone: pickle would send the whole storage
+        numbers = [float(item) for item in items]
+        return _max(numbers) if kind == "max" else _min(numbers) if kind == "min" else sum(numbers)
+
+
+def _keep(value: float | Tensor) -> float | Tensor:
+    """A copy that survives in-place updates and does not hold the autograd graph."""
+    return value.detach().clone() if isinstance(value, Tensor) else float(value)
+
+
+def _float64(values: Tensor | Sequence[float]) -> Tensor:
+    return values.detach().double() if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+
+
+def _max(values: Sequence[float]) -> float:
+    return math.nan if any(math.isnan(v) for v in values) else max(values)
+
+
+def _min(values: Sequence[float]) -> float:
+    return math.nan if any(math.isnan(v) for v in values) else min(values)
+
+
+def _mean(states: Sequence[tuple[float, float]]) -> float | None:
+    count = sum(c for _, c in states)
+    return sum(s for s, _ in states) / count if count else None
+
+
+def _merge_moments(states: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """(count, mean, sum of squared deviations) of the union. Sums of squares would cancel when std << mean."""
+    count = sum(n for n, _, _ in states)
+    mean = sum(n * m for n, m, _ in states) / count
+    return count, mean, sum(m2 + n * (m - mean) ** 2 for n, m, m2 in states)
+
+
+def _std(states: Sequence[tuple[float, float, float]], ddof: int = 1) -> float | None:
+    count, _, m2 = _merge_moments(states)
+    return math.sqrt(m2 / (count - ddof)) if count > ddof else None
+
+
+def _effective_sample_size(states: Sequence[tuple[float, float, float]]) -> float | None:
+    count, mean, m2 = _merge_moments(states)
+    return mean**2 / (mean**2 + m2 / count) if mean else None
+
+
+def _quantile(states: Sequence[tuple[float, int, Tensor]]) -> float | None:
+    """Inverted weighted distribution: a value that stands for k strided-over ones counts k times."""
+    states = [state for state in states if state[1]]
+    if not states:
+        return None
+    values, order = torch.cat([kept for _, _, kept in states]).sort()
+    weights = torch.cat([torch.full((len(kept),), n / len(kept), dtype=torch.float64) for _, n, kept in states])
+    cumulative = weights[order].cumsum(0)
+    threshold = (states[0][0] / 100 - 1e-9) * cumulative[-1]  # 1e-9: 7 % of 100 is 7.000000000000001 in binary
+    return float(values[int(torch.searchsorted(cumulative, threshold).clamp(max=len(values) - 1))])
+
+
+_GLOBALLY: dict[str, Callable[[Any], float | None]] = {
+    "mean": _mean,
+    "std": _std,
+    "population_std": functools.partial(_std, ddof=0),
+    "effective_sample_size": _effective_sample_size,
+    "sum": sum,
+    "max": _max,
+    "min": _min,
+    "seconds": _max,
+    "percentile": _quantile,
+}
+
+
+def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
+    """How far the training engine's log-probabilities are from the rollout engine's, for the same weights and tokens.
+
+    All [B, R]; `mask` True on response tokens. d = old - rollout: `rollout_corr/kl` is the token mean of -d, `k3_kl` of
+    e^d - d - 1, `mult_prob_error` of e^|d| (1 is perfect, above 1.05 suspect), `chi2_token` of e^2d - 1. Over sequences
+    with tokens: the `ppl`s; `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
+    """
+    mask = mask.detach().cpu().bool()
+    old, rollout = (torch.where(mask, _float64(x).cpu(), 0.0) for x in (old_logprobs, rollout_logprobs))
+    old_token, rollout_token = old[mask], rollout[mask]
+    probs_diff = (old_token.exp() - rollout_token.exp()).abs()
+    diff = old_token - rollout_token
+    bounded = diff.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    for name, values in (("probs", probs_diff), ("logp", diff.abs())):
+        metrics.mean_of(f"training/rollout_{name}_diff_mean", values)
+        if values.numel():
+            metrics.max(f"training/rollout_{name}_diff_max", values.max())
+    metrics.std("training/rollout_probs_diff_std", probs_diff)
+    metrics.percentile("training/rollout_logp_diff_p99", diff.abs(), 99)
+    metrics.mean_of("rollout_corr/kl", -diff)
+    metrics.mean_of("rollout_corr/k3_kl", bounded.exp() - bounded - 1)
+    metrics.mean_of("rollout_corr/mult_prob_error", bounded.abs().exp())
+    metrics.mean_of("rollout_corr/chi2_token", (2 * bounded).exp() - 1)
+
+    lengths = mask.sum(1)
+    kept = lengths > 0
+    old_mean, rollout_mean = (x.sum(1)[kept] / lengths[kept] for x in (old, rollout))
+    log_ppl_diff = rollout_mean - old_mean
+    total = (old - rollout).sum(1)[kept].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    metrics.mean_of("rollout_corr/chi2_seq", (2 * total).exp() - 1)
+    metrics.mean_of("rollout_corr/training_ppl", (-old_mean).exp())
+    metrics.mean_of("rollout_corr/rollout_ppl", (-rollout_mean).exp())
+    metrics.mean_of("rollout_corr/ppl_ratio", log_ppl_diff.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp())
+    metrics.mean_of("rollout_corr/log_ppl_diff", log_ppl_diff)
+    metrics.mean_of("rollout_corr/log_ppl_abs_diff", log_ppl_diff.abs())
+
+
+def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length: int) -> None:
+    """Rewards and lengths of every sample of the step. The table is the same on all ranks, so these are constants.
+
+    `critic/score` is the reward as it was given, `critic/rewards` with its penalties. Both leave out empty responses and
+    unscorable ones (NaN). `clip_ratio` is the share with exactly
+    `max_response_length` tokens, including those that stopped there of their own accord; `truncated_ratio` is the share
+    that the engine cut off.
+    """
+    if not len(table):
+        return
+    lengths = table.response_length
+    rewards, scores = (
+        [r for r, n in zip(column, lengths, strict=True) if n and not math.isnan(r)]
+        for column in (table.reward, table.raw_reward or table.reward)
+    )
+    summaries: dict[str, Sequence[float]] = {
+        "critic/score": scores,
+        "critic/rewards": rewards,
+        "response_length": lengths,
+        "response_length_non_aborted": [n for n in lengths if n],
+        "prompt_length": table.prompt_length,
+    }
+    for prefix, values in summaries.items():
+        if values:
+            metrics.constant(f"{prefix}/mean", sum(values) / len(values))
+            metrics.constant(f"{prefix}/max", max(values))
+            metrics.constant(f"{prefix}/min", min(values))
+    shares: dict[str, list[bool]] = {
+        "response_length/clip_ratio": [n == max_response_length for n in lengths],
+        "response/truncated_ratio": table.truncated,
+        "response/aborted_ratio": [n == 0 for n in lengths],
+        "reward/unscorable_ratio": [math.isnan(r) for r in table.reward],
+    }
+    for name, flags in shares.items():
+        metrics.constant(name, sum(flags) / len(flags))
+
+
+def throughput(reduced: Mapping[str, float], total_num_tokens: int, num_devices: int) -> dict[str, float]:
+    """Tokens per second and device, from a step's reduced `timing_s/*`.
+
+    `total_num_tokens`: unpadded prompt + response tokens of all samples. `perf/throughput` divides by the whole step;
+    `perf/throughput_train` leaves out `testing` and `save_checkpoint` (each the slowest rank's seconds).
+    """
+    result = {"perf/total_num_tokens": float(total_num_tokens)}
+    step = reduced.get("timing_s/step", 0.0)
+    training = step - reduced.get("timing_s/testing", 0.0) - reduced.get("timing_s/save_checkpoint", 0.0)
+    for name, seconds in (("perf/throughput", step), ("perf/throughput_train", training)):
+        if seconds > 0:
+            result[name] = total_num_tokens / (seconds * num_devices)
+    return result

@@ -1,0 +1,264 @@
+r"""What an answer is made of: lists, tuples, intervals, sets, unions, matrices, inequalities, and single values.
+
+`read(text)` -> Node; `same(gold, answer)` compares two trees. Order counts in tuples, intervals and matrices, not in
+lists (`3, 5`, `x=1 or x=2`, `1 \pm \sqrt2`) and sets; `(1,2)` is not `[1,2]`, and neither is the list `1,2`. An
+inequality in one variable is its interval. A leading `x =`, `f(x) =` or `x \in` is dropped, unless both have one and
+the names differ. Single values are compared by `rewards/value.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_megatron.rewards.math.latex import tidy
+
+MAX_ANSWER = 1000  # characters; longer answers are compared as strings
+MAX_PARTS = 64
+MAX_DEPTH = 6
+
+Kind = Literal["value", "list", "set", "()", "[]", "(]", "[)", "union", "matrix", "det"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """`kind` "value" has `text`, the others `parts`; `name` is what stood before `=`; a matrix has `columns`."""
+
+    kind: Kind
+    text: str = ""
+    parts: tuple[Node, ...] = ()
+    name: str = ""
+    columns: int = 0
+
+
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\\]", re.DOTALL)
+_OPEN = {"(", "[", "{", "\\{", "\\langle", "\\begin"}
+_CLOSE = {")", "]", "}", "\\}", "\\rangle", "\\end"}
+_NAME = re.compile(
+    r"\([a-z](?:,[a-z])+\)|[A-Za-z]{1,3}|[A-Za-z]_?\{?\w{1,3}\}?|\\[a-z]+|[A-Za-z]{1,2}'?\([A-Za-z0-9,]{1,5}\)|[a-zA-Z]\^\{-1\}\([a-z]\)"
+)
+_NOT_NAMES = {"\\pi", "\\infty", "\\sqrt", "\\frac"}
+_WORD_NAME = re.compile(r"\\angle\s?\w+|(?:\\text\{)?[A-Za-z][A-Za-z ]*\}?")
+_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_OR = re.compile(r"\\text\{,?\s?(?:and|or)\s?,?\}|(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])")
+_LEAD = re.compile(r"^\\text\{[^{}]* is:?\}")
+_TEXT_LIST = re.compile(r"\\text\{([^{}]*,[^{}]*)\}")
+_THOUSANDS = re.compile(r"-?(?:\\?\$)?-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9,])(?:[^,;(\[]*)")
+_RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\in", "\\approx", "\\cup", "\\pm", "\\mp")
+
+
+def read(text: str) -> Node:
+    """The tree of an answer. Raises nothing: what has no structure is one value."""
+    text = tidy(text)
+    text = _TEXT_LIST.sub(lambda m: ",".join(f"\\text{{{part.strip()}}}" for part in m[1].split(",")), text)
+    return _read(_OR.sub(",", _LEAD.sub("", text)), 0)
+
+
+def _read(text: str, depth: int) -> Node:
+    text = text.strip()
+    if depth > MAX_DEPTH:
+        return Node("value", text)
+    if not depth and _THOUSANDS.fullmatch(text):
+        return _value(text.replace(",", ""))
+    matrix = _MATRIX.fullmatch(text.removeprefix("[").removesuffix("]") if text.startswith("[\\begin{array}") else text)
+    if matrix and "\\begin" not in matrix[2]:
+        return _matrix(matrix[1], matrix[2], depth)
+    parts = [part for part in split(text, {",", ";"}) if part.strip()]
+    if 1 < len(parts) <= MAX_PARTS:
+        return _list(parts, depth)
+    text = parts[0].strip() if len(parts) == 1 else text
+    return _relation(text, depth) or _union(text, depth) or _bracketed(text, depth) or _value(text)
+
+
+def split(text: str, separators: set[str]) -> list[str]:
+    """`text` cut at separators that are in no bracket. Any bracket closes any other, as in (1,2]."""
+    parts, start, depth = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        word = token[0]
+        depth += (word in _OPEN) - (word in _CLOSE)
+        if depth == 0 and word in separators:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    return [*parts, text[start:]]
+
+
+def _list(parts: Sequence[str], depth: int) -> Node:
+    nodes = [_read(part, depth + 1) for part in parts]
+    if nodes[0].name and not any(node.name for node in nodes[1:]):  # x = 1, 2
+        return Node(
+            "list", parts=tuple(Node(n.kind, n.text, n.parts, "", n.columns) for n in nodes), name=nodes[0].name
+        )
+    flat = [leaf for node in nodes for leaf in (node.parts if node.kind == "list" else (node,))]
+    names = {node.name for node in flat}
+    if len(names) == 1 and names != {""}:  # x = 1, x = 2
+        plain = tuple(Node(n.kind, n.text, n.parts, "", n.columns) for n in flat)
+        return Node("list", parts=plain, name=names.pop())
+    return Node("list", parts=tuple(flat))
+
+
+def _matrix(kind: str, body: str, depth: int) -> Node:
+    rows = [row for row in split(body, {"\\\\"}) if row.strip()]
+    cells = [[_read(cell, depth + 1) for cell in split(row, {"&"})] for row in rows]
+    columns = len(cells[0]) if cells else 0
+    if any(len(row) != columns for row in cells):
+        columns = -1
+    parts = tuple(cell for row in cells for cell in row)
+    return Node("det" if kind[0] in "vV" else "matrix", parts=parts, columns=columns)
+
+
+def _relation(text: str, depth: int) -> Node | None:
+    if text.startswith("\\{"):
+        return None
+    signs = [t for t in _top_level(text) if t in ("=", "<", ">", "\\le", "\\ge", "\\in", "\\approx")]
+    if not signs:
+        return None
+    sides = [side.strip() for side in split(text, set(signs))]
+    if set(signs) <= {"=", "\\in", "\\approx"}:
+        named = is_name(sides[0]) and all(sides[1:])
+        constant = "\\in" not in signs and not any(re.search(r"(?<![\\a-z])[a-zA-Z](?![a-z])", side) for side in sides)
+        if named or constant:
+            node = _read(sides[-1], depth + 1)
+            return Node(node.kind, node.text, node.parts, sides[0] if named else node.name, node.columns)
+        return None
+    if "=" in signs or "\\in" in signs or len(signs) > 2:
+        return None
+    return _inequality(sides, signs, depth)
+
+
+def _inequality(sides: list[str], signs: list[str], depth: int) -> Node | None:
+    if {"<", "\\le"} & set(signs) and {">", "\\ge"} & set(signs):
+        return None
+    if signs[0] in (">", "\\ge"):
+        sides, signs = sides[::-1], signs[::-1]
+    closed = [sign in ("\\le", "\\ge") for sign in signs]
+    if len(sides) == 3 and is_name(sides[1]):
+        low, name, high = sides
+    elif len(sides) == 2 and is_name(sides[0]):
+        (name, high), low, closed = sides, "-\\infty", [False, *closed]
+    elif len(sides) == 2 and is_name(sides[1]):
+        (low, name), high, closed = sides, "\\infty", [*closed, False]
+    else:
+        return None
+    if not (low and high):
+        return None
+    kind: Kind = {(0, 0): "()", (0, 1): "(]", (1, 0): "[)", (1, 1): "[]"}[int(closed[0]), int(closed[1])]  # type: ignore[assignment]
+    return Node(kind, parts=(_read(low, depth + 1), _read(high, depth + 1)), name=name)
+
+
+def _union(text: str, depth: int) -> Node | None:
+    parts = split(text, {"\\cup"})
+    if 1 < len(parts) <= MAX_PARTS:
+        return Node("union", parts=tuple(_read(part, depth + 1) for part in parts))
+    parts = split(text, {"\\pm", "\\mp"})
+    if len(parts) == 2 and parts[1].strip():
+        left, right = (part.strip() for part in parts)
+        return Node("list", parts=(_value(f"{left}+{right}" if left else right), _value(f"{left}-{right}")))
+    return None
+
+
+def _bracketed(text: str, depth: int) -> Node | None:
+    """A whole text in one pair of brackets."""
+    first, last = _ends(text)
+    if first + last == "{}":
+        return _read(text[1:-1], depth + 1)
+    if first not in ("(", "[", "\\{", "\\langle") or last not in (")", "]", "\\}", "\\rangle"):
+        return None
+    inside = text[len(first) : len(text) - len(last)].strip()
+    parts = split(inside, {",", ";"})
+    if len(parts) > MAX_PARTS:
+        return None
+    if first == "\\{":
+        if last != "\\}" or len(split(inside, {":", "\\mid", "|"})) > 1:
+            return None
+        return Node("set", parts=tuple(_read(part, depth + 1) for part in parts if part.strip()))
+    if first == "(" and last == ")" and len(parts) == 1:
+        return _read(inside, depth + 1)
+    if len(parts) < 2:
+        return None
+    kind: Kind = ("[" if first == "[" else "(") + ("]" if last == "]" else ")")  # type: ignore[assignment]
+    return Node(kind, parts=tuple(_read(part, depth + 1) for part in parts))
+
+
+def _value(text: str) -> Node:
+    words = re.sub(r"\\text|[{}]", "", text).strip().casefold()
+    if text == "\\emptyset" or words in ("empty set", "no solution", "no solutions"):
+        return Node("set")
+    if text in ("\\mathbb{R}", "\\mathbb R") or words in ("all real numbers", "all reals"):
+        return Node("()", parts=(Node("value", "-\\infty"), Node("value", "\\infty")))
+    return Node("value", text.strip())
+
+
+def _ends(text: str) -> tuple[str, str]:
+    """The first and last token, when they are one pair of brackets around everything between; else empty."""
+    tokens, depth = [token[0] for token in _TOKEN.finditer(text)], 0
+    for index, token in enumerate(tokens):
+        depth += (token in _OPEN) - (token in _CLOSE)
+        if depth == 0 and index < len(tokens) - 1:
+            return "", ""
+    return (tokens[0], tokens[-1]) if len(tokens) > 1 and depth == 0 else ("", "")
+
+
+def _top_level(text: str) -> list[str]:
+    found, depth = [], 0
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
+        if depth == 0:
+            found.append(token[0])
+    return found
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is the name of something: `x`, `x_1`, `f(x)`, `\\theta`, `AB`, `\\angle ABC`, one or two words."""
+    text = text.strip()
+    return bool(_NAME.fullmatch(text) or (_WORD_NAME.fullmatch(text) and len(text) < 40)) and text not in _NOT_NAMES
+
+
+def same(gold: Node, answer: Node, equal: Callable[[str, str], bool]) -> bool:
+    """Whether two trees are one answer; `equal` compares single values."""
+    if gold.name and answer.name and _bare(gold.name) != _bare(answer.name):
+        return False
+    if {gold.kind, answer.kind} == {"list", "union"}:  # x < 1 or x > 3
+        return _unordered(gold.parts, answer.parts, equal)
+    if {gold.kind, answer.kind} == {"list", "set"} or gold.kind == answer.kind == "set":
+        return _unordered(_distinct(gold.parts, equal), _distinct(answer.parts, equal), equal)
+    if (
+        gold.kind == "()" and answer.kind == "list" and all(part.name for part in answer.parts)
+    ):  # x = 3, y = 5 for (3,5)
+        return _ordered(gold.parts, answer.parts, equal)
+    if gold.kind != answer.kind:
+        return False
+    if gold.kind == "value":
+        return equal(gold.text, answer.text)
+    if gold.kind == "list" and len({p.name for p in gold.parts}) > 1 and not any(p.name for p in answer.parts):
+        return _ordered(gold.parts, answer.parts, equal)  # 3, 5 for x = 3, y = 5
+    if gold.kind in ("list", "union"):
+        return _unordered(gold.parts, answer.parts, equal)
+    return gold.columns == answer.columns and gold.columns >= 0 and _ordered(gold.parts, answer.parts, equal)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"\\text|[{}\s_]", "", name)
+
+
+def _ordered(gold: Sequence[Node], answer: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
+    return len(gold) == len(answer) and all(same(g, a, equal) for g, a in zip(gold, answer, strict=True))
+
+
+def _unordered(gold: Sequence[Node], answer: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
+    left = list(answer)
+    for part in gold:
+        found = next((index for index, other in enumerate(left) if same(part, other, equal)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
+
+
+def _distinct(parts: Sequence[Node], equal: Callable[[str, str], bool]) -> list[Node]:
+    kept: list[Node] = []
+    for part in parts:
+        if not any(same(other, part, equal) for other in kept):
+            kept.append(part)
+    return kept

@@ -1,0 +1,249 @@
+"""RewardPool: rewards run in worker processes that may raise, hang, print or die, at the cost of that sample only.
+
+Workers are started with `subprocess`, never forked from a process with threads or CUDA, and no `__main__` is imported
+again. Every item has a wall-clock deadline; a worker that misses it is killed with its process group and replaced. One
+thread serves all pipes (`selectors`), so nothing a worker does can block the parent. Workers die with the parent: by
+the end of stdin, and on Linux by PR_SET_PDEATHSIG. That signal also comes when the *thread* that called `score` last
+ends; a worker lost between two calls is replaced without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import selectors
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from grpo_megatron.rewards.known import KNOWN_ANSWERS
+from grpo_megatron.rewards.reward import RewardResult, check_reward
+from grpo_megatron.rewards.workers.process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+QUEUED = 2  # items at a worker: one in work, one in its pipe; more would wait behind a slow one while others idle
+MAX_FAILED_STARTS = 3  # in a row, before the run is told that workers cannot start at all
+MAX_LOG = 1 << 16  # characters of workers' output shown per `score` call
+
+Item = tuple[str, str, str]  # (reward name, completion, answer)
+
+
+class RewardPool:
+    """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function.
+
+    Use it in a `with` block, or call `close`. `counts` sums the statuses of all items ever scored. Raises ValueError
+    when a reward in `names` is unknown or cannot be called with `kwargs`, or these are no JSON.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 1,
+        timeout_s: float = 10.0,
+        kwargs: Mapping[str, Any] | None = None,
+        names: Iterable[str] = (),
+    ) -> None:
+        if num_workers < 1 or timeout_s <= 0:
+            raise ValueError(f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be positive")
+        self.timeout_s = timeout_s
+        self.kwargs = dict(kwargs or {})
+        try:
+            json.dumps(self.kwargs)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
+        for name in names:
+            check_reward(name, self.kwargs)
+        self.counts: Counter[str] = Counter()
+        self._num_workers = num_workers
+        self._workers: list[WorkerProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._tested: set[str] = set()
+        self._closed = False
+        self._failed_starts = 0
+        self._log_left = MAX_LOG
+        # of the `score` call in progress
+        self._items: Sequence[Item] = []
+        self._todo: deque[int] = deque()
+        self._results: list[RewardResult | None] = []
+        self._unloadable: dict[str, str] = {}
+
+    def __enter__(self) -> RewardPool:
+        self._start_missing()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers. Idempotent."""
+        self._closed = True
+        for worker in list(self._workers):
+            self._remove(worker)
+        self._selector.close()
+
+    def score(self, items: Sequence[Item]) -> list[RewardResult]:
+        """One result per (reward name, completion, answer), in order. Scores are NaN where a reward could not tell.
+
+        Raises RuntimeError when worker processes cannot be started at all, when a reward of this package fails its
+        self-test, or when the pool is closed.
+        """
+        self.self_test(sorted({name for name, _, _ in items} - self._tested))
+        results = self._score(items, self.kwargs)
+        self.counts.update(result.status for result in results)
+        failed = [result for result in results if result.status != "ok"]
+        if failed:
+            logger.warning(
+                "%d of %d samples could not be scored (%d timeouts); the first: %s",
+                len(failed),
+                len(results),
+                sum(result.status == "timeout" for result in failed),
+                failed[0].message,
+            )
+        return results
+
+    def self_test(self, names: Iterable[str] = ("gsm8k",)) -> None:
+        """Score answers whose verdict is known (`rewards/known.py`). Raises RuntimeError for a wrong one.
+
+        `score` does this by itself for each name that it meets for the first time.
+        """
+        for name in names:
+            known = KNOWN_ANSWERS.get(name, [])
+            items = [(name, completion, answer) for completion, answer, _ in known]
+            for (completion, answer, score), result in zip(known, self._score(items, {}), strict=True):
+                if result.score != score:
+                    raise RuntimeError(
+                        f"the reward workers fail their self-test: {name!r} gave {result.score} ({result.status}"
+                        f" {result.message}) instead of {score} for completion {completion!r}, answer {answer!r}"
+                    )
+            self._tested.add(name)
+
+    def _score(self, items: Sequence[Item], kwargs: dict[str, Any]) -> list[RewardResult]:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            self._items, self._todo, self._results = items, deque(range(len(items))), [None] * len(items)
+            self._unloadable, self._log_left = {}, MAX_LOG
+            try:
+                for worker in [w for w in self._workers if not w.is_running()]:
+                    self._remove(worker)  # died between two calls
+                self._start_missing()
+                self._hand_out(kwargs)
+                while self._todo or any(worker.pending for worker in self._workers):
+                    self._serve()
+                    self._hand_out(kwargs)
+            finally:
+                for worker in [w for w in self._workers if w.pending]:  # interrupted: its answers belong to nobody
+                    self._remove(worker)
+                self._items = []
+            assert all(result is not None for result in self._results)
+            return self._results  # type: ignore[return-value]
+
+    def _hand_out(self, kwargs: dict[str, Any]) -> None:
+        """Give idle workers items, oldest first, evenly."""
+        for queued in range(QUEUED):
+            for worker in self._workers:
+                while self._todo and worker.ready and len(worker.pending) <= queued:
+                    number = self._todo.popleft()
+                    name, completion, answer = self._items[number]
+                    if name in self._unloadable:
+                        self._fail(number, "error", self._unloadable[name])
+                    else:
+                        worker.submit(number, name, completion, answer, kwargs)
+
+    def _serve(self) -> None:
+        """Wait for something to happen on a pipe, or for the next deadline, and deal with it."""
+        for worker in self._workers:
+            wanted = selectors.EVENT_WRITE if worker.wants_to_write else 0
+            self._watch(worker.stdin, wanted, worker)
+        now = time.monotonic()
+        deadline = min(worker.deadline(self.timeout_s) for worker in self._workers)
+        for key, _ in self._selector.select(min(max(deadline - now, 0), 60)):
+            worker = key.data
+            if worker not in self._workers:
+                continue  # replaced a moment ago
+            if key.fileobj is worker.stdin:
+                worker.write()
+            elif key.fileobj is worker.stderr:
+                self._show(worker)
+            elif not self._collect(worker):
+                ending = worker.kill()
+                self._replace(worker, "error", f"the reward's process died: {worker.problem or ending}")
+        now = time.monotonic()
+        for worker in [w for w in self._workers if w.deadline(self.timeout_s) <= now]:
+            worker.kill()
+            self._replace(worker, "timeout", f"no verdict after {self.timeout_s:g} s (reward.timeout_s); killed")
+
+    def _collect(self, worker: WorkerProcess) -> bool:
+        """Take the verdicts that have arrived. False: the worker is gone, or no longer speaks the protocol."""
+        verdicts, alive = worker.read()
+        self._failed_starts = 0 if worker.ready else self._failed_starts
+        for verdict in verdicts:
+            if "error" in verdict:
+                self._fail(
+                    verdict["id"], "timeout" if verdict.get("status") == "timeout" else "error", verdict["error"]
+                )
+            else:
+                steps = tuple((end, value) for end, value in verdict["steps"])
+                self._results[verdict["id"]] = RewardResult(verdict["score"], verdict["scores"], steps=steps)
+        return alive
+
+    def _fail(self, number: int, status: Literal["error", "timeout"], message: str) -> None:
+        message = f"reward {self._items[number][0]!r}: {message}"
+        self._results[number] = RewardResult(float("nan"), {}, status, message)
+
+    def _replace(self, worker: WorkerProcess, status: Literal["error", "timeout"], message: str) -> None:
+        """Charge the item a dead worker was at, return the others to the queue, start another worker."""
+        current = worker.pending[0] if worker.pending else None
+        self._collect(worker)  # a verdict may have arrived while it was being killed
+        self._show(worker)
+        tail = worker.log_tail.strip().rpartition("\n")[2][-200:]
+        message += f" (last output: {tail})" if tail else ""
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                raise RuntimeError(f"reward workers do not start; {message}")
+        if current and worker.pending and worker.pending[0] == current:  # else it was answered, and the next not begun
+            number, name = worker.pending.popleft()
+            self._fail(number, status, message)
+            if name not in worker.loaded:  # died while importing: do not try again for every sample of this call
+                self._unloadable[name] = "its module could not be imported; " + message
+        self._todo.extendleft(number for number, _ in reversed(worker.pending))
+        worker.pending.clear()
+        self._remove(worker)
+        self._start_missing()
+
+    def _start_missing(self) -> None:
+        while len(self._workers) < self._num_workers:
+            worker = WorkerProcess()
+            self._workers.append(worker)
+            self._watch(worker.stdout, selectors.EVENT_READ, worker)
+            self._watch(worker.stderr, selectors.EVENT_READ, worker)
+
+    def _remove(self, worker: WorkerProcess) -> None:
+        self._workers.remove(worker)
+        for pipe in (worker.stdin, worker.stdout, worker.stderr):
+            self._watch(pipe, 0, worker)
+        worker.kill()
+        worker.close()
+
+    def _watch(self, pipe: Any, events: int, worker: WorkerProcess) -> None:
+        known = pipe in self._selector.get_map()
+        if events and not known:
+            self._selector.register(pipe, events, worker)
+        elif known and not events:
+            self._selector.unregister(pipe)
+
+    def _show(self, worker: WorkerProcess) -> None:
+        """Pass on what a worker printed, up to MAX_LOG characters a call."""
+        text, more = worker.read_log()
+        if not more:
+            self._watch(worker.stderr, 0, worker)  # closed by the reward; stdout tells whether the process lives
+        if text and self._log_left > 0:
+            sys.stderr.write(text[: self._log_left])
+            self._log_left -= len(text)
+            if self._log_left <= 0:
+                sys.stderr.write("\n[further output of reward workers is not shown]\n")

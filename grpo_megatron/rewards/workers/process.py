@@ -1,0 +1,161 @@
+"""One worker process as its parent sees it: three non-blocking pipes, what was sent and not yet answered, one clock."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[3]
+STARTUP_TIMEOUT_S = 120.0  # for the interpreter to start, and for the import of a user's module
+MAX_REPLY = 1 << 20  # bytes of one line; a verdict has some hundred
+
+
+class WorkerProcess:
+    """Started by the constructor. `pending` holds (item number, reward name), oldest first; it works on the first."""
+
+    def __init__(self) -> None:
+        paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "grpo_megatron.rewards.workers.worker", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # its own process group: killed together with whatever a reward has started
+            bufsize=0,
+        )
+        assert self._process.stdin
+        assert self._process.stdout
+        assert self._process.stderr
+        self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            os.set_blocking(pipe.fileno(), False)
+        self.ready = False
+        self.loaded: set[str] = set()  # reward names it has imported
+        self.pending: deque[tuple[int, str]] = deque()
+        self.log_tail = ""
+        self.problem = ""  # why it must be killed, when it is not dead
+        self._clock = time.monotonic()
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._send({"sys_path": [os.path.abspath(entry) for entry in sys.path]})
+
+    def submit(self, number: int, reward: str, completion: str, answer: str, kwargs: dict[str, Any]) -> None:
+        """Queue one item."""
+        if not self.pending:
+            self._clock = time.monotonic()
+        self.pending.append((number, reward))
+        self._send({"id": number, "reward": reward, "completion": completion, "answer": answer, "kwargs": kwargs})
+
+    def deadline(self, timeout_s: float) -> float:
+        """When (time.monotonic) what it is doing now has taken too long; infinity when it is idle."""
+        if self.ready and not self.pending:
+            return float("inf")
+        loading = not self.ready or self.pending[0][1] not in self.loaded
+        return self._clock + (STARTUP_TIMEOUT_S if loading else timeout_s)
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._outgoing)
+
+    def write(self) -> None:
+        """Hand the pipe what it takes. A dead reader is noticed by `read`."""
+        try:
+            del self._outgoing[: os.write(self.stdin.fileno(), bytes(self._outgoing[: 1 << 16]))]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._outgoing.clear()
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """(verdicts that have arrived, whether more can come). Bytes that are no verdict end it."""
+        alive = True
+        with contextlib.suppress(BlockingIOError):
+            while alive and len(self._incoming) <= MAX_REPLY:
+                chunk = os.read(self.stdout.fileno(), 1 << 16)
+                self._incoming += chunk
+                alive = bool(chunk)
+        *lines, rest = self._incoming.split(b"\n")
+        self._incoming = rest
+        verdicts: list[dict[str, Any]] = []
+        try:
+            for line in lines:
+                self._accept(json.loads(line), verdicts)
+            if len(rest) > MAX_REPLY:
+                raise ValueError("a reply without end")
+        except (ValueError, RecursionError) as error:
+            self.problem = f"something wrote to its reply pipe ({error})"
+            self._incoming.clear()
+            alive = False
+        return verdicts, alive
+
+    def _accept(self, message: Any, verdicts: list[dict[str, Any]]) -> None:
+        if not isinstance(message, dict):
+            raise ValueError("not an object")
+        self._clock = time.monotonic()
+        if "ready" in message:
+            self.ready = True
+        elif "loaded" in message:
+            self.loaded.add(str(message["loaded"]))
+        elif self.pending and message.get("id") == self.pending[0][0] and _is_verdict(message):
+            self.pending.popleft()
+            verdicts.append(message)
+        else:
+            raise ValueError("not the verdict that was due")
+
+    def read_log(self) -> tuple[str, bool]:
+        """(what the worker has printed since the last call, at most 64 KiB; whether more can come)."""
+        try:
+            chunk = os.read(self.stderr.fileno(), 1 << 16)
+        except BlockingIOError:
+            return "", True
+        text = chunk.decode(errors="replace")
+        self.log_tail = (self.log_tail + text)[-500:]
+        return text, bool(chunk)
+
+    def is_running(self) -> bool:
+        # WNOWAIT: while it is not reaped, its process group's number cannot become somebody else's
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def kill(self) -> str:
+        """SIGKILL to the whole group; returns how the process ended. The pipes stay readable until `close`."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+
+    def close(self) -> None:
+        """Close the pipes; to be called after `kill`."""
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            pipe.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._outgoing += json.dumps(message).encode() + b"\n"
+        self.write()
+
+
+def _is_verdict(message: dict[str, Any]) -> bool:
+    if "error" in message:
+        return isinstance(message["error"], str)
+    steps = message.get("steps")
+    return (
+        isinstance(message.get("score"), float)
+        and isinstance(message.get("scores"), dict)
+        and isinstance(steps, list)
+        and all(isinstance(step, list) and list(map(type, step)) == [int, float] for step in steps)
+    )

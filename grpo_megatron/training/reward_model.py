@@ -1,0 +1,235 @@
+"""The reward model in the loop: it rewards the step's samples, and learns from them after each outer iteration.
+
+Iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1). The labels are the rules': of one prompt's samples, those
+with the higher rule-based reward are preferred. Every step its pairs are collected; after `iteration_steps` of them the
+model is continued on the collected pairs with replay of earlier ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo_megatron.algo.plan import supervised_plan
+from grpo_megatron.algo.ranking import ranked_pairs, ranking_accuracy
+from grpo_megatron.config import ActorConfig, RewardModelConfig
+from grpo_megatron.models import state as model_state
+from grpo_megatron.models.reward_model import RewardModel, SequenceScorer
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.parallel.exchange import exchange, gather_rows
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.training.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
+from grpo_megatron.types import GroupTable, Sample
+
+FOLDER, PAIRS = "reward_model", "pairs.json"
+
+
+class NoRewardModel:
+    """Stands in where rules alone give the rewards."""
+
+    def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
+        return table
+
+    def learn(self, step: int, metrics: Metrics) -> None: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path, *, same_world: bool) -> None: ...
+
+    def save_hf(self, target: Path, tokenizer_path: Path) -> None: ...
+
+
+class FrozenReward(NoRewardModel):
+    """A reward model that nothing is learnt by: one trained elsewhere."""
+
+    def __init__(self, config: RewardModelConfig, model: SequenceScorer, actor: ActorConfig) -> None:
+        self.config, self.model, self.actor = config, model, actor
+
+    def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
+        """The table with the model's rewards. Collective; step is not looked at."""
+        labels = table.raw_reward or table.reward
+        pairs = pairs_of(table, labels, self.config.max_pairs_per_group)
+        with metrics.phase("reward_model"):
+            scores = score_samples(self.model, samples, table, self.actor)
+        _record(metrics, scores, labels, pairs)
+        return with_scores(table, scores, self.config)
+
+
+class LearningReward(FrozenReward):
+    """The reward model of iterative GRPO. `model` has its optimizer set for the whole run."""
+
+    model: RewardModel
+
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        model: RewardModel,
+        actor: ActorConfig,
+        *,
+        iteration_steps: int,
+        total_steps: int,
+        seed: int,
+    ) -> None:
+        super().__init__(config, model, actor)
+        self.mesh: Mesh = model.mesh
+        self.iteration_steps, self.seed = iteration_steps, seed
+        model.set_optimizer(config.optim, max(1, total_steps // iteration_steps * config.steps))
+        model.offload()
+        self.history = PairHistory(config.history_size, seed)
+        self.fresh = self._no_pairs()
+
+    @contextlib.contextmanager
+    def _learning(self) -> Iterator[None]:
+        """The optimizer's states are on the device, where `actor.megatron.offload_optimizer` keeps them off it."""
+        self.model.onload()
+        yield
+        self.model.offload()
+
+    def _no_pairs(self) -> PairHistory:
+        """Of an iteration's own pairs, as many as its updates could look at."""
+        return PairHistory(self.config.steps * self.config.train_batch_size, self.seed)
+
+    def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
+        """Keep the step's pairs, labelled by `table`'s rewards; then the table with the model's. Collective.
+
+        Before `start_iteration` the table stays as it is.
+        """
+        labels = table.raw_reward or table.reward
+        pairs = gather_pairs(samples, table, pairs_of(table, labels, self.config.max_pairs_per_group), self.mesh)
+        self.fresh.add(pairs)
+        metrics.constant("reward_model/pairs", len(pairs))
+        if step // self.iteration_steps < self.config.start_iteration:
+            return table
+        return super().reward(step, samples, table, metrics)
+
+    def learn(self, step: int, metrics: Metrics) -> None:
+        """After the last step of an outer iteration: train on its pairs and on history, then make them history.
+
+        Collective. Without any fresh pair (no prompt told its samples apart) nothing is trained.
+        """
+        config, fresh, history = self.config, self.fresh.pairs, self.history.pairs
+        iteration = step // self.iteration_steps
+        updates = []
+        with metrics.phase("update_reward_model"), self._learning():
+            for update in range(config.steps if fresh else 0):
+                pairs = mixed_batch(
+                    fresh,
+                    history,
+                    size=config.train_batch_size,
+                    replay_ratio=config.replay_ratio,
+                    seed=self.seed,
+                    iteration=iteration,
+                    step=update,
+                )
+                batch = pair_batch(pairs, self.actor, self.mesh.dp_rank, self.mesh.dp)
+                updates.append(self.model.update_pairs(batch, len(pairs)))
+        self.history.add(fresh)
+        self.fresh = self._no_pairs()
+        for name in updates[0] if updates else ():
+            values = [one[name] for one in updates]
+            metrics.constant(name, sum(values) / len(values))
+            metrics.constant(f"{name}/first", values[0])
+            metrics.constant(f"{name}/last", values[-1])
+
+    def save(self, folder: Path) -> None:
+        """Collective: model, optimizer and pairs into a new folder inside the existing `folder`. Raises RankError."""
+        target = folder / FOLDER
+        problem = None
+        try:
+            if self.mesh.rank == 0:
+                (target / "state").mkdir(parents=True)
+                held = {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
+                (target / PAIRS).write_text(json.dumps(held))
+            self.mesh.barrier()
+            with self._learning():
+                model_state.save(self.model, target / "state")
+        except OSError as error:
+            problem = f"cannot write checkpoint {target}: {error}"
+        self.mesh.agree(problem)
+
+    def load(self, folder: Path, *, same_world: bool) -> None:
+        """Collective: the inverse of `save`, in any layout."""
+        target = folder / FOLDER
+        with self._learning():
+            model_state.load(self.model, target / "state", same_world=same_world)
+        held = json.loads((target / PAIRS).read_text())
+        self.model.load_state(held["model"])
+        self.history.load_state(held["history"])
+        self.fresh.load_state(held["fresh"])
+
+    def save_hf(self, target: Path, tokenizer_path: Path) -> None:
+        """Collective: the model as a folder that `reward_model.path` can name."""
+        self.model.save_hf(target, tokenizer_path)
+
+
+def pairs_of(table: GroupTable, labels: Sequence[float], limit: int | None) -> list[tuple[int, int]]:
+    """(chosen, rejected) rows of every group; rows without a response are in none."""
+    return [
+        pair
+        for group in table.groups()
+        for pair in ranked_pairs(labels, [row for row in group if table.response_length[row]], limit)
+    ]
+
+
+def gather_pairs(
+    samples: Sequence[Sample], table: GroupTable, pairs: Sequence[tuple[int, int]], mesh: Mesh
+) -> list[PreferencePair]:
+    """Collective: the tokens of the rows in `pairs`, from whoever holds them to every rank."""
+    held = {(s.prompt_index, s.index): s for s in samples}
+    wanted = sorted({row for pair in pairs for row in pair})
+    mine = {}
+    for row in (row for row in wanted if table.holder[row] == mesh.rank):
+        sample = held[table.prompt_index[row], table.index[row]]
+        mine[row] = torch.tensor([*sample.prompt.prompt_ids, *sample.response_ids], dtype=torch.int32).numpy()
+    tokens = {row: torch.as_tensor(array) for part in mesh.all_gather(mine) for row, array in part.items()}
+    return [PreferencePair(table.prompt_length[best], tokens[best], tokens[worst]) for best, worst in pairs]
+
+
+def score_samples(
+    model: SequenceScorer, samples: Sequence[Sample], table: GroupTable, actor: ActorConfig
+) -> list[float]:
+    """Collective: the model's score of every row of the table, on every rank; the rows are balanced by length."""
+    mesh = model.mesh
+    lengths = [(0, p + r) for p, r in zip(table.prompt_length, table.response_length, strict=True)]
+    plan = supervised_plan(lengths, actor, mesh.dp)
+    batch = exchange(samples, table, plan, mesh)
+    scores = gather_rows(dict(zip(batch.rows, model.score(batch).tolist(), strict=True)), mesh)
+    return [scores[row] for row in range(len(table))]
+
+
+def with_scores(table: GroupTable, scores: Sequence[float], config: RewardModelConfig) -> GroupTable:
+    """The table rewarded by the model: coefficient x score, in place of the rule's reward or added to it.
+
+    A penalty that is in the reward and not in `table.raw_reward` stays. A row that the rules could not score has a reward
+    now if the rule's is replaced.
+    """
+    labels = table.raw_reward or table.reward
+    added = [config.coefficient * score for score in scores]
+    if config.combine == "add":
+        base, penalties = labels, [r - s for r, s in zip(table.reward, labels, strict=True)]
+    else:
+        base = [0.0] * len(table)
+        penalties = [
+            r - s if table.raw_reward and r == r and s == s else 0.0 for r, s in zip(table.reward, labels, strict=True)
+        ]
+    totals = [b + a for b, a in zip(base, added, strict=True)]
+    reward = [t + p for t, p in zip(totals, penalties, strict=True)]
+    return replace(table, reward=reward, raw_reward=totals if table.raw_reward else [])
+
+
+def _record(
+    metrics: Metrics, scores: Sequence[float], labels: Sequence[float], pairs: Sequence[tuple[int, int]]
+) -> None:
+    """What every rank knows already."""
+    known = [label for label in labels if label == label]
+    if scores:
+        metrics.constant("reward_model/score/mean", sum(scores) / len(scores))
+    if known:
+        metrics.constant("reward_model/rule_reward/mean", sum(known) / len(known))
+    if pairs:
+        metrics.constant("reward_model/agreement", ranking_accuracy(scores, pairs))

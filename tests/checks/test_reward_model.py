@@ -1,0 +1,104 @@
+"""What is refused about `reward_model`, before anything starts: each message names the key and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_megatron.checks.reward_model import reward_model_problems
+from grpo_megatron.cli.config_file import load_config
+from tests import runs
+
+WORKS = ["reward_model.path=REWARD", "algorithm.iteration_steps=2", "reward_model.start_iteration=1"]
+CLASSIFIER = {"architectures": ["Qwen2ForSequenceClassification"]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_run(tmp_path_factory.mktemp("run"))
+
+
+def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> list[str]:
+    from grpo_megatron.models.families import read_architecture
+
+    config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
+    return list(reward_model_problems(config, world, read_architecture(config.model.path)))
+
+
+def changed(run: Path, target: Path, **config: Any) -> Path:
+    """The model folder of the run with another config.json."""
+    shutil.copytree(run / "model", target)
+    file = target / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    return target
+
+
+def test_a_language_model_is_taken_from_the_second_iteration_on(run: Path) -> None:
+    assert problems(run, run / "model", WORKS) == []
+    assert problems(run, run / "model", []) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["reward_model.steps=7"], "reward_model.steps has no effect without a reward model; set reward_model.path"),
+        ([*WORKS, "reward_model.path=nowhere"], "reward_model.path='nowhere' is not a folder"),
+        ([*WORKS[:2]], "new head scores every response 0 until trained; set reward_model.start_iteration=1"),
+        ([*WORKS[:1]], "new head scores every response 0 until trained; set algorithm.iteration_steps"),
+        ([*WORKS, "reward_model.start_iteration=2"], "2 x algorithm.iteration_steps=2 = 4 steps leave none of"),
+        ([*WORKS, "algorithm.adv_estimator=remax"], "'remax' needs the reward of a greedy response"),
+        ([*WORKS, "rollout.n=1"], "set rollout.n=2 or more"),
+        ([*WORKS, "actor.ppo_max_token_len_per_gpu=63"], "a pair of full sequences, 2 x 32"),
+    ],
+)
+def test_keys_against_keys(run: Path, overrides: list[str], said: str) -> None:
+    found = problems(run, run / "model", overrides)
+    assert any(said in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architectures": ["Qwen2ForTokenClassification"]}, "'Qwen2ForTokenClassification' cannot be a reward model"),
+        ({**CLASSIFIER, "num_labels": 3}, "with 3 labels cannot be a reward model"),
+        (CLASSIFIER, "with 2 labels cannot be a reward model"),  # transformers' default
+        ({**CLASSIFIER, "id2label": {"0": "score"}}, "missing score.weight"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
+        ({"hidden_size": 32}, "has shape"),
+        ({"max_position_embeddings": 20}, "exceed the max_position_embeddings 20 of reward_model.path"),
+    ],
+)
+def test_folders_that_are_no_reward_model(run: Path, tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    found = problems(run, changed(run, tmp_path / "model", **config), WORKS)
+    assert any(said in line and "reward_model.path" in line for line in found), found
+
+
+def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:
+    """The policy has 4 layers; 3 cannot be cut in 2 stages."""
+    from tests.tiny import make_model
+
+    other = make_model(tmp_path / "model", "qwen2", **{**runs.SIZES, "num_hidden_layers": 3})
+    runs.write_tokenizer(other)
+    (line,) = problems(run, other, [*WORKS, "actor.megatron.pipeline_model_parallel_size=2"])
+    assert line.startswith("reward_model.path=") and "does not divide the model's 3 layers" in line
+
+
+def test_the_tokens_must_be_the_policys(run: Path, tmp_path: Path) -> None:
+    other = changed(run, tmp_path / "model")
+    runs.write_tokenizer(other, [*runs.VOCABULARY[:4], *reversed(runs.VOCABULARY[4:])])
+    (line,) = problems(run, other, WORKS)
+    assert "another tokenizer than the policy: token '0' is 4 to the policy and 17 to it" in line
+    (other / "tokenizer.json").unlink()
+    assert problems(run, other, WORKS) == []  # as many tokens, and nothing to compare
+
+
+def test_the_section_is_read_like_any_other(run: Path) -> None:
+    raw = yaml.safe_load((run / "run.yaml").read_text())
+    assert "reward_model" not in raw
+    config = load_config(run / "run.yaml", ["reward_model.path=x", "reward_model.optim.lr=1e-5"])
+    assert config.reward_model.optim.lr == 1e-5 and config.reward_model.replay_ratio == 0.1

@@ -1,0 +1,150 @@
+"""What the ranks of the sync tests run: a real policy and a real engine in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import tiny
+from tests.models.policy_ranks import loss, share
+from tests.tiny import make_batch
+
+VOCAB = 101
+
+
+def build(
+    folder: Path,
+    tp: int,
+    pp: int,
+    sp: bool,
+    rollout_tp: int,
+    temperature: float = 1.0,
+    lr: float = 1e-2,
+    dtype: str = "float32",
+) -> Any:
+    from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.families import hf_shapes, read_architecture
+    from grpo_megatron.models.policy import Policy
+    from grpo_megatron.parallel.mesh import build_mesh
+    from grpo_megatron.rollout.vllm import VllmEngine
+    from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
+
+    device = Device("cpu")
+    mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
+    arch = read_architecture(folder)
+    megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
+    actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
+    policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
+    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=0.03)
+    engine = VllmEngine(
+        folder,
+        rollout,
+        mesh,
+        device,
+        dtype=dtype,
+        max_model_len=128,
+        eos_token_ids=[2],
+        expected=hf_shapes(arch),
+    )
+    colocation = Colocation(
+        policy, engine, mesh, tolerance=DEFAULT_TOLERANCE[dtype], bucket_megabytes=1, max_length=128
+    )
+    return mesh, policy, engine, colocation
+
+
+def requests(step: int, temperature: float) -> Any:
+    from grpo_megatron.rollout.engine import Request, sample_seed
+
+    prompts = [p for p, _ in tiny.make_sequences(6, seed=7)]
+    return [
+        Request(tuple(p), sample_seed(1, step, str(i), 0), max_tokens=12, temperature=temperature)
+        for i, p in enumerate(prompts)
+    ]
+
+
+def cycles(
+    folder: Path,
+    layout: tuple[int, int, int, bool],
+    rollout_tp: int,
+    num_cycles: int,
+    lr: float,
+    temperature: float = 1.0,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """`num_cycles` times: sync, generate, score the same tokens with the policy, update."""
+    from grpo_megatron.observability.metrics import Metrics
+
+    _, tp, pp, sp = layout
+    mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, temperature, lr, dtype)
+    pairs = tiny.make_sequences(6)
+    rows = share(len(pairs), mesh.dp_rank, mesh.dp)
+    batch = make_batch(pairs, [[list(range(len(rows)))]], rows)
+    means, worsts, tokens = [], [], []
+    for cycle in range(num_cycles):
+        with colocation.rollout(cycle, Metrics()):
+            drawn = engine.generate(requests(0, temperature), cycle)
+        asked = [list(r.prompt_ids) for r in requests(0, temperature)]
+        scored = make_batch([(p, c.response_ids) for p, c in zip(asked, drawn, strict=True)], [[list(range(6))]])
+        mine = policy.logprobs(scored)
+        difference = torch.cat(
+            [(mine[i, : len(c.logprobs)] - torch.tensor(c.logprobs)).abs() for i, c in enumerate(drawn)]
+        )
+        means.append(difference.mean().item())
+        worsts.append(difference.max().item())
+        tokens.append([c.response_ids for c in drawn])
+        policy.update(batch, loss)
+    return {"mean": means, "max": worsts, "tokens": tokens}
+
+
+def faulty(folder: Path, fault: str) -> dict[str, Any]:
+    """A PP2 policy whose second sync goes wrong on rank 1 alone."""
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.parallel.mesh import RankError
+
+    mesh, policy, engine, colocation = build(folder, 1, 2, False, rollout_tp=1)
+    with colocation.rollout(0, Metrics()):
+        engine.generate(requests(0, 1.0), 0)
+    if mesh.rank == 1:
+        _break(policy, engine, fault)
+    try:
+        with colocation.rollout(1, Metrics()):
+            engine.generate(requests(0, 1.0), 1)
+        error = "none"
+    except RankError as raised:
+        error = str(raised)
+    if fault == "other_model":  # the probe's own refusal: the weights did arrive
+        return {"error": error, "refused": True}
+    try:
+        engine.generate(requests(0, 1.0), 1)
+        refused = False
+    except RuntimeError:
+        refused = True
+    return {"error": error, "refused": refused}
+
+
+def _break(policy: Any, engine: Any, fault: str) -> None:
+    from grpo_megatron.models.weights import bare
+
+    inner = bare(policy.ddp)
+    last = inner.decoder.layers[-1].mlp
+    if fault == "missing":
+        del inner.decoder.layers[0].mlp.linear_fc2.weight
+    elif fault == "nan":
+        with torch.no_grad():
+            last.linear_fc1.weight[3, 5] = torch.nan
+    elif fault == "exception":
+        real = policy.hf_weights
+
+        def stream(bucket_megabytes: int) -> Any:
+            for number, bucket in enumerate(real(bucket_megabytes)):
+                if number == 1:
+                    raise KeyError("broken stream")
+                yield bucket
+
+        policy.hf_weights = stream
+    else:  # the engine silently keeps something else: what only the probe can see
+        logprobs = engine.logprobs
+        engine.logprobs = lambda sequences: [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]

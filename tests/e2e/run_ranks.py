@@ -1,0 +1,160 @@
+"""What the ranks of the end-to-end tests run: the real Trainer, watched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from grpo_megatron.config import Config
+
+
+def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A tiny complete run on `world` ranks; `sections` are merged in, one level deep."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": str(root / "model"), "dtype": "float32"},
+        "data": {
+            "task": "arithmetic",
+            "train_files": [str(root / "data/train.jsonl")],
+            "val_files": [str(root / "data/val.jsonl")],
+            "val_max_samples": 6,
+            "apply_chat_template": False,
+            "train_batch_size": 6,
+            "max_prompt_length": 24,
+            "max_response_length": 12,
+        },
+        "actor": {
+            "optim": {"lr": 2e-3},
+            "kl_loss_coef": 0.05,
+            "ppo_mini_batch_size": 3,
+            "ppo_epochs": 2,
+            "ppo_max_token_len_per_gpu": 160,
+        },
+        "rollout": {"n": 3, "enforce_eager": True, "kv_cache_gib": 0.05, "val_kwargs": {"temperature": 1.0}},
+        "reward": {"function": "tests.e2e.rewards:length_reward"},
+        "trainer": {
+            "total_training_steps": 2,
+            "test_freq": -1,
+            "val_before_train": False,
+            "save_freq": -1,
+            "save_hf_at_end": False,
+            "n_gpus_per_node": world,
+            "device": "cpu",
+            "output_dir": str(output_dir),
+            "logger": ["jsonl"],
+        },
+    }
+    for section, values in sections.items():
+        base.setdefault(section, {}).update(values)
+    return base
+
+
+def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
+    """Run the Trainer; return this rank's samples per step, and the final weights and optimizer state."""
+    from grpo_megatron.checks.validate import validate
+    from grpo_megatron.trainer import Trainer
+
+    config = Config.model_validate(raw)
+    trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
+    drawn: dict[int, list[Any]] = {}
+    collect = trainer.collect
+
+    def watched(step: int) -> Any:
+        samples = collect(step)
+        drawn[step] = [(s.prompt.uid, s.index, s.response_ids, s.rollout_logprobs, s.reward) for s in samples]
+        return samples
+
+    trainer.collect = watched  # type: ignore[method-assign]
+    result: dict[str, Any] = {"samples": drawn, "rank": trainer.mesh.rank, "leader": trainer.mesh.is_block_leader}
+    close = trainer.close
+
+    def last_look(*, alone: bool = False) -> None:
+        if keep_weights:
+            result["weights"] = {n: t.clone() for bucket in trainer.policy.hf_weights(1) for n, t in bucket}
+            result["optimizer"] = [
+                {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+                for one in getattr(trainer.policy.optimizer, "chained_optimizers", [trainer.policy.optimizer])
+                for state in one.optimizer.state.values()
+            ]
+            result["first_step"] = trainer.first_step
+        close(alone=alone)
+
+    trainer.close = last_look  # type: ignore[method-assign]
+    with _no_curves():
+        trainer.run()
+    return result
+
+
+def _no_curves() -> Any:
+    """Drawing takes longer than a step; the quickstart's test has its curves drawn."""
+    return mock.patch("grpo_megatron.observability.curves.plot", lambda *arguments: None)
+
+
+def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
+    """Step -> every sample of every block, ordered."""
+    steps = results[0]["samples"]
+    return {
+        step: sorted(sample for result in results if result["leader"] for sample in result["samples"][step])
+        for step in steps
+    }
+
+
+def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train every config in turn, in one world with one engine: starting those two is what takes the time.
+
+    Returns, per config, the plans and tables of its steps (the same on every rank) and its final weights; or the
+    message of what it raised.
+    """
+    from grpo_megatron import trainer as module
+    from grpo_megatron.parallel import mesh as mesh_module
+
+    built: dict[str, Any] = {}
+
+    def once(name: str, build: Any) -> Any:
+        def cached(*args: Any, **kwargs: Any) -> Any:
+            if name not in built:
+                built[name] = build(*args, **kwargs)
+            return built[name]
+
+        return cached
+
+    results = []
+    with (
+        mock.patch.object(module, "VllmEngine", once("engine", module.VllmEngine)),
+        mock.patch.object(module, "build_mesh", once("mesh", module.build_mesh)),
+        mock.patch.object(module, "destroy_mesh", lambda: None),
+    ):
+        for raw in raws:
+            if "engine" in built:
+                built["engine"].shutdown = lambda: None
+            results.append(_watched(raw))
+    del built["engine"].shutdown  # back to the class's own
+    built["engine"].shutdown()
+    mesh_module.destroy_mesh()
+    return results
+
+
+def _watched(raw: dict[str, Any]) -> dict[str, Any]:
+    from grpo_megatron.checks.validate import validate
+    from grpo_megatron.trainer import Trainer
+
+    config = Config.model_validate(raw)
+    trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
+    seen: dict[str, Any] = {"tables": [], "plans": [], "batches": []}
+    log = trainer.log
+
+    def watch(step: int, samples: Any, table: Any, plan: Any, batch: Any) -> None:
+        seen["tables"].append(table)
+        seen["plans"].append(plan)
+        seen["batches"].append((batch.advantages.tolist(), batch.token_weights.tolist()))
+        log(step, samples, table, plan, batch)
+
+    trainer.log = watch  # type: ignore[method-assign]
+    trainer.engine.shutdown = lambda: None  # type: ignore[method-assign]
+    with _no_curves():
+        trainer.run()
+    seen["weights"] = {name: t.clone() for bucket in trainer.policy.hf_weights(1) for name, t in bucket}
+    return seen

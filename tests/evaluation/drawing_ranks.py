@@ -1,0 +1,74 @@
+"""What the ranks of a world do for test_run.py: draw a plan's samples, once whole and once with an interruption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from grpo_megatron.device import Device
+from grpo_megatron.evaluation import run
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
+from grpo_megatron.evaluation.settings import Options, prepare
+from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
+from grpo_megatron.rollout.engine import Request
+
+SETTINGS: dict[str, Any] = {"tasks": ["gsm8k", "math"], "samples": 3, "max_tokens": 12, "temperature": 1.0}
+
+
+def options(model: Path, data: Path, output: Path) -> Options:
+    return Options(model=model, data=data, output=output, **SETTINGS)
+
+
+class Killed(Exception):
+    pass
+
+
+def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) -> dict[str, Any]:
+    """Draw into `output`; with `interrupted`, also into that folder: torn in its second batch, then continued.
+
+    Returns how often the engine was asked in each, and a greedy answer's tokens.
+    """
+    how = run.EngineOptions(device="cpu", batch_size=9)
+    plan = prepare(options(model, data, output))
+    device = Device("cpu")
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1)
+    engine = run._engine(plan, how, mesh, device)
+    facts: dict[str, Any] = {"calls": []}
+
+    def draw(target: Path) -> None:
+        again = prepare(options(model, data, target))
+        if mesh.rank == 0:
+            with run.claimed(target):
+                run.remember(again)
+        mesh.barrier()
+        with mock.patch.object(engine, "generate", wraps=engine.generate) as generate:
+            try:
+                for selected in again.selected:
+                    run._draw_task(again, selected, how, engine, mesh)
+            finally:
+                facts["calls"].append(generate.call_count)
+
+    draw(output)
+    if interrupted is not None:
+        append = Ledger.append
+
+        def torn(self: Ledger, block: int, rows: list[LedgerEntry]) -> None:
+            append(self, block, rows)
+            file = self.folder / f"block_{block:04d}.jsonl"
+            if file.read_bytes().count(b"\n") > 9:  # in the second batch: leave half of it
+                file.write_bytes(file.read_bytes()[:-500])
+                raise Killed
+
+        with mock.patch.object(Ledger, "append", torn):
+            try:
+                draw(interrupted)
+            except Killed:
+                facts["torn"] = True
+        draw(interrupted)
+        draw(interrupted)
+    prompt = plan.selected[0].prompts.prompts[0]
+    facts["greedy"] = engine.generate([Request(prompt.prompt_ids, 0, 12, temperature=0.0)], run.VERSION)[0].response_ids
+    engine.shutdown()
+    destroy_mesh()
+    return facts

@@ -1,0 +1,277 @@
+"""Sinks: what is on disk after a crash and a resume, what the console shows, and what curves.py draws of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config import ConfigError, TrainerConfig
+from grpo_megatron.observability import curves
+from grpo_megatron.observability.sinks import (
+    COLUMNS,
+    ConsoleSink,
+    JsonlSink,
+    build_sinks,
+    format_table,
+    print_table,
+    read_metrics,
+)
+
+STEP = {
+    "critic/score/mean": 0.25,
+    "response_length/mean": 231.25,
+    "actor/entropy": 0.5123,
+    "actor/grad_norm": 0.33,
+    "actor/pg_clipfrac": 0.0021,
+    "training/rollout_logp_diff_mean": 3.2e-7,
+    "timing_s/step": 41.23,
+    "timing_s/gen": 20.0,
+    "perf/throughput": 12345.6,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def config(folder: Path, *logger: str, steps: int = 30) -> TrainerConfig:
+    return TrainerConfig.model_validate({"output_dir": folder, "logger": list(logger), "total_training_steps": steps})
+
+
+def lines(path: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["x"]) for row in map(json.loads, path.read_text().splitlines())]
+
+
+# -- jsonl ---------------------------------------------------------------------------------------------------------
+
+
+def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
+    """Steps 0..4, a crash in the middle of line 5, a resume from the checkpoint at step 3."""
+    run = config(tmp_path / "new" / "run", "jsonl")
+    path = run.output_dir / "metrics.jsonl"
+    first = build_sinks(run)
+    for step in range(5):
+        first.log(step, {"x": float(step)})
+        assert lines(path)[-1] == (step, float(step))  # on disk at once, not when the run ends
+    with path.open("a") as file:
+        file.write('{"step": 5, "x": 5')
+    with build_sinks(run, first_step=3) as resumed:
+        assert lines(path) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+        resumed.log(3, {"x": 30.0})
+        resumed.log(4, {"x": 40.0})
+    assert lines(path) == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    assert [p.name for p in run.output_dir.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_failed_truncation_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "x": 1}\n{"step": 1, "x": 2}\n')
+    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        JsonlSink(path, first_step=1)
+    assert lines(path) == [(0, 1), (1, 2)]
+
+
+def test_lines_are_strict_json(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.log(0, {"nan": math.nan, "inf": -math.inf, "x": 1})
+    row = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"step": 0, "nan": None, "inf": None, "x": 1.0}
+
+
+def test_other_ranks_touch_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with build_sinks(config(tmp_path / "run", "console", "jsonl", "tensorboard"), rank=1) as sinks:
+        sinks.log(0, STEP)
+        sinks.note("hello")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+# -- tensorboard, wandb --------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_resume_purges(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step, offset in ((0, 0.0), (2, 100.0)):
+        with build_sinks(config(tmp_path, "tensorboard"), first_step=first_step) as sinks:
+            for step in range(first_step, first_step + 3):
+                sinks.log(step, {"critic/score/mean": step + offset})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
+    assert scalars == [(0, 0.0), (1, 1.0), (2, 102.0), (3, 103.0), (4, 104.0)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_missing_package_is_one_error_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # import raises ImportError
+    with pytest.raises(ConfigError, match=rf"trainer.logger=.*'{package}'.*pip install {package}, or take"):
+        build_sinks(config(tmp_path / "run", "jsonl", package), rank=rank)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_continues_a_resumed_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in with wandb's signature (checked once by hand with wandb 0.31 offline)."""
+    runs: list[Any] = []
+
+    def init(**kwargs: Any) -> Any:
+        run = SimpleNamespace(kwargs=kwargs, logged=[], finished=False)
+        run.log = lambda metrics, step: run.logged.append((step, metrics))
+        run.finish = lambda: setattr(run, "finished", True)
+        runs.append(run)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for first_step in (0, 2, 0):
+        with build_sinks(config(tmp_path / "run7", "wandb"), first_step=first_step, run_config={"seed": 1}) as sinks:
+            sinks.log(first_step, {"x": 1.0})
+    ids = [run.kwargs["id"] for run in runs]
+    assert ids[0] == ids[1] != ids[2]
+    assert (runs[1].kwargs["name"], runs[1].kwargs["resume"], runs[1].kwargs["config"]) == (
+        "run7",
+        "allow",
+        {"seed": 1},
+    )
+    assert (runs[1].logged, runs[1].finished) == ([(2, {"x": 1.0})], True)
+
+
+# -- console -------------------------------------------------------------------------------------------------------
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    stream = io.StringIO()
+    console = ConsoleSink(total_steps=45, stream=stream)
+    console.note("weights: probe agrees")
+    for step in range(45):
+        console.log(step, {**STEP, "val-core/a/acc/mean@1": 0.2, "val-core/b/acc/mean@4": 0.4} if step == 1 else STEP)
+    console.close()
+    out = stream.getvalue()
+    assert "\r" not in out
+    assert max(map(len, out.splitlines())) <= 120
+    assert all(f"  {column.title:<10} {column.legend}\n" in out for column in COLUMNS)
+    table = out[out.index("  step ") :].splitlines()
+    headers = [i for i, line in enumerate(table) if line.startswith("  step ")]
+    assert headers == [0, 21, 42]  # every 20 rows
+    assert len({len(line) for line in table}) == 1  # aligned
+    assert table[1].split() == ["0", "0.2500", "-", "231.2", "0.5123", "0.3300", "0.0021", "3.2e-07", "41.2", "12,346"]
+    assert table[2].split()[2] == "0.3000"  # mean of the validation sets
+    assert table[-1].split()[0] == "44"
+
+
+def test_cells_that_do_not_fit_fixed_notation() -> None:
+    stream = io.StringIO()
+    ConsoleSink(1, stream=stream).log(
+        0, {"critic/score/mean": 0.0, "actor/grad_norm": math.nan, "actor/entropy": 1e-6, "response_length/mean": 1e9}
+    )
+    assert stream.getvalue().splitlines()[-1].split() == [
+        "0", "0.0000", "-", "1.0e+09", "1.0e-06", "nan", "-", "-", "-", "-",
+    ]  # fmt: skip
+
+
+def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    console = ConsoleSink(total_steps=10, first_step=4, stream=stream)
+    console.log(4, STEP)
+    console.note("saved step 5")
+    console.close()
+    out = stream.getvalue()
+    assert re.search(r"GRPO:.* 4/10 ", out)
+    assert re.search(r"GRPO:.* 5/10 ", out)
+    rows = [line.split("\r")[-1] for line in out.split("\n")]  # what stays on the screen above the bar
+    assert "saved step 5" in rows
+    assert sum(row.startswith("     4     0.2500") for row in rows) == 1
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([["gsm8k", 0.25, 1319], ["math", None, 7]], ["task", "before", "n"])
+    assert capsys.readouterr().out.splitlines() == [
+        "task   before     n",
+        "-----  ------  ----",
+        "gsm8k  0.2500  1319",
+        "math        -     7",
+    ]
+    with pytest.raises(ValueError, match="has 1 cells, the header"):
+        format_table([["x"]], ["a", "b"])
+
+
+# -- curves --------------------------------------------------------------------------------------------------------
+
+
+def test_curves_of_a_run_with_gaps(tmp_path: Path) -> None:
+    """As a program, on a run that stopped in mid-line, diverged at step 2 and validated at step 0 only."""
+    path = tmp_path / "metrics.jsonl"
+    rows: list[dict[str, Any]] = [{"step": step, **STEP} for step in range(60)]
+    rows[0]["val-core/gsm8k/acc/mean@1"] = 0.1
+    rows[2]["actor/grad_norm"] = None
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 60, "cri')
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "grpo_megatron.observability.curves",
+        str(path),
+        str(tmp_path / "out.png"),
+    ]
+    subprocess.run(command, check=True)
+    png = (tmp_path / "out.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) > 30_000  # nine panels, not a blank sheet
+
+
+def test_curves_draw_what_was_logged(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "actor/grad_norm": 1.0},
+        {"step": 1, "actor/grad_norm": None},
+        {"step": 2, "actor/grad_norm": 3.0},
+    ]
+    ax: Any = Figure().subplots()
+    curves._panel(ax, rows, curves.GRAD_NORM)
+    curve, mark = ax.lines
+    assert list(curve.get_xdata()) == [0, 2]
+    assert list(curve.get_ydata()) == [1.0, 3.0]
+    assert list(mark.get_xdata()) == [1, 1]  # the step that was not finite
+    ax = Figure().subplots()
+    curves._panel(ax, rows, curves.ENTROPY)
+    assert [text.get_text() for text in ax.texts] == ["not recorded"]
+
+
+def test_curves_stack_of_phases_ends_at_the_step_time(tmp_path: Path) -> None:
+    """gen 5 + update 3 of 10 s, then 6 + 3 of 12 s with 1 s testing: the top of the stack is 10, then 12."""
+    from matplotlib.figure import Figure
+
+    rows = [
+        {"step": 0, "timing_s/gen": 5.0, "timing_s/update_actor": 3.0, "timing_s/step": 10.0},
+        {"step": 1, "timing_s/gen": 6.0, "timing_s/update_actor": 3.0, "timing_s/testing": 1.0, "timing_s/step": 12.0},
+    ]
+    ax: Any = Figure().subplots()
+    curves._phases(ax, rows)
+    assert [c.get_label() for c in ax.collections] == ["gen", "update_actor", "testing", "other"]
+    top = ax.collections[-1].get_paths()[0].vertices
+    assert {(x, y) for x, y in top.tolist()} >= {(-0.5, 10.0), (0.5, 10.0), (0.5, 12.0), (1.5, 12.0)}
+
+
+def test_curves_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no steps to plot"):
+        curves.plot(tmp_path / "metrics.jsonl", tmp_path / "out.png")
+    assert read_metrics(tmp_path / "metrics.jsonl") == []

@@ -1,0 +1,185 @@
+r"""The grader of MATH: extraction, verdicts on pairs of answers, when sympy is asked, and hostile text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.rewards.math.answer import read
+from grpo_megatron.rewards.math.formula import load, refuses
+from grpo_megatron.rewards.math.grader import equivalent, extract, is_right, math, read_gold, vote_key
+from grpo_megatron.rewards.workers.pool import RewardPool
+from tests.rewards.answers import DIFFERENT, EQUAL, pairs
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+PIECES = [
+    *("\\frac", "\\text{", "\\{", "{", "}", "(", "[", "]", ")", ",", ";", ":", "1", "23", "x", "cm", "\\pm", "\\cup"),
+    *("=", "<", "\\le", "\\in", "\\\\", "&", "^", "_", ".", "%", "\\$", "$"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def math_verify() -> None:
+    load()  # so that no test's clock has it
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{1} no, $\boxed{2}$.", "2"),
+        (r"\boxed{1} no, \boxed{2", None),
+        (r"\boxed 7$ is it", "7"),
+        ("\\boxed 7\nis it", "7"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} and \boxed{3}", "1, 3"),
+        (r"$\boxed{1}$, $\boxed{2}$ or $\boxed{3}$.", "1, 2, 3"),
+        (r"\boxed{1} but \boxed{3}", "3"),
+        (r"<answer> 7 </answer>", "7"),
+        (r"<answer>\boxed{7}</answer>", "7"),
+        (r"\boxed{6} <answer>7</answer>", "7"),
+        (r"\boxed{6} <answer>7", None),
+        ("The answer is 7.", None),
+        ("", None),
+    ],
+)
+def test_extract(text: str, answer: str | None) -> None:
+    assert extract(text) == answer
+
+
+@pytest.mark.parametrize(("gold", "answer"), pairs(EQUAL))
+def test_equal_answers(gold: str, answer: str) -> None:
+    assert equivalent(gold, answer)
+    assert math(rf"Thus $\boxed{{{answer}}}$.", gold) == {"score": 1.0, "acc": 1.0, "extracted": 1.0}
+
+
+@pytest.mark.parametrize(("gold", "answer"), pairs(DIFFERENT))
+def test_different_answers(gold: str, answer: str) -> None:
+    assert not equivalent(gold, answer)
+    assert math(rf"Thus $\boxed{{{answer}}}$.", gold)["score"] == 0.0
+
+
+def test_of_several_boxes_the_list_or_the_last() -> None:
+    assert is_right("1,3", r"\boxed{1} and \boxed{3}")
+    assert is_right("3", r"\boxed{1} and \boxed{3}")  # a reference of MATH may hold only the last
+    assert not is_right("1", r"\boxed{1} and \boxed{3}")
+    assert not is_right("1", r"\boxed{1}, wait, \boxed{3}")
+
+
+def test_the_reference_may_be_boxed_but_not_empty() -> None:
+    assert read_gold(r"so it is \boxed{\frac12}") == r"\frac12"
+    assert read_gold(" 7 ") == "7"
+    for empty in ("", " ", r"\boxed{}"):
+        with pytest.raises(ValueError, match="the reference answer is empty"):
+            read_gold(empty)
+
+
+def test_votes_for_one_number_are_one_vote() -> None:
+    assert {vote_key(text) for text in (r"\frac12", "0.5", r"\dfrac{1}{2}", "1/2", " 2/4 ")} == {"1/2"}
+    assert vote_key(r"\left(1, 2\right)") == vote_key("(1,2)") != vote_key("[1,2]")
+
+
+def test_plain_answers_never_need_sympy() -> None:
+    code = r"""
+import sys
+from grpo_megatron.rewards.math.grader import math
+for gold, text, score in [("42", "42", 1), ("42", "43", 0), ("0.5", r"\frac12", 1), ("1,000", "1000", 1), ("x+1", "x+1", 1),
+                          ("7", "no idea at all", 0), (r"\text{Evelyn}", "Evelyn", 1), ("(1,2)", "(2,1)", 0), ("2", "x=2", 1),
+                          (r"\{1,2\}", "2,1", 1), ("[0,1)", "[0,1]", 0), ("3,5", r"\{5,3\}", 1), ("5", "none", 0)]:
+    assert math(r"\boxed{%s}" % text, gold)["score"] == score, (gold, text)
+print("sympy" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from(PIECES)))
+def test_any_text_has_a_tree_and_a_key(pieces: list[str]) -> None:
+    for text in ("".join(pieces), " ".join(pieces)):
+        read(text)
+        vote_key(text)
+        extract("\\boxed{" + text + "}")
+
+
+# -- hostile text, in the workers that training and evaluation use -----------------------------------------------------
+
+MARKER = "grader-was-here"
+MILLIONS = {
+    "brackets": "\\boxed{" + "(" * 10_000_000,
+    "closed brackets": "\\boxed{" + "(" * 5_000_000 + ")" * 5_000_000 + "}",
+    "braces": "{" * 10_000_000,
+    "boxes": "\\boxed{" * 1_400_000,
+    "list of boxes": "\\boxed{1}, " * 900_000,
+    "digits": "\\boxed{" + "9" * 10_000_000 + "}",
+    "tags": "<answer>" * 1_200_000,
+}
+HOSTILE = {
+    "tower": r"\boxed{9^9^9^9}",
+    "braced tower": r"\boxed{9^{9^{9^{9}}}}",
+    "tower of brackets": r"\boxed{(9^{999})^{999}}",
+    "python tower": r"\boxed{9**9**9**9}",
+    "factorials": r"\boxed{((99!)!)!}",
+    "huge factorial": r"\boxed{99999999!}",
+    "huge binomial": r"\boxed{\binom{99999999}{4444444}}",
+    "import": rf"\boxed{{__import__('os').system('touch {MARKER}')}}",
+    "eval": rf"\boxed{{eval(compile('open(\"{MARKER}\",\"w\")','','exec'))}}",
+    "dunder": r"\boxed{().__class__.__base__.__subclasses__()}",
+    "lambda": r"\boxed{(lambda: [0] * 10**10)()}",
+    "full-width digits": "\\boxed{\uff14\uff12}",
+    "arabic digits": "\\boxed{\u0664\u0662}",
+    "superscripts": "\\boxed{4\u00b2}",
+    "nested roots": "\\boxed{" + "\\sqrt{" * 200 + "2" + "}" * 200 + "}",
+    "nested fractions": "\\boxed{" + "\\frac{1}{" * 100 + "2" + "}" * 100 + "}",
+    "long list": "\\boxed{" + "x," * 2000 + "}",
+    "nulls": "\\boxed{\x00\x00}",
+    "surrogate": "\\boxed{\ud800}",
+}
+SLOW = {"power of a sum": r"\boxed{(x+y+z+1)^{999}}", "tower of pi": r"\boxed{\pi^{\pi^{\pi^{\pi^\pi}}}}"}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
+    with RewardPool(1, 60.0) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("cwd"))
+        pool.self_test(["math", "gsm8k"])
+        yield pool
+
+
+@pytest.mark.parametrize("name", [*MILLIONS, *HOSTILE])
+def test_hostile_text_is_wrong_and_nothing_more(pool: RewardPool, name: str) -> None:
+    text = (MILLIONS | HOSTILE)[name]
+    start = time.monotonic()
+    results = pool.score([("math", text, "42"), ("math", text, "x^2+1"), ("gsm8k", text, "42")])
+    assert time.monotonic() - start < 60  # hours, if any of it were evaluated
+    assert [(result.score, result.status) for result in results] == [(0.0, "ok")] * 3
+    assert not Path(MARKER).exists() and not (ROOT / MARKER).exists()
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_sympy_cannot_finish_is_a_timeout_of_that_sample(pool: RewardPool, name: str) -> None:
+    good = ("math", r"\boxed{(x+1)^2}", "x^2+2x+1")
+    results = pool.score([good, ("math", SLOW[name], "x^2+1"), good])
+    assert [result.status for result in results] == ["ok", "timeout", "ok"]
+    assert "no verdict on a formula after 2 s" in results[1].message
+
+
+def test_what_is_refused_before_sympy_sees_it() -> None:
+    for text in ("9^{9^9}", "2^99999", "(9^{99})^{999}", "99999!", "5!!", "\uff15", "x" * 301, "(" * 13 + ")" * 13):
+        assert refuses(text), text
+    for text in ("2^{10}", "e^{x^2}", "x^{2n+1}", "100!", r"\binom{100}{50}", "(x+1)^{100}", r"\frac{1}{2}"):
+        assert not refuses(text), text
