@@ -81,7 +81,7 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in
 
     stand_ins = {{
         "trainer": {{"Trainer": Trainer}},
-        "validate": {{"validate": lambda *a, **k: "checked"}},
+        "checks.validate": {{"validate": lambda *a, **k: "checked"}},
         "evaluation.run": {{}},
         "rollout.vllm_process": {{"preload": lambda: None}},
     }}
