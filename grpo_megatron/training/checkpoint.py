@@ -27,14 +27,16 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.convert import ConvertError, manifest
 from grpo_megatron.models import state as model_state
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.atomic import PARTIAL, REPLACED, partial_of, publish_folder, write_file
+from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
 
 STEP_FILE = "trainer.json"
 NAME = re.compile(r"step_\d+")
-DAMAGED, PARTIAL = ".damaged", ".partial"
+DAMAGED = ".damaged"
 log = logging.getLogger(__name__)
 
 
@@ -76,14 +78,14 @@ class Checkpoints:
         """Collective: what differs from the manifest, on every rank the same list; empty when nothing does."""
         mine: list[str] = []
         try:
-            files = manifest.read(path) or {}
-            if self.mesh.rank == 0 and not manifest.check_sizes(path):
-                mine.append(f"it has no {manifest.NAME}")
+            files = read_manifest(path) or {}
+            if self.mesh.rank == 0 and not check_sizes(path):
+                mine.append(f"it has no {MANIFEST_FILE}")
             if self.verify == "full":
                 for name, entry in sorted(files.items())[self.mesh.rank :: self.mesh.world_size]:
-                    if manifest.sha256_of(path / name) != entry["sha256"]:
+                    if sha256_of(path / name) != entry["sha256"]:
                         mine.append(f"{name} has changed since it was written (sha256)")
-        except (ConvertError, OSError) as error:
+        except (StorageError, OSError) as error:
             mine.append(str(error))
         return list(dict.fromkeys(problem for part in self.mesh.all_gather(mine) for problem in part))
 
@@ -116,7 +118,7 @@ class Checkpoints:
         final = self.root / f"step_{step:06d}"
         if final == self.last:
             return final
-        partial = self.root / f".step_{step:06d}{PARTIAL}"
+        partial = partial_of(final)
         self._on_first_rank(lambda: self._start(partial))
         problem, mine = None, {}
         try:
@@ -124,7 +126,7 @@ class Checkpoints:
             for part in parts:
                 part.save(partial)
             mine = {
-                file.relative_to(partial).as_posix(): manifest.sha256_of(file)
+                file.relative_to(partial).as_posix(): sha256_of(file)
                 for file in partial.rglob(f"__{self.mesh.rank}_*.distcp")
             }
         except OSError as error:
@@ -144,16 +146,15 @@ class Checkpoints:
         return final
 
     def _start(self, partial: Path) -> None:
-        for leftover in self.root.glob(f".step_*{PARTIAL}"):  # of a run that was killed while it wrote
-            shutil.rmtree(leftover, ignore_errors=True)
+        for ending in (PARTIAL, REPLACED):  # what a run leaves that is killed while it saves
+            for leftover in self.root.glob(f".step_*{ending}"):
+                shutil.rmtree(leftover, ignore_errors=True)
         (partial / "state").mkdir(parents=True)
 
     def _publish(self, partial: Path, final: Path, content: dict[str, Any], known: dict[str, str]) -> None:
-        (partial / STEP_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        manifest.write(partial, "training-step", known)  # hashes what is not known: the few small files of rank 0
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
+        write_file(partial / STEP_FILE, json.dumps(content, indent=2) + "\n")
+        write_manifest(partial, "training-step", known)  # hashes what is not known: the few small files of rank 0
+        publish_folder(partial, final)
         if self.keep is not None:
             for old in on_disk(self.root.parent)[: -self.keep]:
                 shutil.rmtree(old)
