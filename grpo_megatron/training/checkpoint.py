@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.models import state as model_state
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import PARTIAL, REPLACED, partial_of, publish_folder, write_file
@@ -118,21 +119,13 @@ class Checkpoints:
         final = self.root / f"step_{step:06d}"
         if final == self.last:
             return final
-        partial = partial_of(final)
-        self._on_first_rank(lambda: self._start(partial))
-        problem, mine = None, {}
-        try:
-            model_state.save(policy, partial / "state")
-            for part in parts:
-                part.save(partial)
-            mine = {
-                file.relative_to(partial).as_posix(): sha256_of(file)
-                for file in partial.rglob(f"__{self.mesh.rank}_*.distcp")
-            }
-        except OSError as error:
-            problem = f"cannot write checkpoint {partial}: {error}"
-        self.mesh.agree(problem)
-        hashes = self.mesh.all_gather(mine)
+        partial, task = partial_of(final), f"cannot write checkpoint {final}"
+        on_first_rank(self.mesh, task, lambda: self._start(partial))
+        model_state.save(policy, partial / "state")
+        for part in parts:
+            part.save(partial)
+        own_hashes = on_every_rank(self.mesh, task, lambda: self._own_hashes(partial))
+        hashes = {name: sha for rank_hashes in self.mesh.all_gather(own_hashes) for name, sha in rank_hashes.items()}
         content = {
             "step": step,
             "policy": policy.state(),
@@ -140,10 +133,14 @@ class Checkpoints:
             "config": config.model_dump(mode="json"),
             "run": run or {},
         }
-        known = {name: digest for theirs in hashes for name, digest in theirs.items()}
-        self._on_first_rank(lambda: self._publish(partial, final, content, known))
+        on_first_rank(self.mesh, task, lambda: self._publish(partial, final, content, hashes))
         self.last = final
         return final
+
+    def _own_hashes(self, partial: Path) -> dict[str, str]:
+        """File -> sha256 of the files that this rank has written; they are still in its page cache."""
+        files = partial.rglob(f"__{self.mesh.rank}_*.distcp")
+        return {file.relative_to(partial).as_posix(): sha256_of(file) for file in files}
 
     def _start(self, partial: Path) -> None:
         for ending in (PARTIAL, REPLACED):  # what a run leaves that is killed while it saves
@@ -158,15 +155,6 @@ class Checkpoints:
         if self.keep is not None:
             for old in on_disk(self.root.parent)[: -self.keep]:
                 shutil.rmtree(old)
-
-    def _on_first_rank(self, action: Any) -> None:
-        problem = None
-        if self.mesh.rank == 0:
-            try:
-                action()
-            except OSError as error:
-                problem = f"checkpoint in {self.root}: {error}"
-        self.mesh.agree(problem)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
