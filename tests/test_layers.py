@@ -28,20 +28,23 @@ ROOMS: dict[str, set[str]] = {
     "registry": set(),
     "importing": set(),
     "config": set(),
+    "storage": set(),
     "algo": {"types", "config", "registry"},
     "rewards": {"registry"},
     "data": {"types", "config", "registry", "rewards"},
     "device": {"config"},
-    "parallel": {"types", "device"},
-    "observability": {"types", "config"},
-    "models": {"types", "config", "algo", "device", "parallel"},
+    "parallel": {"types", "storage", "device"},
+    "observability": {"types", "config", "storage"},
+    "models": {"types", "config", "storage", "algo", "device", "parallel"},
     "rollout": {"types", "config", "importing", "device", "parallel"},
-    "convert": {"models"},
-    "evaluation": {"types", "config", "rewards", "data", "device", "parallel", "models", "rollout", "convert"},
+    "convert": {"storage", "models"},
+    "evaluation": {
+        *("types", "config", "storage", "rewards", "data", "device", "parallel", "models", "rollout", "convert"),
+    },
     "checks": {"types", "config", "registry", "algo", "rewards", "data", "observability", "models", "evaluation"},
     "sampling": {"types", "config", "algo", "rewards", "data", "parallel", "observability", "rollout", "checks"},
     "training": {
-        *("types", "config", "algo", "data", "device", "parallel", "observability", "models", "rollout", "convert"),
+        *("types", "config", "storage", "algo", "data", "device", "parallel", "observability", "models", "rollout"),
         "sampling",
     },
     "trainer": {
@@ -51,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"importing", "config", "rollout", "convert", "evaluation", "checks", "training", "trainer"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = {"types", "registry", "importing", "config", "rewards", "data", "cli", "__main__"}
+WITHOUT_TORCH = {"types", "registry", "importing", "config", "storage", "rewards", "data", "cli", "__main__"}
 ALWAYS_ALLOWED = {"numpy", "torch"}  # except in WITHOUT_TORCH
 THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> who may import it, by beginning of the name
     "megatron": ("models.", "parallel.mesh", "device"),

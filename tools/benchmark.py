@@ -49,7 +49,7 @@ def random_model(folder: Path, gigabytes: float) -> int:
     """A Hugging Face folder of about that size, 1 GB a file; returns its bytes. Random bits: nothing can be compressed."""
     import torch
 
-    from grpo_megatron.convert.folder import replacing
+    from grpo_megatron.convert.folder import output_folder
     from grpo_megatron.convert.shards import header, plan
     from grpo_megatron.models.families import architecture_of, hf_shapes
 
@@ -58,7 +58,7 @@ def random_model(folder: Path, gigabytes: float) -> int:
     shapes = hf_shapes(architecture_of(config))
     noise = os.urandom(1 << 24)
     weight_map: dict[str, str] = {}
-    with replacing(folder, int(gigabytes * 1e9)) as partial:
+    with output_folder(folder, int(gigabytes * 1e9)) as partial:
         (partial / "config.json").write_text(json.dumps(config))
         for name, held in plan(shapes, torch.bfloat16, 1 << 30).items():
             start = header(held, torch.bfloat16)

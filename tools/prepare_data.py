@@ -4,21 +4,18 @@
     python tools/prepare_data.py model OUT --preset quickstart --tokenizer DATA/tokenizer --seed 0 --std 0.05
     python tools/prepare_data.py model CONFIG_JSON OUT --tokenizer DIR --set num_hidden_layers=2 --set hidden_size=64
 
-OUT is written under a temporary name beside it and renamed when complete; --force replaces an existing one.
+OUT is complete or absent (storage/atomic.py). --force replaces an existing one.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import difflib
 import hashlib
 import json
-import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.arithmetic import VOCABULARY_SIZE, write_task
 from grpo_megatron.data.prompts import load_tokenizer
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.atomic import new_folder
 
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {  # 405 k parameters: learns data/arithmetic.py in a minute on two cores
@@ -147,27 +146,12 @@ def _apply_overrides(raw: dict[str, Any], overrides: list[str]) -> None:
         node[path[-1]] = value
 
 
-@contextlib.contextmanager
-def replacing(out: Path, force: bool, marker: str) -> Iterator[Path]:
-    """A new folder beside `out` that becomes `out` when the block ends well, and disappears when it does not.
-
-    With `force` an existing `out` is deleted, provided it has the file `marker`: so that no other folder can be hit.
-    """
-    out = out.absolute()
+def _check_out(out: Path, force: bool, marker: str) -> None:
+    """Refuse an `out` that exists, unless `force` is given and it has the file `marker`: no other folder is deleted."""
     if out.exists() and not force:
         raise ConfigError(f"{str(out)!r} exists; give another folder, or --force to replace it")
     if out.exists() and not (out / marker).is_file():
         raise ConfigError(f"{str(out)!r} has no {marker}: it was not made by this command, and --force would delete it")
-    temporary, old = (out.with_name(f".{out.name}.{kind}-{os.getpid()}") for kind in ("new", "old"))
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if out.exists():
-            out.rename(old)
-        temporary.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -204,17 +188,19 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns 0, or 2 after a mistake of the user's."""
+    """The command line. Returns 0, or 2 after a user error."""
     options = _parse_args(arguments)
     try:
         marker = "sft.jsonl" if options.command == "arithmetic" else "config.json"
-        with replacing(options.out, options.force, marker) as folder:
+        out = options.out.absolute()
+        _check_out(out, options.force, marker)
+        with new_folder(out) as folder:
             if options.command == "arithmetic":
                 write_task(folder, options.seed, options.num_train, options.num_val)
             else:
                 raw = PRESETS[options.preset] if options.preset else _read_config(options.config)
                 write_model(raw, folder, options.tokenizer, options.seed, options.std, options.set)
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {options.out}")

@@ -13,6 +13,7 @@ from grpo_megatron.convert.conversion import check_layout, open_source, to_hf, t
 from grpo_megatron.convert.inspection import describe
 from grpo_megatron.convert.source import FLOATS, Source
 from grpo_megatron.models.architecture import UnsupportedModel
+from grpo_megatron.storage import StorageError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 PICKLE_HELP = "read *.bin weights: unpickling can run code that their author put there, so only if you trust the author"
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             source = open_source(args.source, hf=args.hf, allow_pickle=args.allow_pickle)
             check_layout(source.arch, args.tp, args.pp, args.ep)
             print(describe(source, args.hashes))
-    except (ConvertError, UnsupportedModel) as error:
+    except (ConvertError, StorageError, UnsupportedModel) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.convert import ConvertError, chunks, manifest, shards, tokenizers
-from grpo_megatron.convert.folder import check_target, replacing
+from grpo_megatron.convert import ConvertError, chunks, shards, tokenizers
+from grpo_megatron.convert.folder import check_target, output_folder
 from grpo_megatron.convert.hf import HFFolder
 from grpo_megatron.convert.megatron import FORMAT_FILE, TRAINER_FILE, MegatronFolder
 from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.source import Source, short
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.storage.atomic import is_partial
+from grpo_megatron.storage.manifest import write_manifest
 
 OVERHEAD_BYTES = 64 << 20  # tokenizer, tables of contents
 
@@ -22,7 +24,7 @@ def open_source(folder: Path, *, hf: Path | None = None, allow_pickle: bool = Fa
     """Whatever `folder` is. Raises ConvertError, UnsupportedModel."""
     if not folder.is_dir():
         raise ConvertError(f"{str(folder)!r} is not a folder")
-    if folder.name.startswith(".") and folder.name.endswith(".partial"):
+    if is_partial(folder):
         raise ConvertError(f"{str(folder)!r} is what an interrupted conversion has left; convert again, or remove it")
     if (folder / FORMAT_FILE).exists() or (folder / "state" / FORMAT_FILE).exists():
         return MegatronFolder(folder, hf)
@@ -71,7 +73,7 @@ def to_megatron(
 ) -> None:
     """Hugging Face folder -> distributed checkpoint, with config.json and tokenizer in its folder hf/.
 
-    `layout` (tp, pp, ep) is only checked: the result loads at any. Raises ConvertError, UnsupportedModel.
+    `layout` (tp, pp, ep) is only checked: the result loads at any. Raises ConvertError, StorageError, UnsupportedModel.
     """
     check_target(target, source, force)
     model = open_source(source, allow_pickle=allow_pickle)
@@ -81,12 +83,12 @@ def to_megatron(
     tokenizers.check(model.hf_folder, model.arch.vocab_size)
     wanted = model.dtype(dtype)
     total = model.num_bytes(wanted)
-    with replacing(target, total + OVERHEAD_BYTES) as folder:
+    with output_folder(target, total + OVERHEAD_BYTES) as folder:
         with model.checked(check_hashes):
             with Progress("to-megatron", total, quiet) as progress:
                 hashes = chunks.write(model, folder, wanted, progress)
             _carry(model, folder / "hf", wanted)
-        manifest.write(folder, "megatron", hashes)
+        write_manifest(folder, "megatron", hashes)
 
 
 def to_hf(
@@ -100,7 +102,7 @@ def to_hf(
     check_hashes: bool = True,
     quiet: bool = False,
 ) -> None:
-    """Distributed checkpoint (converted, or a training step) -> Hugging Face folder. Raises ConvertError."""
+    """Distributed checkpoint (converted, or a training step) -> Hugging Face folder. Raises ConvertError, StorageError."""
     check_target(target, source, force)
     model = open_source(source, hf=hf)
     if not isinstance(model, MegatronFolder):
@@ -108,12 +110,12 @@ def to_hf(
     tokenizers.check(model.hf_folder, model.arch.vocab_size)
     wanted = model.dtype(dtype)
     total = model.num_bytes(wanted)
-    with replacing(target, total + OVERHEAD_BYTES) as folder:
+    with output_folder(target, total + OVERHEAD_BYTES) as folder:
         with model.checked(check_hashes):
             with Progress("to-hf", total, quiet) as progress:
                 hashes = shards.write(model, folder, wanted, shard_bytes, progress)
             _carry(model, folder, wanted)
-        manifest.write(folder, "hf", hashes)
+        write_manifest(folder, "hf", hashes)
 
 
 def _carry(model: Source, target: Path, dtype: torch.dtype) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from grpo_megatron.convert import manifest, tokenizers
+from grpo_megatron.convert import tokenizers
 from grpo_megatron.convert.conversion import layout_problems
-from grpo_megatron.convert.folder import size
+from grpo_megatron.convert.folder import format_bytes
 from grpo_megatron.convert.source import Source, short
+from grpo_megatron.storage.manifest import MANIFEST_FILE, Verification, read_manifest
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
 
@@ -32,7 +33,7 @@ def describe(source: Source, hashes: bool = False) -> str:
         "dtype": ", ".join(f"{short(dtype)} ({count} tensors)" for dtype, count in counts),
         "layout": source.layout,
         "can be cut": f"tp {_sizes(source, 'tp')}; pp {_sizes(source, 'pp')}",
-        "on disk": size(stored),
+        "on disk": format_bytes(stored),
         "travels along": ", ".join(p.name for p in tokenizers.companions(source.hf_folder)) or "nothing",
     }
     if arch.num_experts:
@@ -47,13 +48,13 @@ def _sizes(source: Source, axis: str) -> str:
 
 
 def _hashes(source: Source, check: bool) -> str:
-    files = manifest.read(source.folder)
+    files = read_manifest(source.folder)
     if files is None:
         if check and source.check_content():
-            return f"no {manifest.NAME}; checksums of all parts agree"
-        return f"no {manifest.NAME}: nothing to compare with"
+            return f"no {MANIFEST_FILE}; checksums of all parts agree"
+        return f"no {MANIFEST_FILE}: nothing to compare with"
     if check:
-        manifest.Verification(source.folder).finish()
+        Verification(source.folder).finish()
         listed = "".join(f"\n  {entry['sha256']}  {name}" for name, entry in files.items())
         return f"sha256 of {len(files)} files agree{listed}"
-    return f"sha256 of {len(files)} files in {manifest.NAME} (compare them with --hashes)"
+    return f"sha256 of {len(files)} files in {MANIFEST_FILE} (compare them with --hashes)"

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from grpo_megatron.convert.folder import size
+from grpo_megatron.convert.folder import format_bytes
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -44,7 +44,7 @@ class Progress:
     def _line(self) -> None:
         self._last = time.monotonic()
         if not self.quiet:
-            speed = self.done / max(self._last - self._start, 1e-6)
+            done, total = format_bytes(self.done), format_bytes(self.total)
             percent = 100 * self.done / max(self.total, 1)
-            text = f"{self.label}: {size(self.done)} of {size(self.total)} ({percent:.0f}%), {size(speed)}/s"
-            print(text, file=sys.stderr, flush=True)
+            speed = format_bytes(self.done / max(self._last - self._start, 1e-6))
+            print(f"{self.label}: {done} of {total} ({percent:.0f}%), {speed}/s", file=sys.stderr, flush=True)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_megatron.convert import ConvertError, manifest
+from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.span import Memory, blocks
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.mapping import WeightRow
 from grpo_megatron.models.weights import bound_rows
+from grpo_megatron.storage.manifest import Verification
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -91,14 +92,14 @@ class Source(ABC):
 
     @contextlib.contextmanager
     def checked(self, wanted: bool = True) -> Iterator[None]:
-        """Hashes are compared in a thread while the caller works; raises ConvertError at the end when one differs.
+        """Hashes are compared in a thread while the caller works; raises StorageError at the end when one differs.
 
         Without a manifest, what can be checked is checked before.
         """
         if not wanted:
             yield
             return
-        verification = manifest.Verification(self.folder)
+        verification = Verification(self.folder)
         try:
             if not verification.exists:
                 self.check_content()

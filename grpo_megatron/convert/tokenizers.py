@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.convert import ConvertError, listed, manifest
+from grpo_megatron.convert import ConvertError, listed
+from grpo_megatron.storage.manifest import MANIFEST_FILE
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx", ".distcp", ".npz"}
 CODE = {".py", ".pyc", ".so", ".sh"}  # never carried: a loader with trust_remote_code would run it
@@ -18,7 +19,7 @@ def companions(folder: Path) -> list[Path]:
     skipped = WEIGHTS | CODE
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
     files += sorted((folder / "chat_templates").glob("*.jinja"))  # where transformers puts named templates
-    own = {"config.json", manifest.NAME, "trainer.json", "metadata.json"}
+    own = {"config.json", MANIFEST_FILE, "trainer.json", "metadata.json"}
     return [p for p in files if p.suffix not in skipped and p.name not in own and not p.name.endswith(".index.json")]
 
 

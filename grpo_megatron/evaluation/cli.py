@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation import arguments
+from grpo_megatron.storage.atomic import write_file
 
 GRADER_TIMEOUT_S = 10.0
 ACTIONS = ("grade", "compare", "tasks")
@@ -140,7 +141,7 @@ def _finish(plan: Any, report_samples: int, workers: int) -> None:
             tasks[selected.name] = results.task_result(selected, answered, pool)
             graded[selected.name] = answered
     result = results.whole_result(plan, tasks)
-    results.write(output / "report.html", report.page(result, graded, report_samples))
+    write_file(output / "report.html", report.page(result, graded, report_samples))
     results.write_result(output / "results.json", result)  # last: where it is, everything is
     print(f"\n{table.describe(result)}\n\nwrote {output}/results.json, samples/, report.html")
 

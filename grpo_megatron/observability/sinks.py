@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError, TrainerConfig
+from grpo_megatron.storage.atomic import write_file
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/mean@\d+")
@@ -134,14 +135,7 @@ class JsonlSink(Sink):
     @staticmethod
     def _truncate(path: Path, first_step: int) -> None:
         """Keep steps < first_step. The old file stays whole until the new one is on disk."""
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("w") as file:
-            for row in read_metrics(path):
-                if row["step"] < first_step:
-                    file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_file(path, (json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] < first_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}

@@ -27,14 +27,17 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.convert import ConvertError, manifest
 from grpo_megatron.models import state as model_state
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.atomic import PARTIAL, REPLACED, partial_of, publish_folder, write_file
+from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
 
 STEP_FILE = "trainer.json"
 NAME = re.compile(r"step_\d+")
-DAMAGED, PARTIAL = ".damaged", ".partial"
+DAMAGED = ".damaged"
 log = logging.getLogger(__name__)
 
 
@@ -76,14 +79,14 @@ class Checkpoints:
         """Collective: what differs from the manifest, on every rank the same list; empty when nothing does."""
         mine: list[str] = []
         try:
-            files = manifest.read(path) or {}
-            if self.mesh.rank == 0 and not manifest.check_sizes(path):
-                mine.append(f"it has no {manifest.NAME}")
+            files = read_manifest(path) or {}
+            if self.mesh.rank == 0 and not check_sizes(path):
+                mine.append(f"it has no {MANIFEST_FILE}")
             if self.verify == "full":
                 for name, entry in sorted(files.items())[self.mesh.rank :: self.mesh.world_size]:
-                    if manifest.sha256_of(path / name) != entry["sha256"]:
+                    if sha256_of(path / name) != entry["sha256"]:
                         mine.append(f"{name} has changed since it was written (sha256)")
-        except (ConvertError, OSError) as error:
+        except (StorageError, OSError) as error:
             mine.append(str(error))
         return list(dict.fromkeys(problem for part in self.mesh.all_gather(mine) for problem in part))
 
@@ -116,21 +119,13 @@ class Checkpoints:
         final = self.root / f"step_{step:06d}"
         if final == self.last:
             return final
-        partial = self.root / f".step_{step:06d}{PARTIAL}"
-        self._on_first_rank(lambda: self._start(partial))
-        problem, mine = None, {}
-        try:
-            model_state.save(policy, partial / "state")
-            for part in parts:
-                part.save(partial)
-            mine = {
-                file.relative_to(partial).as_posix(): manifest.sha256_of(file)
-                for file in partial.rglob(f"__{self.mesh.rank}_*.distcp")
-            }
-        except OSError as error:
-            problem = f"cannot write checkpoint {partial}: {error}"
-        self.mesh.agree(problem)
-        hashes = self.mesh.all_gather(mine)
+        partial, task = partial_of(final), f"cannot write checkpoint {final}"
+        on_first_rank(self.mesh, task, lambda: self._start(partial))
+        model_state.save(policy, partial / "state")
+        for part in parts:
+            part.save(partial)
+        own_hashes = on_every_rank(self.mesh, task, lambda: self._own_hashes(partial))
+        hashes = {name: sha for rank_hashes in self.mesh.all_gather(own_hashes) for name, sha in rank_hashes.items()}
         content = {
             "step": step,
             "policy": policy.state(),
@@ -138,34 +133,28 @@ class Checkpoints:
             "config": config.model_dump(mode="json"),
             "run": run or {},
         }
-        known = {name: digest for theirs in hashes for name, digest in theirs.items()}
-        self._on_first_rank(lambda: self._publish(partial, final, content, known))
+        on_first_rank(self.mesh, task, lambda: self._publish(partial, final, content, hashes))
         self.last = final
         return final
 
+    def _own_hashes(self, partial: Path) -> dict[str, str]:
+        """File -> sha256 of the files that this rank has written; they are still in its page cache."""
+        files = partial.rglob(f"__{self.mesh.rank}_*.distcp")
+        return {file.relative_to(partial).as_posix(): sha256_of(file) for file in files}
+
     def _start(self, partial: Path) -> None:
-        for leftover in self.root.glob(f".step_*{PARTIAL}"):  # of a run that was killed while it wrote
-            shutil.rmtree(leftover, ignore_errors=True)
+        for ending in (PARTIAL, REPLACED):  # what a run leaves that is killed while it saves
+            for leftover in self.root.glob(f".step_*{ending}"):
+                shutil.rmtree(leftover, ignore_errors=True)
         (partial / "state").mkdir(parents=True)
 
     def _publish(self, partial: Path, final: Path, content: dict[str, Any], known: dict[str, str]) -> None:
-        (partial / STEP_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        manifest.write(partial, "training-step", known)  # hashes what is not known: the few small files of rank 0
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
+        write_file(partial / STEP_FILE, json.dumps(content, indent=2) + "\n")
+        write_manifest(partial, "training-step", known)  # hashes what is not known: the few small files of rank 0
+        publish_folder(partial, final)
         if self.keep is not None:
             for old in on_disk(self.root.parent)[: -self.keep]:
                 shutil.rmtree(old)
-
-    def _on_first_rank(self, action: Any) -> None:
-        problem = None
-        if self.mesh.rank == 0:
-            try:
-                action()
-            except OSError as error:
-                problem = f"checkpoint in {self.root}: {error}"
-        self.mesh.agree(problem)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from grpo_megatron.config import ActorConfig, RewardModelConfig
 from grpo_megatron.models import state as model_state
 from grpo_megatron.models.reward_model import RewardModel, SequenceScorer
 from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.parallel.disk import on_first_rank
 from grpo_megatron.parallel.exchange import exchange, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.training.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
@@ -139,18 +140,15 @@ class LearningReward(FrozenReward):
     def save(self, folder: Path) -> None:
         """Collective: model, optimizer and pairs into a new folder inside the existing `folder`. Raises RankError."""
         target = folder / FOLDER
-        problem = None
-        try:
-            if self.mesh.rank == 0:
-                (target / "state").mkdir(parents=True)
-                held = {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
-                (target / PAIRS).write_text(json.dumps(held))
-            self.mesh.barrier()
-            with self._learning():
-                model_state.save(self.model, target / "state")
-        except OSError as error:
-            problem = f"cannot write checkpoint {target}: {error}"
-        self.mesh.agree(problem)
+        content = {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
+
+        def write() -> None:
+            target.mkdir()
+            (target / PAIRS).write_text(json.dumps(content))
+
+        on_first_rank(self.mesh, f"cannot write checkpoint {target}", write)
+        with self._learning():
+            model_state.save(self.model, target / "state")
 
     def load(self, folder: Path, *, same_world: bool) -> None:
         """Collective: the inverse of `save`, in any layout."""

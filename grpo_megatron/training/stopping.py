@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_megatron.config import TrainerConfig
+from grpo_megatron.storage.atomic import write_file
 
 if TYPE_CHECKING:
     from grpo_megatron.parallel.mesh import Mesh
@@ -108,7 +108,5 @@ def record(output_dir: Path, state: str, steps_done: int, checkpoint: Path | Non
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "exit_code": exit_code,
     }
-    partial = output_dir / f".{OUTCOME}.partial"
     with contextlib.suppress(OSError):  # a full disk must not turn a finished run into a failed one
-        partial.write_text(json.dumps(content) + "\n")
-        os.replace(partial, output_dir / OUTCOME)
+        write_file(output_dir / OUTCOME, json.dumps(content) + "\n")

@@ -19,10 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.convert import chunks, folder, manifest, shards
+from grpo_megatron.convert import chunks, conversion, shards
+from grpo_megatron.convert.folder import output_folder
 from grpo_megatron.convert.hf import HFFolder
 from grpo_megatron.convert.output import Output
 from grpo_megatron.models.families import architecture_of, hf_shapes
+from grpo_megatron.storage import atomic
+from grpo_megatron.storage.manifest import Verification
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
 
@@ -58,9 +61,9 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {  # where a child dies: (object, att
     "first tensor": (HFFolder, "read", 1),
     "a later tensor": (HFFolder, "read", 30),
     "before the table of contents": (chunks.FileSystemWriter, "finish", 1),
-    "before the manifest": (manifest, "write", 1),
-    "before the rename": (folder, "_sync", 1),
-    "after the rename": (folder, "_sync_folder", 9),
+    "before the manifest": (conversion, "write_manifest", 1),
+    "before the rename": (atomic, "publish_folder", 1),
+    "after the rename": (atomic, "sync_path", 10),
 }
 
 
@@ -76,6 +79,7 @@ def test_killed_while_writing_megatron(moment: str, hf: Path, tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, die_at(count, getattr(owner, name)))
         assert in_child(lambda: convert("to-megatron", hf, out, "--quiet")) == -signal.SIGKILL
+    assert out.exists() == (moment == "after the rename")
     complete_or_absent(out)
     assert convert("inspect", tmp_path / ".out.partial", "--hashes") == 2 or moment == "after the rename"
     assert convert("to-megatron", hf, out, "--force", "--quiet") == 0
@@ -110,7 +114,7 @@ def test_killed_while_replacing(hf: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 def complete_or_absent(out: Path) -> None:
     if out.exists():
-        assert manifest.Verification(out).finish()
+        assert Verification(out).finish()
 
 
 def limited(size: int, *arguments: Any) -> int:
@@ -174,7 +178,7 @@ def test_a_disk_that_is_too_small_is_noticed_first(
 
 
 def test_two_writers_of_one_folder(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with folder.replacing(tmp_path / "out", 0):
+    with output_folder(tmp_path / "out", 0):
         assert convert("to-megatron", hf, tmp_path / "out") == 2
     assert "another process" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.convert import manifest
+from grpo_megatron.storage.manifest import MANIFEST_FILE, read_manifest
 from tests import tiny, worlds
 from tests.runs import stand_in_trainer
 from tests.slurm import checkpoint_ranks
@@ -43,11 +43,11 @@ def test_the_newest_is_taken_and_nothing_is_left_lying(result: dict[str, Any]) -
 def test_every_file_is_in_the_manifest(out: Path, result: dict[str, Any]) -> None:
     """Of the one that was cut short: all that is there, with the sizes that they had."""
     folder = out / "checkpoints" / "step_000003.damaged"
-    files = manifest.read(folder)
+    files = read_manifest(folder)
     assert files is not None and "trainer.json" in files and "state/.metadata" in files
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
         *files,
-        manifest.NAME,
+        MANIFEST_FILE,
     }
     assert json.loads((folder / "trainer.json").read_text())["step"] == 3
 

@@ -1,0 +1,11 @@
+"""Files that are complete or absent, and folders whose content can be verified. Standard library only.
+
+atomic.py    write a file or a folder under a temporary name beside its target, then rename it
+manifest.py  size and sha256 of every file of a folder
+"""
+
+from __future__ import annotations
+
+
+class StorageError(ValueError):
+    """Stored files are damaged, or another process is writing them. The message names every file."""

@@ -1,0 +1,116 @@
+"""Files and folders that are complete or absent, also after a kill or a power failure.
+
+Both are written under a hidden name in the same folder as their target, so that the last step is a rename within one
+file system, which is atomic. fsync comes before the rename: the new name must not be on disk before the content is.
+
+    file    .NAME.XXXXXXXX.partial   removed when writing fails; only a kill leaves it behind
+    folder  .NAME.partial            the same; the next writer of the same target replaces it
+            .NAME.replaced           the target's old content, between the two renames of a replacement
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from grpo_megatron.storage import StorageError
+
+PARTIAL, REPLACED = ".partial", ".replaced"
+
+
+def write_file(path: Path, content: str | Iterable[str]) -> None:
+    """Write or replace a text file (UTF-8) in an existing folder. Raises OSError; an old file then stays as it was."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.writelines([content] if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
+
+
+def partial_of(target: Path) -> Path:
+    """The name under which a folder is written before it becomes `target`."""
+    return target.with_name(f".{target.name}{PARTIAL}")
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether `folder` has the name of one that is still being written, or that a kill has left behind."""
+    return folder.name.startswith(".") and folder.name.endswith(PARTIAL)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """An empty folder that becomes `target`, or replaces it, when the block ends; after an error it is removed.
+
+    Parent folders are created. Raises StorageError when another process is writing the same target, and OSError.
+    """
+    partial = partial_of(target)
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = _lock(partial)
+    try:
+        _empty(partial)
+        yield partial
+        publish_folder(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def publish_folder(partial: Path, target: Path) -> None:
+    """Rename the complete folder `partial` to `target` in the same parent folder, in place of an existing one.
+
+    A kill between the two renames of a replacement leaves no target, but both folders. Raises OSError.
+    """
+    for path in partial.rglob("*"):
+        sync_path(path)
+    sync_path(partial)
+    old = target.with_name(f".{target.name}{REPLACED}")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    sync_path(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_path(path: Path) -> None:
+    """fsync of a file, or of a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path) -> int:
+    """An open descriptor of `folder` that holds its lock until it is closed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise StorageError(f"{folder} is being written by another process; wait for it") from error
+    return descriptor
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

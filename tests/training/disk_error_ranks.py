@@ -1,0 +1,143 @@
+"""What the ranks of tests/training/test_disk_errors.py do: save, while the disk of one rank refuses one kind of file."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+LAYOUT = (2, 1, 1, False)
+TIMEOUT_S = 60.0  # of a collective that the other rank does not reach
+
+
+@contextlib.contextmanager
+def refusing(part: str, modes: str) -> Iterator[None]:
+    """Opening a path that contains `part`, in a mode that begins with one of `modes`, fails. "m": creating a folder."""
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            check(path, mode)
+            return function(path, mode, *args, **kwargs)
+
+        return opened
+
+    def check(path: Any, mode: str) -> None:
+        if mode[0] in modes and not isinstance(path, int) and part in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    make_folder, torch_save = os.mkdir, torch.save
+
+    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        check(path, "m")
+        make_folder(path, *args, **kwargs)
+
+    def save(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(file, str | Path) and part in str(file) and "w" in modes:
+            raise RuntimeError(f"[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534: {file}")
+        torch_save(content, file, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for owner in (builtins, io):
+            stack.enter_context(mock.patch.object(owner, "open", wrapped(open)))
+        stack.enter_context(mock.patch.object(os, "mkdir", mkdir))
+        stack.enter_context(mock.patch.object(torch, "save", save))
+        yield
+
+
+def _build(folder: Path) -> tuple[Any, Any]:
+    """A policy and a reward model that learns, on two data-parallel ranks."""
+    from grpo_megatron.config import OptimConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.mesh import build_mesh
+    from grpo_megatron.training.reward_model import LearningReward
+    from tests.models import policy_ranks, reward_ranks
+
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1, timeout_s=TIMEOUT_S)
+    policy_ranks._meshes[1, 1] = reward_ranks._meshes[1, 1] = mesh
+    policy = policy_ranks.build(folder, 1, 1, False)
+    policy.set_optimizer(OptimConfig(), 10)
+    model = reward_ranks.build(folder, LAYOUT)
+    config = reward_ranks.model_config(folder, {"steps": 1, "train_batch_size": 4, "history_size": 8})
+    return policy, LearningReward(config, model, model.actor, iteration_steps=2, total_steps=8, seed=5)
+
+
+def _outcome(action: Callable[[], Any], part: str, modes: str) -> str:
+    """What `action` raises, or "saved"."""
+    from grpo_megatron.parallel.mesh import RankError
+
+    try:
+        with refusing(part, modes) if part else contextlib.nullcontext():
+            action()
+    except RankError as error:
+        return f"RankError: {error}"
+    return "saved"
+
+
+def save_reward_model(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> list[str]:
+    """The outcome of `LearningReward.save` for each failure (rank, part of the path, modes), then without one."""
+    _, reward = _build(folder)
+    outcomes = []
+    for number, (rank, part, modes) in enumerate([*failures, (-1, "", "")]):
+        step = out / f"step_{number}"
+        if reward.mesh.rank == 0:
+            step.mkdir()
+        reward.mesh.barrier()
+        here = part if rank == reward.mesh.rank else ""
+        outcomes.append(_outcome(lambda step=step: reward.save(step), here, modes))  # type: ignore[misc]
+    return outcomes
+
+
+def save_checkpoint(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> list[tuple[str, list[str]]]:
+    """(outcome, names in the checkpoint folder) of `Checkpoints.save` for each failure, then without one."""
+    from grpo_megatron.config import Config
+    from grpo_megatron.training.checkpoint import Checkpoints
+
+    policy, reward = _build(folder)
+    config = Config.model_validate({"model": {"path": folder}})
+    checkpoints = Checkpoints(out, policy.mesh, keep=1)
+    outcomes = []
+    for number, (rank, part, modes) in enumerate([*failures, (-1, "", "")]):
+        here = part if rank == policy.mesh.rank else ""
+
+        def save(step: int = number + 1) -> None:
+            checkpoints.save(step, policy, config, parts=[reward])
+
+        outcome = _outcome(save, here, modes)
+        policy.mesh.barrier()
+        outcomes.append((outcome, sorted(path.name for path in checkpoints.root.glob("step_*"))))
+        policy.mesh.barrier()
+    return outcomes
+
+
+def export(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> list[tuple[str, list[str]]]:
+    """(outcome, names in `out`) of `save_hf` for each failure, then without one. Rank 0 has a limit on file sizes."""
+    import resource
+
+    from grpo_megatron.models.export import save_hf
+
+    policy, _ = _build(folder)
+    outcomes = []
+
+    def save() -> None:
+        stream = ([tensor] for bucket in policy.hf_weights(1) for tensor in bucket)  # one tensor per bucket
+        save_hf(stream, folder, folder, out / "hf", policy.mesh, shard_bytes=1 << 16)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for rank, part, modes in [*failures, (0, "", "limit"), (-1, "", "")]:
+        here = rank == policy.mesh.rank
+        if here and modes == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        outcome = _outcome(save, part if here else "", modes)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        policy.mesh.barrier()
+        outcomes.append((outcome, sorted(path.name for path in out.iterdir())))
+        policy.mesh.barrier()
+    return outcomes
