@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "data": {"types", "config", "registry", "rewards"},
     "device": {"config"},
     "parallel": {"types", "device"},
-    "observability": {"types", "config"},
+    "observability": {"types", "config", "algo"},
     "models": {"types", "config", "algo", "device", "parallel"},
     "rollout": {"types", "config", "importing", "device", "parallel"},
     "convert": {"models"},
