@@ -1,13 +1,25 @@
-"""Names in a YAML file -> functions: a registered name, or `package.module:function` of the user's own."""
+"""Names in a YAML file -> functions: a registered name, or `package.module:function` of the user's own.
+
+A `FactRegistry` also holds facts about its entries, declared where the entry is defined. The validation of a config
+reads them, and so does every part whose behaviour depends on them:
+
+    @policy_losses.register("dpo", paired=True, needs_reference=True)  # in this package: under a name
+    @policy_losses.declare(paired=True, needs_reference=True)          # the user's own: `my.module:my_loss`
+
+The facts of a registry are the fields of one frozen dataclass, each with a default. A function without a declaration
+has the defaults. An unknown fact is a TypeError where it is declared.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 
 def import_function(path: str) -> object:
@@ -30,12 +42,13 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, T] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: `@losses.register("vanilla")`."""
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Decorator: `@tasks.register("gsm8k")`. Several names are synonyms."""
 
         def add(entry: T) -> T:
-            assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
-            self._entries[name] = entry
+            for name in names:
+                assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
+                self._entries[name] = entry
             return entry
 
         return add
@@ -53,3 +66,56 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         return sorted(self._entries)
+
+
+class FactRegistry(Registry[T], Generic[T, F]):
+    """A registry whose entries have facts. `defaults` holds the facts of an entry that declares none."""
+
+    def __init__(self, kind: str, defaults: F) -> None:
+        super().__init__(kind)
+        self.defaults = defaults
+        self._declared: list[tuple[T, F]] = []  # a list, not a dict: an entry may be unhashable
+
+    def declare(self, **facts: Any) -> Callable[[T], T]:
+        """Decorator for a function that a config names as `package.module:function`. Raises TypeError: unknown fact."""
+        known = [field.name for field in dataclasses.fields(self.defaults)]  # type: ignore[arg-type]
+        unknown = sorted(set(facts) - set(known))
+        if unknown:
+            raise TypeError(f"unknown fact of a {self.kind}: {', '.join(unknown)} (known: {', '.join(known)})")
+        declared: F = dataclasses.replace(self.defaults, **facts)  # type: ignore[type-var]
+
+        def add(entry: T) -> T:
+            assert all(other is not entry for other, _ in self._declared), f"facts of {entry} are declared twice"
+            self._declared.append((entry, declared))
+            return entry
+
+        return add
+
+    def register(self, *names: str, **facts: Any) -> Callable[[T], T]:
+        """Decorator: `@policy_losses.register("gmpo", "geo_mean", geometric_correction=True)`."""
+        register, declare = super().register(*names), self.declare(**facts)
+        return lambda entry: declare(register(entry))
+
+    def facts_of(self, entry: T) -> F:
+        """The facts that were declared for `entry`, else the defaults."""
+        return next((facts for other, facts in self._declared if other is entry), self.defaults)
+
+    def facts(self, name: str) -> F:
+        """The facts of what `get(name)` returns.
+
+        The defaults where `get` fails for any reason: validation reports that as a problem of its own, and must go on
+        to find the others.
+        """
+        try:
+            entry = self.get(name)
+        except Exception:  # noqa: BLE001 - whatever the user's module raises while it is imported
+            return self.defaults
+        return self.facts_of(entry)
+
+    def names_with(self, **facts: Any) -> list[str]:
+        """The registered names whose facts have these values."""
+        return [
+            name
+            for name in self.names()
+            if all(getattr(self.facts(name), fact) == value for fact, value in facts.items())
+        ]

@@ -38,7 +38,7 @@ from grpo_megatron.sampling.collector import number
 from grpo_megatron.sampling.generator import Generator, score_metrics
 from grpo_megatron.training.checkpoint import Checkpoints, check_same_model, on_disk, run_state
 from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
-from grpo_megatron.training.correction_step import Revision
+from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.references import References
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
 from grpo_megatron.training.stopping import Stopping
@@ -111,7 +111,7 @@ class Trainer:
         keep, verify = config.trainer.max_actor_ckpt_to_keep, config.trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
         self.stopping = Stopping(config.trainer, self.mesh)
-        self.revision = Revision(config.algorithm, config.actor, self.mesh, config.data.max_response_length)
+        self.revision = CorrectionStep(config.algorithm, config.actor, self.mesh, config.data.max_response_length)
         self.loss = self._build_loss()
         self.metrics = Metrics(self.device.synchronize)
         self.first_step = 0
@@ -245,7 +245,7 @@ class Trainer:
         """One exchange for all metrics of the step, then to the sinks."""
         metrics, config = self.metrics, self.config
         mine = metrics.when(self.mesh.is_first_replica_rank)
-        mine.mean_of("critic/advantages/mean", batch.advantages[batch.response_mask])
+        mine.mean_of("critic/advantages/mean", batch.advantages[batch.loss_mask])
         packs = [rows for mini in batch.mini_batches for rows in mini]
         padding = sum(-sum(batch.lengths[r] for r in rows) % self.policy.multiple for rows in packs)
         mine.mean("perf/padding_ratio", padding, padding + sum(batch.lengths))

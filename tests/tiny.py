@@ -66,13 +66,18 @@ def make_sequences(
     return pairs
 
 
-def make_batch(pairs: list[tuple[list[int], list[int]]], mini_batches: Any, rows: list[int] | None = None) -> Any:
-    """A Batch of `rows` of the pairs, with random but row-determined advantages, weights and old logprobs."""
+def make_batch(
+    pairs: list[tuple[list[int], list[int]]], mini_batches: Any, rows: list[int] | None = None, *, masked: bool = False
+) -> Any:
+    """A Batch of `rows` of the pairs, with random but row-determined advantages, weights and old logprobs.
+
+    `masked`: about a third of the response tokens is not in the loss; of every fifth row, no token is.
+    """
     from grpo_megatron.types import Batch
 
     rows = list(range(len(pairs))) if rows is None else rows
     width = max([len(pairs[r][1]) for r in rows], default=1)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    mask, loss_mask = (torch.zeros(len(rows), width, dtype=torch.bool) for _ in range(2))
     columns = {name: torch.zeros(len(rows), width) for name in ("rollout", "advantages", "weights", "old", "ref")}
     for i, row in enumerate(rows):
         n = len(pairs[row][1])
@@ -84,13 +89,15 @@ def make_batch(pairs: list[tuple[list[int], list[int]]], mini_batches: Any, rows
         columns["weights"][i, :n] = 1 / sum(len(r) for _, r in pairs)
         columns["old"][i, :n] = -4.6 + 0.3 * draws[3]
         columns["ref"][i, :n] = -4.6 + 0.3 * draws[4]
+        loss_mask[i, :n] = (torch.rand(n, generator=generator) > 1 / 3) & (row % 5 != 4) if masked else True
     return Batch(
         tokens=[torch.tensor(pairs[r][0] + pairs[r][1]) for r in rows],
         prompt_lengths=[len(pairs[r][0]) for r in rows],
         response_mask=mask,
+        loss_mask=loss_mask,
         rollout_logprobs=columns["rollout"],
-        advantages=columns["advantages"],
-        token_weights=columns["weights"],
+        advantages=columns["advantages"] * loss_mask,
+        token_weights=columns["weights"] * loss_mask,
         mini_batches=mini_batches,
         old_logprobs=columns["old"],
         ref_logprobs=columns["ref"],

@@ -4,83 +4,106 @@
     Dr.GRPO       A_i = r_i - mean                              arXiv 2503.20783 (norm_adv_by_std_in_grpo=false)
     rloo          A_i = r_i - mean of the others
                       = n / (n - 1) * (r_i - mean)              arXiv 2402.14740
-    opo           A_i = r_i - sum(l_j r_j) / sum(l_j)           arXiv 2505.23585; l response lengths
+    opo           A_i = r_i - sum(l_j r_j) / sum(l_j)           arXiv 2505.23585; l numbers of loss tokens
     gpg           A_i = a (r_i - mean), a = #samples / #{r != 0}, over the step          arXiv 2504.02546
     grpo_passk    the best sample: (r_1st - r_2nd) / (std + 1e-6); the others 0          arXiv 2503.19595
     grpo_process  A_it = sum of (s - mean) / (std + 1e-6) over the steps of response i that end at or after token t;
                   mean and std over all step rewards s of the prompt's samples           DeepSeekMath, section 4.1.3
 
-mean, std and n are over the samples of one prompt. `returns.py` has the estimators with a number for every token of the
-batch or without a group, `selection.py` those of the unified view, which choose samples instead of weighing them.
+mean, std and n are over the samples of one prompt. `returns.py` has the estimators that compare all tokens of the batch,
+or a response with a greedy one. `selection.py` has those of the unified view, which choose samples.
 
 Where we are stricter than the papers, which give neither ddof nor epsilon: ddof 1; float64; the mean first, then the
 squared deviations (never E[r^2] - E[r]^2, which cancels); sums by `math.fsum`, whose result does not depend on the
-order, so neither sample order nor data-parallel layout moves a bit. A group whose rewards are all equal gets exactly 0,
-decided on the rewards: the computed std of eight times 0.1 is rounding noise, and dividing by it is how other codebases
-get advantages in the thousands. gpg counts non-zero rewards, as verl does; the paper counts samples with a gradient.
+order. So neither sample order nor data-parallel layout changes a bit. A group whose rewards are all equal gets exactly
+0. Equality is decided on the rewards: the computed std of eight times 0.1 is rounding noise, and a division by it gives
+advantages in the thousands. gpg counts non-zero rewards, as verl does; the paper counts samples with a gradient.
 
 A sample whose reward is not finite is unscorable: it is left out of mean, std and n, and gets 0. (The plan also leaves
-it out of the loss.) An empty response that has a reward was drawn from the policy like any other and stays in. With a
-KL penalty in the reward, r_i is the reward minus the penalties of the response's tokens.
+it out of the loss.) A response without a loss token that has a reward is a sample of the policy like any other and
+stays in. With a KL penalty in the reward, r_i is the reward minus the penalties of the response's loss tokens. Of
+grpo_process every step counts, also one that ends at a token outside the loss: it is a reward of the tokens before it.
 
-Another estimator is one function with the signature of `AdvantageEstimator`, registered here or named
-`package.module:function` in the config. It sees the whole step, so statistics over the global batch are exact too.
+Another estimator is one function with the signature of `AdvantageEstimator`: registered here, or the user's own
+`package.module:function`. It gets the whole step, so statistics over the global batch are exact too. Declare what
+validation must know about it (the fields of `EstimatorFacts`):
+
+    @advantage_estimators.declare(compares_group=True)
+    def my_estimator(table: GroupTable, config: AlgorithmConfig) -> Advantages: ...
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from grpo_megatron.config import AlgorithmConfig
-from grpo_megatron.registry import Registry
+from grpo_megatron.registry import FactRegistry
 from grpo_megatron.types import GroupTable
 
 EPSILON = 1e-6
 
-# One entry per table row: a number for the whole response, a list of response_length numbers, or None: the sample
-# leaves the loss and counts in no denominator.
+# One entry per table row: a number for the whole response; a list of response_length numbers, of which those outside
+# the loss are not read; or None: the sample is left out of the loss and counts in no denominator.
 Advantages = list[float | list[float] | None]
 AdvantageEstimator = Callable[[GroupTable, AlgorithmConfig], Advantages]
 
-advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
-# Facts about the estimators by name, for the validation of a config.
-GROUP_RELATIVE = (
-    "grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "grpo_passk",
-    "grpo_process",
-    "reinforce_plus_plus_baseline",
-    "best_worst",
-)  # they compare a prompt's samples: with one sample they are 0
-NEEDS_GREEDY_REWARD = ("remax",)
-NEEDS_STEP_REWARDS = ("grpo_process",)
-IGNORES_TOKEN_PENALTIES = ("grpo_process", "constant", "rft", "best_worst")  # a KL penalty in the reward has no effect
+@dataclass(frozen=True)
+class EstimatorFacts:
+    """What the rest of the program must know about an estimator."""
+
+    compares_group: bool = False  # compares the samples of a prompt: with one sample per prompt it gives 0
+    needs_rewards: bool = True  # false: the advantages do not depend on rewards
+    needs_greedy_reward: bool = False  # reads the reward of each prompt's greedy response
+    needs_step_rewards: bool = False  # reads the rewards of single steps
+    ignores_token_penalties: bool = False  # a KL penalty in the reward does not reach the advantages
+    makes_pairs: bool = False  # per prompt +1 for one sample (chosen), -1 for another (rejected), None for the rest
+
+
+advantage_estimators: FactRegistry[AdvantageEstimator, EstimatorFacts] = FactRegistry(
+    "advantage estimator", EstimatorFacts()
+)
 
 
 def is_informative(rewards: Sequence[float]) -> bool:
-    """Whether a prompt's samples can teach anything: two or more scorable ones, not all of equal reward.
+    """Whether a prompt's samples have a gradient: two or more are scorable, and their rewards are not all equal.
 
-    Decided on the rewards themselves, never on a computed std. The rule of dynamic sampling too (DAPO).
+    Decided on the rewards themselves, never on a computed std. Dynamic sampling (DAPO) has the same rule.
     """
     return len({reward for reward in rewards if math.isfinite(reward)}) > 1
 
 
 def penalised_rewards(table: GroupTable) -> list[float]:
-    """Each sample's reward minus the penalties of its tokens, where the table has any. Not finite: unscorable."""
+    """Each sample's reward minus the penalties of its loss tokens, where the table has any. Not finite: unscorable."""
     if not table.token_penalties:
         return table.reward
-    return [
-        math.fsum([reward, *(-penalty for penalty in penalties)]) if math.isfinite(reward) else reward
-        for reward, penalties in zip(table.reward, table.token_penalties, strict=True)
-    ]
+    rewards = list(table.reward)
+    for row, reward in enumerate(table.reward):
+        if math.isfinite(reward):
+            penalties = at_loss_tokens(table, row, table.token_penalties[row])
+            rewards[row] = math.fsum([reward, *(-penalty for penalty in penalties)])
+    return rewards
+
+
+def at_loss_tokens(table: GroupTable, row: int, values: Sequence[float]) -> list[float]:
+    """Of one number per response token, those of the loss tokens."""
+    return [value for start, end in table.spans_of(row) for value in values[start:end]]
+
+
+def spread_over_response(table: GroupTable, row: int, values: Sequence[float]) -> list[float]:
+    """The inverse of `at_loss_tokens`: one number per response token, 0 outside the loss."""
+    result = [0.0] * table.response_length[row]
+    position = 0
+    for start, end in table.spans_of(row):
+        result[start:end] = values[position : position + end - start]
+        position += end - start
+    return result
 
 
 def scorable_groups(table: GroupTable, rewards: Sequence[float]) -> Iterator[list[int]]:
-    """Rows of each prompt's scorable samples: all prompts that have one."""
+    """Rows of the scorable samples of each prompt that has any."""
     for rows in table.groups():
         scorable = [row for row in rows if math.isfinite(rewards[row])]
         if scorable:
@@ -88,7 +111,7 @@ def scorable_groups(table: GroupTable, rewards: Sequence[float]) -> Iterator[lis
 
 
 def informative_groups(table: GroupTable, rewards: Sequence[float] | None = None) -> Iterator[list[int]]:
-    """Rows of the scorable samples of each prompt that `is_informative`. `rewards` null: the table's own."""
+    """Rows of the scorable samples of each prompt that `is_informative`. `rewards` None: the table's."""
     rewards = table.reward if rewards is None else rewards
     for rows in scorable_groups(table, rewards):
         if is_informative([rewards[row] for row in rows]):
@@ -102,13 +125,13 @@ def deviations(values: Sequence[float]) -> list[float]:
 
 
 def group_scale(group_deviations: Sequence[float], config: AlgorithmConfig) -> float:
-    """What deviations are divided by: std (ddof 1) + epsilon, or 1 without `norm_adv_by_std_in_grpo`."""
+    """The divisor of the deviations: std (ddof 1) + epsilon, or 1 without `norm_adv_by_std_in_grpo`."""
     if not config.norm_adv_by_std_in_grpo:
         return 1.0
     return math.sqrt(math.fsum(d * d for d in group_deviations) / (len(group_deviations) - 1)) + EPSILON
 
 
-@advantage_estimators.register("grpo")
+@advantage_estimators.register("grpo", compares_group=True)
 def grpo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """GRPO, or Dr.GRPO with `norm_adv_by_std_in_grpo=False`. One number per row, in units of standard deviations."""
     advantages: Advantages = [0.0] * len(table)
@@ -121,11 +144,11 @@ def grpo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     return advantages
 
 
-@advantage_estimators.register("rloo")
+@advantage_estimators.register("rloo", compares_group=True)
 def rloo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """Leave-one-out baseline. One number per row, in units of reward.
 
-    The left-out set's std is never divided by: with seven equal rewards in it, the eighth would explode.
+    There is no division by the std of the other samples: it is 0 where they all have the same reward.
     """
     advantages: Advantages = [0.0] * len(table)
     rewards = penalised_rewards(table)
@@ -136,14 +159,14 @@ def rloo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     return advantages
 
 
-@advantage_estimators.register("opo")
+@advantage_estimators.register("opo", compares_group=True)
 def opo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """Length-weighted baseline: the least variance if a response's squared gradient norm grows with its length.
 
-    One number per row, in units of reward. A group of empty responses, which the loss leaves out anyway, gets 0.
+    One number per row, in units of reward. A group without any loss token, which the plan leaves out anyway, gets 0.
     """
     advantages: Advantages = [0.0] * len(table)
-    rewards, lengths = penalised_rewards(table), table.response_length
+    rewards, lengths = penalised_rewards(table), table.num_loss_tokens()
     for rows in informative_groups(table, rewards):
         num_tokens = sum(lengths[row] for row in rows)
         if num_tokens:
@@ -153,7 +176,7 @@ def opo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     return advantages
 
 
-@advantage_estimators.register("gpg")
+@advantage_estimators.register("gpg", compares_group=True)
 def gpg(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """Deviation from the group's mean, scaled up by the share of rewards that are not 0. Meant for `loss_mode: gpg`."""
     advantages: Advantages = [0.0] * len(table)
@@ -166,9 +189,9 @@ def gpg(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     return advantages
 
 
-@advantage_estimators.register("grpo_passk")
+@advantage_estimators.register("grpo_passk", compares_group=True)
 def grpo_passk(table: GroupTable, config: AlgorithmConfig) -> Advantages:
-    """Only the best sample of a prompt learns, by its lead over the second best. Two best ones: 0 for all."""
+    """The best sample of a prompt gets its lead over the second best, the others 0. With two best samples all get 0."""
     advantages: Advantages = [0.0] * len(table)
     rewards = penalised_rewards(table)
     for rows in informative_groups(table, rewards):
@@ -178,13 +201,15 @@ def grpo_passk(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     return advantages
 
 
-@advantage_estimators.register("grpo_process")
+@advantage_estimators.register(
+    "grpo_process", compares_group=True, needs_step_rewards=True, ignores_token_penalties=True
+)
 def grpo_process(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """Process supervision. One number per response token; tokens after the last step get 0.
 
-    The pool is every step of the prompt's scorable samples, so the sum grows with the number of steps; a pool of equal
-    rewards gives exactly 0. Steps that are not finite are left out. Raises ValueError when the table has no steps, or
-    steps that do not end inside their response, in increasing order.
+    mean and std are over every step of the prompt's scorable samples, so the sum grows with the number of steps. Equal
+    step rewards give exactly 0. Steps that are not finite are left out. Raises ValueError when the table has no steps,
+    or steps that do not end inside their response, in increasing order.
     """
     if not table.step_rewards and len(table):
         raise ValueError(
@@ -213,13 +238,13 @@ def _finite_steps(table: GroupTable, row: int) -> list[tuple[int, float]]:
     if any(a >= b for a, b in zip(ends, ends[1:], strict=False)) or (ends and not 0 <= ends[0] <= ends[-1] < length):
         raise ValueError(
             f"table row {row}: steps end at response tokens {ends}, of {length}; they must increase, from 0 or more to "
-            f"{length - 1} or less: mend the step reward function"
+            f"{length - 1} or less: correct the step reward function"
         )
     return [(end, reward) for end, reward in steps if math.isfinite(reward)]
 
 
 def _rewards_to_go(steps: Sequence[tuple[int, float]], length: int) -> list[float]:
-    """For every token the sum over the steps that end at or after it."""
+    """For every token the sum of the rewards of the steps that end at or after it."""
     result: list[float] = []
     for i, (end, _) in enumerate(steps):
         result += [math.fsum(reward for _, reward in steps[i:])] * (end + 1 - len(result))

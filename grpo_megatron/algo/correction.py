@@ -11,18 +11,19 @@ the policy loss of token t is multiplied by a weight, without a gradient (`algor
     geometric   the same with the geometric mean of the response's w
     icepop      w_t where low <= w_t <= C, else 0                 Ring-1T, arXiv 2510.18855
 
-Or tokens are rejected (`rollout_rs`), which is another thing: a token of weight 0 still counts in the denominators of
-the aggregation, a rejected one does not. `keep` says which stay, and token weights must be made from what is left.
+Rejection (`rollout_rs`) is different. A token of weight 0 still counts in the denominators of the aggregation; a
+rejected token does not. `rejection_mask` returns the tokens that stay, and the token weights must be computed anew:
 
     token       keep a token if low <= w_t <= high
     sequence    keep a response if low <= product of its w <= high
     geometric   keep a response if low <= geometric mean of its w <= high
     off_policy  drop a response of negative advantage if mean of (rollout - old) > high      arXiv 2512.02556, 3.1
 
-Lower bounds default to 1 / the upper one. On by default: `token` with C = 2 costs nothing where the engines agree.
-It bounds the damage of a mismatch, it does not mend one: mean |old - rollout| above 0.1 is a bug to be found.
+Products and means are over the loss tokens of a response: `mask` is the loss mask. Lower bounds default to 1 / the
+upper one. The default is `token` with C = 2, which changes nothing where the engines agree. A correction bounds the
+damage of a mismatch and does not remove it: a mean |old - rollout| above 0.1 is a bug to be found.
 
-Both functions return records for `Metrics`: name -> (method, values); hand each to `Metrics.<method>(name, values)`.
+Both functions return records for `Metrics`, name -> (method, values): call `Metrics.<method>(name, values)` for each.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grpo_megatron.algo.ratio import ratio_of
 from grpo_megatron.config import RolloutCorrection
-
-LOG_RATIO_CLAMP = 20.0
 
 Method = Literal["mean_of", "population_std", "effective_sample_size", "max", "min"]
 MetricRecords = dict[str, tuple[Method, Tensor]]
@@ -46,16 +46,16 @@ def correction_weights(
 ) -> tuple[Tensor | None, MetricRecords]:
     """What multiplies the policy loss: [B, R], float32, 0 where masked; None: no correction. All [B, R], mask bool.
 
-    `rollout_corr/rollout_is_mean`, `_std` (ddof 0), `_eff_sample_size`: of the applied weights, over tokens, or over
-    responses for the levels of a response. `_max`, `_min`: of the applied weights of tokens, the raw ones of responses.
-    `_ratio_fraction_high`, `_low`: shares of raw weights beyond the bounds.
+    `rollout_corr/rollout_is_mean`, `_std` (ddof 0) and `_eff_sample_size` describe the applied weights: of tokens, or of
+    responses where a response has one weight. `_max` and `_min` are of the applied weights of tokens, of the raw ones of
+    responses. `_ratio_fraction_high` and `_low` are the shares of raw weights beyond the bounds.
     """
     kind = config.rollout_is
     if kind is None:
         return None, {}
     per_response = kind in ("sequence", "geometric")
-    logs = _log_ratios(old_logprobs, rollout_logprobs, mask)
-    raw = _at_level(logs, mask, kind)  # [B, R], or [B, 1]
+    log_ratios = _log_ratios(old_logprobs, rollout_logprobs, mask)
+    raw = _weights_at_level(log_ratios, mask, kind)  # [B, R], or [B, 1]
     high = config.rollout_is_threshold
     low = config.rollout_is_threshold_low or 1.0 / high
     applied = torch.where((raw < low) | (raw > high), 0.0, raw) if kind == "icepop" else raw.clamp(max=high)
@@ -80,35 +80,35 @@ def correction_weights(
 def rejection_mask(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, advantages: Tensor, config: RolloutCorrection
 ) -> tuple[Tensor | None, MetricRecords]:
-    """`mask` without the rejected tokens; None: nothing is ever rejected. All [B, R], masks bool.
+    """`mask` without the rejected tokens; None: this config rejects nothing. All [B, R], masks bool.
 
-    `rollout_corr/rollout_rs_masked_fraction`: share of tokens removed.
+    `rollout_corr/rollout_rs_masked_fraction`: share of the loss tokens that are rejected.
     """
     kind = config.rollout_rs
     if kind is None:
         return None, {}
-    logs = _log_ratios(old_logprobs, rollout_logprobs, mask)
+    log_ratios = _log_ratios(old_logprobs, rollout_logprobs, mask)
     high = config.rollout_rs_threshold
     if kind == "off_policy":
-        drift = -logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-        bad = (drift > high) & (advantages < 0)
+        drift = -log_ratios.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        rejected = (drift > high) & (advantages < 0)
     else:
-        ratio = _at_level(logs, mask, kind)
-        bad = (ratio < (config.rollout_rs_threshold_low or 1.0 / high)) | (ratio > high)
-    kept = mask & ~bad
+        weights = _weights_at_level(log_ratios, mask, kind)
+        rejected = (weights < (config.rollout_rs_threshold_low or 1.0 / high)) | (weights > high)
+    kept = mask & ~rejected
     return kept, {"rollout_corr/rollout_rs_masked_fraction": ("mean_of", (mask & ~kept)[mask].double())}
 
 
 def _log_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log w_t in float64, unclamped but finite; 0 where masked. -inf under both engines agrees: 0."""
+    """log w_t in float64, unclamped but finite; 0 where masked, and where both log-probabilities are -inf."""
     difference = old_logprobs.double() - rollout_logprobs.double()
     return torch.nan_to_num(difference, nan=0.0, posinf=1e6, neginf=-1e6).masked_fill(~mask, 0.0)
 
 
-def _at_level(logs: Tensor, mask: Tensor, level: str) -> Tensor:
+def _weights_at_level(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
     """w per token [B, R], or per response [B, 1]."""
     if level == "sequence":
-        logs = logs.sum(-1, keepdim=True)
+        log_ratios = log_ratios.sum(-1, keepdim=True)
     elif level == "geometric":
-        logs = logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return logs.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+        log_ratios = log_ratios.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return ratio_of(log_ratios)

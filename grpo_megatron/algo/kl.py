@@ -9,16 +9,17 @@ With d = ref_logprobs - logprobs (Schulman, "Approximating KL divergence", 2020;
     low_var_kl, k3     e^d - 1 - d   1 - e^d       unbiased value, biased gradient
     any of them + "+"  that value    -d            straight-through: value of the one, gradient of k2
 
-Only k3 is clamped (as in verl): d to +-20, then the value to at most 10 (it has no negative values to bound). The value
-clamp also switches k3's gradient off, for tokens more than about 13.6 times less likely than under the reference
-(e^d - 1 - d > 10 at d > 2.61) or e^11 times likelier: `actor/kl_clamp_frac` is the share of tokens whose value was cut.
-"k3+" keeps its gradient there. We compute e^d - 1 with expm1, exact where d is small, which is where training lives.
+Only k3 is clamped (as in verl): d to +-20, then the value to at most 10; it is never negative. The value clamp also
+sets k3's gradient to 0. That happens to tokens more than about 13.6 times less likely than under the reference
+(e^d - 1 - d > 10 at d > 2.61), or e^11 times likelier. `actor/kl_clamp_frac` is the share of tokens whose value was
+clamped. "k3+" keeps its gradient there. e^d - 1 is computed with expm1, which is exact where d is small.
 
 A penalty has the contract of a policy loss: value and per-token metrics, elementwise, `[B, R]` in and out.
 
-In the reward instead of the loss (`algorithm.use_kl_in_reward`), coefficient * the same value is subtracted from each
-token's reward, from the log-probabilities at the start of the update and without a gradient. Its coefficient may be
-adaptive (Ziegler et al., arXiv 1909.08593): after a step with n samples and a KL of k nats,
+`algorithm.use_kl_in_reward` puts the KL into the reward instead of the loss. Then coefficient * the same value is
+subtracted from each token's reward. It is taken at the start of the update, and without a gradient. A token outside the
+loss has no penalty. The coefficient may be adaptive (Ziegler et al., arXiv 1909.08593). After a step with n samples and
+a KL of k nats:
 
     coefficient *= 1 + clamp(k / target - 1, -0.2, 0.2) * n / horizon
 """
@@ -30,10 +31,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_megatron.algo.ratio import clamp_log_ratio
 from grpo_megatron.config import KlCtrl
 from grpo_megatron.registry import Registry
 
-LOG_RATIO_CLAMP = 20.0
 VALUE_CLAMP = 10.0
 
 # (logprobs, ref_logprobs) -> (penalty, metrics by name); all [B, R]. The metrics are averaged over tokens.
@@ -59,7 +60,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Schulman's low-variance estimate, clamped; reports `actor/kl_clamp_frac`."""
-    d = (ref_logprobs - logprobs).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    d = clamp_log_ratio(ref_logprobs - logprobs)
     value = torch.expm1(d) - d
     return value.clamp(max=VALUE_CLAMP), {"actor/kl_clamp_frac": (value.detach() > VALUE_CLAMP).to(value.dtype)}
 
@@ -70,7 +71,7 @@ def straight_through(penalty: KlPenalty) -> KlPenalty:
     def value_with_gradient_of_k2(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = penalty(logprobs.detach(), ref_logprobs)
         gradient, _ = k2(logprobs, ref_logprobs)
-        # In this order the bracket is exactly 0 and the value keeps every bit.
+        # Added in this order: the bracket is exactly 0, so the value does not change by a bit.
         return value + (gradient - gradient.detach()), metrics
 
     return value_with_gradient_of_k2
@@ -84,20 +85,20 @@ for _name, _penalty in _PENALTIES.items():
 
 @torch.no_grad()
 def reward_penalty(kl_penalty: KlPenalty, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The KL estimate of every response token, before the coefficient; 0 where masked. All [B, R], mask bool."""
+    """The KL estimate of every loss token, before the coefficient; 0 where masked. All [B, R]; `mask` is the loss mask."""
     old, ref = (tensor.masked_fill(~mask, 0.0) for tensor in (old_logprobs, ref_logprobs))
     value, _ = kl_penalty(old, ref)
     return value.masked_fill(~mask, 0.0)
 
 
 def sequence_kl(penalty: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each response's tokens, of the responses that have any: what `actor/reward_kl_penalty` averages."""
+    """[number of rows with a loss token]: the mean over each row's loss tokens. `mask` is the loss mask, bool [B, R]."""
     num_tokens = mask.sum(-1)
     return penalty.double().sum(-1)[num_tokens > 0] / num_tokens[num_tokens > 0]
 
 
 class KlController:
-    """The coefficient of the KL penalty in the reward. `kl_coef` is the one for the step at hand."""
+    """The coefficient of the KL penalty in the reward. `kl_coef` is the present step's."""
 
     def __init__(self, config: KlCtrl) -> None:
         self._config = config
@@ -114,6 +115,6 @@ class KlController:
         return {"kl_coef": self.kl_coef}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continue from `state`. A fixed coefficient is the config's, which may have been changed on purpose."""
+        """Continue from `state`. A fixed coefficient stays the config's: the user may have changed it for the resumed run."""
         if self._config.type == "adaptive":
             self.kl_coef = state["kl_coef"]

@@ -11,14 +11,20 @@ With rho = exp(clamp(logprobs - old_logprobs, -20, 20)), A the advantage and sg 
 
     total     sum over tokens of  w * (c * policy loss + kl_loss_coef * KL - entropy_coeff * entropy)
 
-`sequence_losses.py` has those that know a whole response. c is the correction of `correction.py` (1 without); w are the
-weights of `token_weights.py`: already normalised over the optimizer step. The total is therefore a **plain sum**: add
-it, and its gradient, over micro-batches and ranks; never average. Where we depart from the papers: the log-ratio is
-clamped, so that one token cannot overflow exp (as in verl); `actor/ratio_clamp_frac` counts those tokens and
-`actor/ppo_kl` is reported unclamped. CISPO's lower bound is off unless it is asked for, as in its paper.
+`sequence_losses.py` has the losses of whole responses. c is the correction of `correction.py` (1 without one). w are
+the weights of `token_weights.py`, which are normalised over the optimizer step. The total is therefore a **plain sum**:
+add it, and its gradient, over micro-batches and ranks; never average.
 
-Another loss is one function with the signature of `PolicyLoss`. It sees whole sequences, so sequence-level ratios need
-nothing else. Masked positions are 0 in every tensor it is given, whatever they held before.
+Departures from the papers: the log-ratio is clamped, so that one token cannot overflow exp (as in verl).
+`actor/ratio_clamp_frac` counts those tokens; `actor/ppo_kl` is reported unclamped. CISPO's lower bound is off by
+default, as in its paper.
+
+Another loss is one function with the signature of `PolicyLoss`: registered here, or the user's own
+`package.module:function`. It gets whole responses, so it can compute sequence-level ratios. Tokens outside the loss are
+0 in every tensor it gets. Declare what validation must know about it (the fields of `LossFacts`):
+
+    @policy_losses.declare(paired=True, needs_reference=True, aggregation=("seq-mean-token-mean",))
+    def my_preference_loss(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]: ...
 """
 
 from __future__ import annotations
@@ -31,17 +37,16 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algo.kl import KlPenalty
+from grpo_megatron.algo.ratio import LOG_RATIO_CLAMP, ratio_of
 from grpo_megatron.config import ActorConfig
-from grpo_megatron.registry import Registry
-
-LOG_RATIO_CLAMP = 20.0
+from grpo_megatron.registry import FactRegistry
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may look at: one micro-batch of B whole responses, all `[B, R]`, column t = response token t.
+    """What a loss may read: one micro-batch of B whole responses, all `[B, R]`, column t = response token t.
 
-    Making one replaces masked entries of every tensor by 0. This must happen before any exp: a -inf or NaN that is
+    The constructor replaces masked entries of every tensor by 0. This must happen before any exp: a -inf or NaN that is
     multiplied by a zero mask afterwards is NaN, in the value or in the gradient.
     """
 
@@ -51,7 +56,7 @@ class LossInputs:
     rollout_logprobs: Tensor  # inference engine
     ref_logprobs: Tensor | None  # None: no reference model
     advantages: Tensor
-    mask: Tensor  # bool; true: a token of the loss
+    mask: Tensor  # bool, the loss mask: true at a token of the loss
     token_weights: Tensor
     correction: Tensor | None = None  # multiplies the policy loss alone; None: 1
 
@@ -67,9 +72,9 @@ class LossInputs:
 
 
 class MetricSum(NamedTuple):
-    """One micro-batch's share of a metric, detached. Add shares over micro-batches and ranks of a mini-batch; then
+    """One micro-batch's share of a metric, detached. Add the shares of all micro-batches and ranks of a mini-batch.
 
-    num_tokens None: `total` is the value: its terms carried the token weights, so it aggregates as the loss does.
+    num_tokens None: `total` is the value. Its terms carried the token weights, so it aggregates as the loss does.
     num_tokens given: the value is total / num_tokens, a token mean.
     """
 
@@ -83,27 +88,31 @@ class MetricSum(NamedTuple):
         return MetricSum(self.total + other.total, self.num_tokens + other.num_tokens)
 
 
-# A metric by name: [B, R], averaged over unmasked tokens, or a MetricSum that the loss has made itself.
+# A metric by name: [B, R], averaged over the loss tokens, or a MetricSum that the loss has computed itself.
 LossMetrics = dict[str, Tensor | MetricSum]
 PolicyLoss = Callable[[LossInputs, ActorConfig], tuple[Tensor, LossMetrics]]  # the loss is [B, R]
 
-policy_losses: Registry[PolicyLoss] = Registry("policy loss")
 
-LIKELIHOOD_LOSSES = ("sft", "dpo")  # no ratio to the weights that drew the sample: nothing to correct
-PAIRED_LOSSES = ("dpo",)  # rows 2i (chosen) and 2i + 1 (rejected) of a micro-batch belong together
+@dataclass(frozen=True)
+class LossFacts:
+    """What the rest of the program must know about a policy loss."""
+
+    is_likelihood: bool = False  # no ratio to old_logprobs: samples from any source, and no mismatch to correct
+    paired: bool = False  # rows 2i (chosen) and 2i + 1 (rejected) of a micro-batch belong together
+    needs_reference: bool = False  # reads ref_logprobs, with a KL penalty or without
+    aggregation: tuple[str, ...] = ()  # the loss_agg_mode values under which it is its paper's loss; empty: any
+    geometric_correction: bool = False  # one value per sequence, corrected by the geometric mean of its tokens' weights
+
+    def __post_init__(self) -> None:
+        if isinstance(self.aggregation, str):
+            raise TypeError(f"aggregation={self.aggregation!r} is not a tuple; write ({self.aggregation!r},)")
 
 
-# Losses with one value for a sequence, to which the correction is a sequence's geometric mean (GMPO).
-geometric_correction: set[PolicyLoss] = set()
-
-
-def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of the clamped log-ratio."""
-    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+policy_losses: FactRegistry[PolicyLoss, LossFacts] = FactRegistry("policy loss", LossFacts())
 
 
 def ratio_metrics(log_ratio: Tensor, clipped: Tensor, lower: Tensor | None = None) -> LossMetrics:
-    """The metrics of every loss with a ratio. `log_ratio` per token, unclamped; None: a loss without a lower clip."""
+    """The metrics of every loss with a ratio, all [B, R]. `log_ratio` is unclamped; `lower` None: no lower clip."""
     return {
         "actor/pg_clipfrac": clipped,
         "actor/pg_clipfrac_lower": torch.zeros_like(clipped) if lower is None else lower,
@@ -114,7 +123,7 @@ def ratio_metrics(log_ratio: Tensor, clipped: Tensor, lower: Tensor | None = Non
 
 @policy_losses.register("vanilla")
 def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
-    """PPO's clipped surrogate with asymmetric bounds and the dual clip; the loss GRPO and DAPO use.
+    """PPO's clipped surrogate with asymmetric bounds and the dual clip; the loss of GRPO and DAPO.
 
     Reports `actor/pg_clipfrac` (clipped surrogate > unclipped one, as losses), `actor/pg_clipfrac_lower` (dual clip
     active), `actor/ppo_kl` (old - new, unclamped) and `actor/ratio_clamp_frac`.
@@ -145,9 +154,9 @@ def cispo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]
     return -weight * inputs.advantages * inputs.logprobs, ratio_metrics(log_ratio, weight != ratio)
 
 
-@policy_losses.register("sapo")
+@policy_losses.register("sapo", aggregation=("seq-mean-token-mean",))
 def sapo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
-    """A sigmoid gate in place of the clip: its slope is 1 at ratio 1 and falls off smoothly on both sides."""
+    """A sigmoid gate in place of the clip. Its slope is 1 at ratio 1 and decreases smoothly on both sides."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
     tau = torch.full_like(log_ratio, config.tau_neg).masked_fill(inputs.advantages > 0, config.tau_pos)
     gate = torch.sigmoid(tau * (ratio_of(log_ratio) - 1.0)) * 4.0 / tau
@@ -155,27 +164,32 @@ def sapo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
 
 
 @policy_losses.register("gpg")
-@policy_losses.register("sft")
-def log_likelihood(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
-    """Log-likelihood weighted by the advantage: supervised learning where it is 1, plain policy gradient otherwise."""
+def policy_gradient(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """The plain policy gradient on the policy's own samples."""
     return -inputs.advantages * inputs.logprobs, {}
+
+
+@policy_losses.register("sft", is_likelihood=True)
+def log_likelihood(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """The same formula on samples from any source. Where the advantage is 1, it is supervised learning."""
+    return policy_gradient(inputs, config)
 
 
 def total_loss(
     inputs: LossInputs, config: ActorConfig, policy_loss: PolicyLoss, kl_penalty: KlPenalty | None
 ) -> tuple[Tensor, dict[str, MetricSum]]:
-    """One micro-batch's share of the mini-batch's loss, and of its metrics.
+    """One micro-batch's share of the mini-batch's loss, and of its metrics (see `MetricSum`).
 
-    Returns a scalar with gradient (0, with zero gradients, when everything is masked or B is 0), and sums: see
-    `MetricSum`. `actor/pg_loss`, `actor/entropy_loss` and, with a penalty, `actor/kl_loss` are aggregated like the loss
-    and before their coefficients; `actor/entropy` and metrics of the policy loss and of the penalty are token means.
-    `kl_penalty` None: no KL term; else `inputs.ref_logprobs` must be there.
+    Returns a scalar with gradient: 0, with zero gradients, when everything is masked or B is 0. `actor/pg_loss`,
+    `actor/entropy_loss` and, with a penalty, `actor/kl_loss` aggregate like the loss, before their coefficients.
+    `actor/entropy` and the metrics of the policy loss and of the penalty are means over the loss tokens.
+    `kl_penalty` None: no KL term; otherwise `inputs.ref_logprobs` is required.
     """
     weights = inputs.token_weights
     per_token, loss_metrics = policy_loss(inputs, config)
     per_token = torch.where(inputs.mask, per_token, 0.0)
     if inputs.correction is not None:
-        per_token = per_token * _correction(inputs, inputs.correction, policy_loss)
+        per_token = per_token * _correction(inputs.mask, inputs.correction, policy_loss)
     weighted = {"actor/pg_loss": per_token, "actor/entropy_loss": inputs.entropy}
 
     if kl_penalty is not None:
@@ -183,7 +197,7 @@ def total_loss(
         kl, kl_metrics = kl_penalty(inputs.logprobs, inputs.ref_logprobs)
         weighted["actor/kl_loss"] = kl
         loss_metrics = {**loss_metrics, **kl_metrics}
-        # A coefficient of 0 leaves the term out: 0 * inf would be NaN.
+        # With a coefficient of 0 the term must not be added: 0 * inf is NaN.
         if config.kl_loss_coef != 0.0:
             per_token = per_token + config.kl_loss_coef * kl
     if config.entropy_coeff != 0.0:
@@ -199,9 +213,9 @@ def total_loss(
     return (weights * per_token).sum(), metrics
 
 
-def _correction(inputs: LossInputs, correction: Tensor, policy_loss: PolicyLoss) -> Tensor:
-    """What multiplies the policy loss: [B, R], or [B, 1] for losses in `geometric_correction`."""
-    if policy_loss not in geometric_correction:
+def _correction(mask: Tensor, correction: Tensor, policy_loss: PolicyLoss) -> Tensor:
+    """What multiplies the policy loss: [B, R], or [B, 1] for losses with `geometric_correction`."""
+    if not policy_losses.facts_of(policy_loss).geometric_correction:
         return correction
-    logs = torch.where(inputs.mask, correction, 1.0).log()  # a weight of 0 takes the whole sequence out
-    return (logs.sum(-1, keepdim=True) / inputs.mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+    logs = torch.where(mask, correction, 1.0).log()  # one weight of 0 makes the sequence's mean 0
+    return (logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()

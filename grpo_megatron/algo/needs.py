@@ -1,28 +1,28 @@
-"""What a method needs computed: facts of the config that the trainer and the checks before it must agree on."""
+"""What a method needs computed: properties of the config that the trainer and the checks must agree on."""
 
 from __future__ import annotations
 
-from grpo_megatron.algo.losses import LIKELIHOOD_LOSSES
-from grpo_megatron.algo.sequence_losses import NEEDS_REFERENCE
+from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 
 
 def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
-    """Whether the samples are draws of the policy whose loss takes a ratio: nothing else has a mismatch to correct."""
-    asked = algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs
-    return bool(asked) and algorithm.source == "policy" and actor.loss_mode not in LIKELIHOOD_LOSSES
+    """Whether a rollout correction applies: to samples of the policy, under a loss with a ratio."""
+    correction = algorithm.rollout_correction
+    configured = correction.rollout_is is not None or correction.rollout_rs is not None
+    return configured and algorithm.source == "policy" and not policy_losses.facts(actor.loss_mode).is_likelihood
 
 
 def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
-    """Whether the update reads log-probabilities from before it. Likelihoods do not: a forward pass is spared."""
-    return actor.loss_mode not in LIKELIHOOD_LOSSES or algorithm.use_kl_in_reward
+    """Whether the update reads the policy's log-probabilities from before it. Likelihood losses save that forward pass."""
+    return not policy_losses.facts(actor.loss_mode).is_likelihood or algorithm.use_kl_in_reward
 
 
 def reads_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether a loss or a reward reads the reference's log-probabilities."""
-    return actor.use_kl_loss or actor.loss_mode in NEEDS_REFERENCE or algorithm.use_kl_in_reward
+    return actor.use_kl_loss or policy_losses.facts(actor.loss_mode).needs_reference or algorithm.use_kl_in_reward
 
 
 def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
-    """Whether a reference is built: it is read, or drawn from."""
+    """Whether a reference is built: its log-probabilities are read, or responses are drawn from it."""
     return reads_reference(algorithm, actor) or algorithm.source == "initial"

@@ -1,21 +1,21 @@
-"""The plan of a step: from the table of all samples to who trains on what, with which advantage and weight.
+"""The plan of a step: from the table of all samples to the rows of each rank, their advantages and token weights.
 
 Every rank computes the same plan from the same table: integers, float64, no communication, no random numbers.
 
 1. Advantages, by the registered estimator, over the whole table.
-2. Rows that cannot be trained on leave the loss: empty responses, rewards that are not finite, cut-off responses if
-   `mask_truncated_samples`, rows to which the estimator gives None. They keep their place in the group's statistics.
-3. Mini-batches (one optimizer step each) of `ppo_mini_batch_size` prompts in prompt order; a group is never split. One
-   in which no row is left is dropped: a step on a zero gradient would still move weights by momentum and decay.
+2. Rows that cannot be trained on are left out of the loss: responses without a loss token, rewards that are not finite,
+   cut-off responses if `mask_truncated_samples`, rows with None from the estimator. They stay in the group's statistics.
+3. Mini-batches (one optimizer step each) of `ppo_mini_batch_size` prompts in prompt order; a group is never split. A
+   mini-batch without a row is dropped: a step on a zero gradient would still move weights by momentum and decay.
 4. Rows (for DPO: pairs) to data-parallel ranks, longest first to the lightest rank (Graham's LPT rule). Lengths are
-   prompt + response tokens. The heaviest rank exceeds the lightest by at most one sequence.
+   prompt + response tokens, in the loss or not. The heaviest rank exceeds the lightest by at most one sequence.
 5. Each rank's rows into micro-batches, longest first into the first that has room. A sequence longer than the cap gets
    a micro-batch of its own. Ranks with fewer micro-batches get empty ones: pipeline and gradient collectives need equal
    counts. The largest micro-batch comes first, so that a lack of memory shows at once.
-6. Token weights per mini-batch, from that mini-batch's global counts. Because of them, 4 and 5 cannot change the
-   gradient.
+6. Token weights per mini-batch, from that mini-batch's global counts of rows and loss tokens. Because of them, 4 and 5
+   cannot change the gradient.
 
-DUPO (WebSailor, arXiv 2507.02592): groups without different rewards leave, and groups with them are copied into their
+DUPO (WebSailor, arXiv 2507.02592): groups whose rewards are equal leave, and the other groups are copied into their
 places. A copy is an integer weight, which counts in the denominators as well.
 """
 
@@ -26,11 +26,14 @@ import itertools
 import math
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, informative_groups
-from grpo_megatron.algo.losses import PAIRED_LOSSES
+from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.shaping import dupo_copies
 from grpo_megatron.algo.token_weights import token_weights
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
-from grpo_megatron.types import GroupTable, MiniBatches, Plan
+from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
+
+# What must stay in one micro-batch, in this order: a row, or a pair of rows.
+Unit = list[int]
 
 
 def make_plan(
@@ -53,15 +56,18 @@ def make_plan(
     trainable = _trainable(table, algorithm)
     advantages = _advantages(table, algorithm, trainable)
     copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
-    in_loss = [ok and a is not None and c > 0 for ok, a, c in zip(trainable, advantages, copies, strict=True)]
+    in_loss = [
+        can_train and advantage is not None and count > 0
+        for can_train, advantage, count in zip(trainable, advantages, copies, strict=True)
+    ]
 
+    paired = policy_losses.facts(actor.loss_mode).paired
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
-    for groups in _mini_batches(table, copies, actor.ppo_mini_batch_size or train_batch_size):
-        kept = [[row for row in group if in_loss[row]] for group in groups]
-        if actor.loss_mode in PAIRED_LOSSES:
-            units = [unit for group in kept if (unit := _pair(group, advantages))]
-        else:
-            units = [[row] for group in kept for row in group]
+    for groups in _groups_of_mini_batches(table, copies, actor.ppo_mini_batch_size or train_batch_size):
+        units: list[Unit] = []
+        for group in groups:
+            rows = [row for row in group if in_loss[row]]
+            units += _pairs(rows, advantages) if paired else [[row] for row in rows]
         _add_mini_batch(mini_batches, units, lengths, actor)
 
     weights = _weights(mini_batches, table, copies, actor, max_response_length)
@@ -72,68 +78,25 @@ def make_plan(
 def revise_plan(
     plan: Plan, table: GroupTable, algorithm: AlgorithmConfig, actor: ActorConfig, *, max_response_length: int
 ) -> Plan:
-    """The same rows on the same ranks, with what only the training engine could tell: `table` has now
-    `token_penalties` (a KL penalty in the reward) or `num_kept_tokens` (tokens that a correction has masked).
+    """The same rows on the same ranks, after `table` got columns that need the training engine's log-probabilities.
 
-    Advantages and weights are made anew. A mini-batch in which every token is masked is dropped.
+    These are `token_penalties` (a KL penalty in the reward) and `num_kept_tokens` (without the tokens that a correction
+    has rejected). Advantages and weights are computed anew. A mini-batch without a kept token is dropped.
     """
     advantages = _advantages(table, algorithm, _trainable(table, algorithm))
     copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
     weights = _weights(plan.mini_batches, table, copies, actor, max_response_length)
-    live = [any(weights[row] for row in _rows_of_mini(plan.mini_batches, i)) for i in range(len(plan.mini_batches[0]))]
-    mini_batches = [[mini for mini, alive in zip(s, live, strict=True) if alive] for s in plan.mini_batches]
+    num_mini_batches = len(plan.mini_batches[0])
+    kept = [i for i in range(num_mini_batches) if any(weights[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
+    mini_batches = [[rank_mini_batches[i] for i in kept] for rank_mini_batches in plan.mini_batches]
     return Plan(advantages=advantages, token_weights=weights, mini_batches=mini_batches, metrics=plan.metrics)
-
-
-def _trainable(table: GroupTable, algorithm: AlgorithmConfig) -> list[bool]:
-    """Rows that a gradient could be taken of: something was said, it has a reward, and it was not cut off (if asked)."""
-    cut = table.truncated if algorithm.mask_truncated_samples else [False] * len(table)
-    rows = zip(table.response_length, table.reward, cut, strict=True)
-    return [length > 0 and math.isfinite(reward) and not masked for length, reward, masked in rows]
-
-
-def _mini_batches(table: GroupTable, copies: list[int], size: int) -> list[list[list[int]]]:
-    """The groups of each optimizer step: `size` prompts in order, or, where some have no copy, as many even runs."""
-    groups = table.groups()
-    count = -(-len(groups) // size)
-    kept = [group for group in groups if any(copies[row] for row in group)]
-    if len(kept) == len(groups):
-        return [groups[start : start + size] for start in range(0, len(groups), size)]
-    return [kept[i * len(kept) // count : (i + 1) * len(kept) // count] for i in range(count)]
-
-
-def _pair(rows: list[int], advantages: Advantages) -> list[int]:
-    """[chosen, rejected] of one group, or nothing unless both are there."""
-    chosen = [row for row in rows if isinstance(advantages[row], float) and advantages[row] > 0]  # type: ignore[operator]
-    rejected = [row for row in rows if isinstance(advantages[row], float) and advantages[row] < 0]  # type: ignore[operator]
-    return [chosen[0], rejected[0]] if chosen and rejected else []
-
-
-def _rows_of_mini(mini_batches: list[MiniBatches], mini: int) -> list[int]:
-    return sorted(row for schedule in mini_batches for micro in schedule[mini] for row in micro)
-
-
-def _weights(
-    mini_batches: list[MiniBatches], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
-) -> list[float]:
-    """The weight of each row's tokens, from the counts of its mini-batch. A row with m copies is m rows there."""
-    norm_length = actor.loss_scale_factor or float(max_response_length)
-    num_tokens = table.num_kept_tokens or table.response_length
-    weights = [0.0] * len(table)
-    for mini in range(len(mini_batches[0])):
-        rows = [row for row in _rows_of_mini(mini_batches, mini) for _ in range(copies[row])]
-        lengths = [num_tokens[row] for row in rows]
-        for row, weight in zip(
-            rows, token_weights(actor.loss_agg_mode, lengths, [True] * len(rows), norm_length), strict=True
-        ):
-            weights[row] += weight
-    return weights
 
 
 def supervised_plan(lengths: list[tuple[int, int]], actor: ActorConfig, dp: int) -> Plan:
     """The plan for one step of supervised training: one mini-batch, token-mean, every advantage 1.
 
-    `lengths[row]` is (prompt tokens, response tokens). Rows with an empty response are left out.
+    `lengths[row]` is (prompt tokens, response tokens); every response token is in the loss. Rows with an empty response
+    are left out.
     """
     totals = [prompt + response for prompt, response in lengths]
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
@@ -146,8 +109,61 @@ def supervised_plan(lengths: list[tuple[int, int]], actor: ActorConfig, dp: int)
     )
 
 
+def _trainable(table: GroupTable, algorithm: AlgorithmConfig) -> list[bool]:
+    """Per row: it has a loss token and a reward, and was not cut off where `mask_truncated_samples` drops such rows."""
+    dropped = table.truncated if algorithm.mask_truncated_samples else [False] * len(table)
+    rows = zip(table.num_loss_tokens(), table.reward, dropped, strict=True)
+    return [count > 0 and math.isfinite(reward) and not drop for count, reward, drop in rows]
+
+
+def _groups_of_mini_batches(table: GroupTable, copies: list[int], size: int) -> list[list[list[int]]]:
+    """The groups (lists of rows) of each optimizer step: `size` prompts in prompt order.
+
+    Where DUPO drops groups, the others are cut into the same number of mini-batches, of even sizes.
+    """
+    groups = table.groups()
+    kept = [group for group in groups if any(copies[row] for row in group)]
+    if len(kept) == len(groups):
+        return [groups[start : start + size] for start in range(0, len(groups), size)]
+    count = math.ceil(len(groups) / size)
+    return [kept[i * len(kept) // count : (i + 1) * len(kept) // count] for i in range(count)]
+
+
+def _pairs(rows: list[int], advantages: Advantages) -> list[Unit]:
+    """[[chosen, rejected]] of one group, or [] unless it has both."""
+    chosen, rejected = [], []
+    for row in rows:
+        advantage = advantages[row]
+        if isinstance(advantage, float) and advantage > 0:
+            chosen.append(row)
+        if isinstance(advantage, float) and advantage < 0:
+            rejected.append(row)
+    return [[chosen[0], rejected[0]]] if chosen and rejected else []
+
+
+def _rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
+    """The rows of mini-batch number `mini`, of all ranks."""
+    return sorted(row for per_rank in mini_batches for row in rows_of_mini_batch(per_rank[mini]))
+
+
+def _weights(
+    mini_batches: list[MiniBatches], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
+) -> list[float]:
+    """The weight of each row's loss tokens, from the counts of its mini-batch. A row with m copies counts as m rows."""
+    norm_length = actor.loss_scale_factor or float(max_response_length)
+    num_tokens = table.num_kept_tokens or table.num_loss_tokens()
+    weights = [0.0] * len(table)
+    for mini in range(len(mini_batches[0])):
+        rows = [row for row in _rows_on_all_ranks(mini_batches, mini) for _ in range(copies[row])]
+        counts = [num_tokens[row] for row in rows]
+        mini_weights = token_weights(actor.loss_agg_mode, counts, [True] * len(rows), norm_length)
+        for row, weight in zip(rows, mini_weights, strict=True):
+            weights[row] += weight
+    return weights
+
+
 def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
-    """Run the estimator and check it: it may be the user's own."""
+    """Run the estimator and check what it returns: it may be the user's own."""
     name = algorithm.adv_estimator
     advantages = advantage_estimators.get(name)(table, algorithm)
     if len(advantages) != len(table):
@@ -171,18 +187,14 @@ def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[b
     return advantages
 
 
-# A unit is what must stay in one micro-batch, in this order: a row, or a pair of rows.
-Unit = list[int]
-
-
 def _add_mini_batch(mini_batches: list[MiniBatches], units: list[Unit], lengths: list[int], actor: ActorConfig) -> None:
-    """Append one mini-batch made of `units` to every rank's schedule; nothing if there are none."""
+    """Append one mini-batch made of `units` to the mini-batches of every rank. No units: no mini-batch."""
     if not units:
         return
-    micro_batches = [_pack(share, lengths, actor) for share in _share_out(units, lengths, len(mini_batches))]
+    micro_batches = [_pack(rank_units, lengths, actor) for rank_units in _balance(units, lengths, len(mini_batches))]
     count = max(len(packed) for packed in micro_batches)
-    for schedule, packed in zip(mini_batches, micro_batches, strict=True):
-        schedule.append(packed + [[] for _ in range(count - len(packed))])
+    for rank_mini_batches, packed in zip(mini_batches, micro_batches, strict=True):
+        rank_mini_batches.append(packed + [[] for _ in range(count - len(packed))])
 
 
 def _longest_first(units: list[Unit], lengths: list[int]) -> list[tuple[int, Unit]]:
@@ -191,15 +203,15 @@ def _longest_first(units: list[Unit], lengths: list[int]) -> list[tuple[int, Uni
     return sorted(sized, key=lambda entry: (-entry[0], entry[1]))
 
 
-def _share_out(units: list[Unit], lengths: list[int], dp: int) -> list[list[Unit]]:
-    """Units for each rank. Ties go to the lower row and the lower rank."""
-    shares: list[list[Unit]] = [[] for _ in range(dp)]
+def _balance(units: list[Unit], lengths: list[int], dp: int) -> list[list[Unit]]:
+    """The units of each rank. Ties go to the lower row and the lower rank."""
+    units_of_rank: list[list[Unit]] = [[] for _ in range(dp)]
     loads = [(0, rank) for rank in range(dp)]  # sorted, hence a heap
     for size, unit in _longest_first(units, lengths):
         load, rank = loads[0]
-        shares[rank].append(unit)
+        units_of_rank[rank].append(unit)
         heapq.heapreplace(loads, (load + size, rank))
-    return shares
+    return units_of_rank
 
 
 def _pack(units: list[Unit], lengths: list[int], actor: ActorConfig) -> list[list[int]]:
@@ -223,8 +235,8 @@ def _pack(units: list[Unit], lengths: list[int], actor: ActorConfig) -> list[lis
 def _group_metrics(table: GroupTable) -> dict[str, float]:
     """Shares of prompts without a gradient, and of samples without a reward.
 
-    all_best and all_worst: every scorable reward of the prompt equals the highest (lowest) of the step; with 0/1
-    rewards, "too easy" and "too hard". Both are 1 when the whole step has one reward.
+    all_best and all_worst: every scorable reward of the prompt equals the highest (lowest) of the step. With rewards 0
+    and 1 these are the prompts that are too easy and too hard. Both shares are 1 when the whole step has one reward.
     """
     groups = table.groups()
     if not groups:
@@ -241,12 +253,13 @@ def _group_metrics(table: GroupTable) -> dict[str, float]:
 
 
 def _balance_metrics(mini_batches: list[MiniBatches], lengths: list[int]) -> dict[str, float]:
-    """Tokens per data-parallel rank over the step: rows cut into equal runs in table order, and as balanced."""
-    balanced = [sum(lengths[row] for mini in s for micro in mini for row in micro) for s in mini_batches]
-    kept = sorted(row for s in mini_batches for mini in s for micro in mini for row in micro)
+    """Prompt + response tokens per data-parallel rank over the step: with rows in table order, and as balanced."""
+    rows_of_rank = [[row for mini in per_rank for row in rows_of_mini_batch(mini)] for per_rank in mini_batches]
+    balanced = [sum(lengths[row] for row in rows) for rows in rows_of_rank]
+    all_rows = sorted(itertools.chain.from_iterable(rows_of_rank))
     dp = len(mini_batches)
-    cuts = [rank * len(kept) // dp for rank in range(dp + 1)]
-    unbalanced = [sum(lengths[row] for row in kept[a:b]) for a, b in itertools.pairwise(cuts)]
+    cuts = [rank * len(all_rows) // dp for rank in range(dp + 1)]
+    unbalanced = [sum(lengths[row] for row in all_rows[start:end]) for start, end in itertools.pairwise(cuts)]
     return {
         "global_seqlen/min": float(min(unbalanced)),
         "global_seqlen/max": float(max(unbalanced)),

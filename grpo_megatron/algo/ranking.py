@@ -1,12 +1,12 @@
-"""Ranking: which responses make a pair, and the pairwise loss that a reward model learns from.
+"""Ranking: which responses make a pair, and the pairwise loss of a reward model.
 
 Bradley-Terry: P(chosen beats rejected) = sigmoid(s_chosen - s_rejected), so the negative log-likelihood of a pair is
 
     -log sigmoid(s_chosen - s_rejected) = softplus(-(s_chosen - s_rejected))
 
-(InstructGPT, arXiv:2203.02155, equation 1; DeepSeekMath, arXiv:2402.03300, continues its reward model by it). Departure
-from InstructGPT: a group gives pairs in which no response comes twice, not all its pairs: n (n - 1) / 2 pairs of n
-responses are not that many facts, and there they had to share one batch for that reason.
+(InstructGPT, arXiv:2203.02155, equation 1; DeepSeekMath, arXiv:2402.03300, trains its reward model with it). Departure
+from InstructGPT: each response of a group is in at most one pair. InstructGPT takes all n (n - 1) / 2 pairs of n
+responses. They are correlated, so it has to put them into one batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 def ranked_pairs(labels: Sequence[float], group: Sequence[int], limit: int | None = None) -> list[tuple[int, int]]:
     """(chosen, rejected) rows of one group: the best with the worst, the second best with the second worst, ...
 
-    `labels[row]` ranks the rows of `group`; equal labels keep the group's order, rows without a finite label are left
-    out. It ends where the labels no longer differ, or after `limit` pairs. With labels 0 and 1: right with wrong answers.
+    `labels[row]` ranks the rows of `group`. Equal labels keep the group's order; rows without a finite label are left
+    out. The list ends where the labels no longer differ, or after `limit` pairs.
     """
     ranked = sorted((row for row in group if math.isfinite(labels[row])), key=lambda row: -labels[row])
     pairs = []

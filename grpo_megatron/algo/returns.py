@@ -1,4 +1,4 @@
-"""Advantage estimators that look past the group: at every token of the batch, or at a greedy response.
+"""Advantage estimators with more than the group's rewards: every token of the batch, or a greedy response.
 
     remax                         A_it = R_it - reward of the prompt's greedy response   arXiv 2310.10505
     reinforce_plus_plus           A_it = (R_it - m) / sqrt(v + 1e-8)                     arXiv 2501.03262
@@ -6,12 +6,14 @@
 
     R_it = r_i gamma^(n_i - 1 - t) - sum over s >= t of gamma^(s - t) p_is
 
-r_i is the reward, which falls on the last of n_i tokens; p_is the penalty of token s (a KL penalty in the reward), 0
-where there is none. remax has gamma 1. m and v (ddof 1) are over **all response tokens of the step**, on every rank:
-long responses weigh more, by design. Departures: sums are exact (`math.fsum`), so neither order nor layout moves a bit;
-where every token's number is the same, all advantages are exactly 0. Rows without a finite reward are in no statistic
-and get 0. A prompt whose samples all have one reward has deviations of exactly 0, but the whitening may move them: it
-centres the batch, not the group.
+t and s number the n_i loss tokens of the response: a token outside the loss takes no advantage and no penalty, and it
+is no step of the discount. r_i is the reward, which falls on the last loss token; p_is is the penalty of token s (a KL
+penalty in the reward), 0 where there is none. remax has gamma 1. m and v (ddof 1) are over **all loss tokens of the
+step**, on every rank: long responses weigh more, by design.
+
+Departures: sums are exact (`math.fsum`), so neither order nor layout changes a bit. Where every token has the same
+number, all advantages are exactly 0. Rows without a finite reward are in no statistic and get 0. A prompt whose samples
+all have one reward has deviations of exactly 0, but the whitening may shift them: it centres the batch, not the group.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from collections.abc import Sequence
 from grpo_megatron.algo.advantages import (
     Advantages,
     advantage_estimators,
+    at_loss_tokens,
     deviations,
     is_informative,
     penalised_rewards,
     scorable_groups,
+    spread_over_response,
 )
 from grpo_megatron.config import AlgorithmConfig
 from grpo_megatron.types import GroupTable
@@ -67,9 +71,9 @@ def reinforce_plus_plus(table: GroupTable, config: AlgorithmConfig) -> Advantage
     return _whitened(table, rows, [_returns(table, row, config.gamma) for row in rows])
 
 
-@advantage_estimators.register("reinforce_plus_plus_baseline")
+@advantage_estimators.register("reinforce_plus_plus_baseline", compares_group=True)
 def reinforce_plus_plus_baseline(table: GroupTable, config: AlgorithmConfig) -> Advantages:
-    """Whitened deviations from the prompt's mean reward. One number per row; the discount plays no part."""
+    """Whitened deviations from the prompt's mean reward. One number per row; the discount has no effect."""
     rewards = penalised_rewards(table)
     rows: list[int] = []
     centred: list[float | list[float]] = []
@@ -80,9 +84,9 @@ def reinforce_plus_plus_baseline(table: GroupTable, config: AlgorithmConfig) -> 
     return _whitened(table, rows, centred)
 
 
-@advantage_estimators.register("remax")
+@advantage_estimators.register("remax", needs_greedy_reward=True)
 def remax(table: GroupTable, config: AlgorithmConfig) -> Advantages:
-    """Reward minus that of the greedy response. Samples of a prompt whose greedy response has none leave the loss.
+    """Reward minus that of the greedy response. Samples of a prompt whose greedy response has no reward get None.
 
     One number per row, or, with token penalties, one per token. Raises ValueError when no greedy response was drawn.
     """
@@ -97,22 +101,31 @@ def remax(table: GroupTable, config: AlgorithmConfig) -> Advantages:
             advantages[row] = None
         elif math.isfinite(table.reward[row]):
             returns = _returns(table, row, 1.0)
-            advantages[row] = [r - baseline for r in returns] if isinstance(returns, list) else returns - baseline
+            if isinstance(returns, list):
+                advantages[row] = spread_over_response(table, row, [value - baseline for value in returns])
+            else:
+                advantages[row] = returns - baseline
     return advantages
 
 
 def _returns(table: GroupTable, row: int, gamma: float) -> float | list[float]:
-    """R_t of one response: a single number where every token has the same."""
-    reward, length = table.reward[row], table.response_length[row]
-    if not length or (gamma == 1.0 and not table.token_penalties):
+    """R_t at the loss tokens of one response: a single number where every token has the same."""
+    reward = table.reward[row]
+    if gamma == 1.0 and not table.token_penalties:
         return reward
-    rewards = [-penalty for penalty in table.token_penalties[row]] if table.token_penalties else [0.0] * length
+    no_penalties = [0.0] * table.response_length[row]
+    penalties = at_loss_tokens(table, row, table.token_penalties[row] if table.token_penalties else no_penalties)
+    if not penalties:
+        return reward
+    rewards = [-penalty for penalty in penalties]
     rewards[-1] += reward
     return discounted_returns(rewards, gamma)
 
 
 def _whitened(table: GroupTable, rows: list[int], values: list[float | list[float]]) -> Advantages:
+    """`values[i]`, one number or one per loss token, belongs to `rows[i]`. The other rows get 0."""
+    num_loss_tokens = table.num_loss_tokens()
     advantages: Advantages = [0.0] * len(table)
-    for row, value in zip(rows, whiten(values, [table.response_length[row] for row in rows]), strict=True):
-        advantages[row] = value
+    for row, value in zip(rows, whiten(values, [num_loss_tokens[row] for row in rows]), strict=True):
+        advantages[row] = spread_over_response(table, row, value) if isinstance(value, list) else value
     return advantages

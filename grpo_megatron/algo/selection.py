@@ -1,12 +1,12 @@
 """Estimators of the unified view: supervised learning, RFT and DPO as a choice of samples (DeepSeekMath, section 5).
 
-    constant    1 for every sample                                            SFT
-    rft         1 where reward >= algorithm.rft_threshold; the others leave   RFT, online RFT (arXiv 2308.01825)
-    best_worst  of each prompt the best +1 and the worst -1; the others leave  pairs for DPO (arXiv 2305.18290)
+    constant    1 for every sample                                                          SFT
+    rft         1 where reward >= algorithm.rft_threshold; None elsewhere                   RFT, online RFT (2308.01825)
+    best_worst  +1 for the best and -1 for the worst sample of a prompt; None elsewhere     pairs for DPO (2305.18290)
 
-Methods differ in the source of the responses, in the reward, and in the coefficient of each log-probability's gradient;
-these are the coefficients (of DPO: its sign, the size is the loss's). The losses that go with them are `sft` and `dpo`.
-Leaving (None) is not the same as an advantage of 0: who leaves counts in no denominator.
+The methods differ in the source of the responses, in the reward, and in the coefficient of each log-probability's
+gradient. These are the coefficients (of DPO: the sign; its loss determines the size). The losses for them are `sft` and
+`dpo`. None is not an advantage of 0: a row with None is left out, and counts in no denominator.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from grpo_megatron.config import AlgorithmConfig
 from grpo_megatron.types import GroupTable
 
 
-@advantage_estimators.register("constant")
+@advantage_estimators.register("constant", needs_rewards=False, ignores_token_penalties=True)
 def constant(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """1 for every sample."""
     return [1.0] * len(table)
 
 
-@advantage_estimators.register("rft")
+@advantage_estimators.register("rft", ignores_token_penalties=True)
 def rft(table: GroupTable, config: AlgorithmConfig) -> Advantages:
-    """1 for the right answers, all alike; None for the others and for those without a reward."""
+    """1 for each right answer; None for a wrong one and for a sample without a reward."""
     return [1.0 if reward >= config.rft_threshold else None for reward in table.reward]
 
 
-@advantage_estimators.register("best_worst")
+@advantage_estimators.register("best_worst", compares_group=True, makes_pairs=True, ignores_token_penalties=True)
 def best_worst(table: GroupTable, config: AlgorithmConfig) -> Advantages:
-    """One pair a prompt, by reward; of equal ones the sample of lowest index. No pair where all rewards are equal.
+    """One pair per prompt, by reward. Of equal rewards the lowest index is taken; all equal: no pair.
 
-    Empty responses are no part of a pair: they have no token to learn from.
+    A response without a loss token has no gradient and cannot be part of a pair.
     """
     advantages: Advantages = [None] * len(table)
+    num_loss_tokens = table.num_loss_tokens()
     for group in scorable_groups(table, table.reward):
-        rows = [row for row in group if table.response_length[row]]
+        rows = [row for row in group if num_loss_tokens[row]]
         if is_informative([table.reward[row] for row in rows]):
             advantages[min(rows, key=lambda row: (-table.reward[row], table.index[row]))] = 1.0
             advantages[min(rows, key=lambda row: (table.reward[row], table.index[row]))] = -1.0

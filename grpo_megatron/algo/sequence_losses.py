@@ -1,6 +1,6 @@
-"""Policy losses that know a whole response: ratios of sequences, and pairs of them.
+"""Policy losses of whole responses: ratios of sequences, and pairs of sequences.
 
-With d_t = logprobs - old_logprobs at token t, over the n response tokens of a sequence, A its advantage:
+With d_t = logprobs - old_logprobs at token t, over the n loss tokens of a response, A its advantage:
 
     gspo        clip form of vanilla (no dual clip) with s = exp(mean of d_t)             arXiv 2507.18071
     gspo_token  the same with s_t = sg(s) exp(logprobs - sg(logprobs)): same value, and the same gradient where A is one
@@ -10,11 +10,13 @@ With d_t = logprobs - old_logprobs at token t, over the n response tokens of a s
     dpo         -log sigmoid(dpo_beta * margin), margin = sum of (logprobs - ref_logprobs) of the chosen response minus
                 the same of the rejected one                                              arXiv 2305.18290
 
-The value of a sequence (of a pair) stands at every one of its tokens. Under seq-mean-token-mean, weights 1 / (N n), the
-tokens of a sequence add up to 1/N of it: the total is the mean over the N sequences **of the optimizer step**, however
-they are cut into micro-batches and ranks. (Peers take GMPO's mean over a micro-batch.) For dpo, two sequences of weight
-1/N each make 2/N = 1 over the number of pairs. `REQUIRED_AGGREGATION` says so as data. Useful clips are far smaller
-than vanilla's for gspo (3e-4 and 4e-4 in the paper) and larger for gmpo, whose bounds are in log space (0.4).
+Every loss token of a sequence (of a pair) has the value of the sequence (of the pair). Under seq-mean-token-mean, with
+weights 1 / (N n), the tokens of a sequence add up to 1/N of its value. The total is the mean over the N sequences **of
+the optimizer step**, whatever the micro-batches and ranks. (Peers average GMPO over a micro-batch.) For dpo, two
+sequences of weight 1/N each make 2/N = 1 over the number of pairs. Each loss declares this aggregation as a fact.
+
+Useful clips are far smaller than vanilla's for gspo (3e-4 and 4e-4 in the paper). They are larger for gmpo, whose
+bounds are in log space (0.4).
 """
 
 from __future__ import annotations
@@ -23,26 +25,15 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from grpo_megatron.algo.losses import (
-    LossInputs,
-    LossMetrics,
-    MetricSum,
-    geometric_correction,
-    policy_losses,
-    ratio_metrics,
-    ratio_of,
-)
+from grpo_megatron.algo.losses import LossInputs, LossMetrics, MetricSum, policy_losses, ratio_metrics
+from grpo_megatron.algo.ratio import ratio_of
 from grpo_megatron.config import ActorConfig
 
-# Loss -> the aggregations under which it is what its paper says; losses that are not here take any.
-REQUIRED_AGGREGATION: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("gspo", "gspo_token", "gmpo", "geo_mean", "sapo", "dpo"), ("seq-mean-token-mean",)
-)
-NEEDS_REFERENCE = ("dpo",)  # losses that read ref_logprobs, KL penalty or not
+SEQUENCE_MEAN = ("seq-mean-token-mean",)
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each row's unmasked tokens, [B, R] -> [B, 1]; 0 for a row without any. Masked entries must be 0."""
+    """Mean over each row's loss tokens, [B, R] -> [B, 1]; 0 for a row without any. Masked entries must be 0."""
     return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -52,15 +43,15 @@ def _clip_form(inputs: LossInputs, config: ActorConfig, ratio: Tensor, log_ratio
     return torch.maximum(unclipped, clipped), ratio_metrics(log_ratio, clipped > unclipped)
 
 
-@policy_losses.register("gspo")
+@policy_losses.register("gspo", aggregation=SEQUENCE_MEAN)
 def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
-    """One ratio for the sequence, which is clipped as a whole."""
+    """One ratio per sequence, which is clipped as a whole."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
     ratio = ratio_of(sequence_mean(log_ratio, inputs.mask)).expand_as(log_ratio)
     return _clip_form(inputs, config, ratio, log_ratio)
 
 
-@policy_losses.register("gspo_token")
+@policy_losses.register("gspo_token", aggregation=SEQUENCE_MEAN)
 def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """The sequence's ratio with each token's own gradient."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
@@ -68,8 +59,7 @@ def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMet
     return _clip_form(inputs, config, ratio * (inputs.logprobs - inputs.logprobs.detach()).exp(), log_ratio)
 
 
-@policy_losses.register("gmpo")
-@policy_losses.register("geo_mean")
+@policy_losses.register("gmpo", "geo_mean", aggregation=SEQUENCE_MEAN, geometric_correction=True)
 def gmpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """Geometric mean of token ratios that are clipped in log space. The advantage is the mean over the tokens.
 
@@ -85,10 +75,7 @@ def gmpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     return (-advantage * ratio).expand_as(log_ratio), metrics
 
 
-geometric_correction.add(gmpo)
-
-
-@policy_losses.register("dpo")
+@policy_losses.register("dpo", is_likelihood=True, paired=True, needs_reference=True, aggregation=SEQUENCE_MEAN)
 def dpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """Rows 2i (chosen, advantage 1) and 2i + 1 (rejected, advantage -1) are a pair.
 
@@ -111,6 +98,6 @@ def dpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     return loss, {"actor/dpo_accuracy": pair_mean((margin > 0).to(margin.dtype)), "actor/dpo_margin": pair_mean(margin)}
 
 
-def _per_token(pairs: Tensor, mask: Tensor) -> Tensor:
-    """A pair's value at every token of both its rows: [B / 2] -> [B, R]."""
-    return pairs.repeat_interleave(2)[:, None].expand_as(mask)
+def _per_token(pair_values: Tensor, mask: Tensor) -> Tensor:
+    """Each pair's value at every token of both its rows: [B / 2] -> [B, R]."""
+    return pair_values.repeat_interleave(2)[:, None].expand_as(mask)

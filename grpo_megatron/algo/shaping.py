@@ -1,9 +1,9 @@
-"""What is done to a step's rewards and groups between the reward function and the advantages.
+"""What changes a step's rewards and groups between the reward function and the advantages.
 
     soft overlong penalty   0 below L - c, -(n - (L - c)) / c up to L, -1 beyond       DAPO, arXiv 2503.14476
     copies                  groups with different rewards take the places of the rest   DUPO, arXiv 2507.02592
 
-n response tokens, L the longest response allowed, c the buffer.
+n response tokens (in the loss or not), L the longest response allowed, c the buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 
 
 def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length: int) -> GroupTable:
-    """The table with the penalty in its rewards and the rewards before it in `score`; as it was where it is off."""
+    """The table with the penalty in `reward`; `raw_reward` keeps the rewards before it. Unchanged if there is no buffer."""
     if config.len is None:
         return table
     penalties = [config.penalty_factor * overlong_penalty(n, max_length, config.len) for n in table.response_length]
@@ -30,10 +30,11 @@ def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length:
 
 
 def dupo_copies(table: GroupTable) -> list[int]:
-    """How often each row counts: 0 in groups without different rewards, which leave; 1 or more in the others.
+    """How often each row counts: 0 in groups whose rewards are equal, 1 or more in the others.
 
-    The places are dealt out in turn, in prompt order, so the copies of any two groups differ by at most one. All 0 when
-    no group teaches anything. Advantages stay those of the original group: its statistics do not know of the copies.
+    The places are given to the other groups in turn, in prompt order: the copies of two groups differ by at most one. All
+    counts are 0 when every group's rewards are equal. The advantages stay those of the original group: copies are not
+    part of its statistics.
     """
     copies = [0] * len(table)
     informative = {table.prompt_index[rows[0]] for rows in informative_groups(table)}

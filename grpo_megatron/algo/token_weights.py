@@ -7,10 +7,10 @@
     seq-mean-token-sum-norm   1 / (N_seq * L)          Dr.GRPO, arXiv 2503.20783; L is constant through the run
     token-sum                 1
 
-n_i is the number of response tokens in the loss, N_tok = sum n_i and N_seq = #{n_i > 0}, both over **one optimizer
-step**: every micro-batch, every data-parallel rank. Responses that are left out, or empty, count in neither. Because
-the weights are known before anything is packed, micro-batching, padding and every parallel layout leave the gradient
-as it is; averaging micro-batch means, which several codebases do, does not.
+n_i is the number of loss tokens of response i, N_tok = sum n_i and N_seq = #{n_i > 0}. Both are over **one optimizer
+step**: every micro-batch, every data-parallel rank. A response that is left out, or has no loss token, counts in
+neither. The weights are known before anything is packed, so micro-batches, padding and parallel layouts cannot change
+the gradient. Averaging the means of micro-batches, as several codebases do, makes it depend on all three.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def token_sum(lengths: list[int], norm_length: float) -> list[float]:
     return [1.0] * len(lengths)
 
 
-def token_weights(mode: str, response_lengths: list[int], in_loss: list[bool], norm_length: float) -> list[float]:
-    """The weight of each response's tokens in the loss of ONE optimizer step.
+def token_weights(mode: str, num_loss_tokens: list[int], in_loss: list[bool], norm_length: float) -> list[float]:
+    """The weight of each response's loss tokens in the loss of ONE optimizer step.
 
-    `response_lengths[i]` is n_i in tokens; `in_loss[i]` false leaves the response out (weight 0); `norm_length` is L in
-    tokens. The lists cover the whole optimizer step, not one rank's share. Raises ValueError on an unknown mode.
+    `num_loss_tokens[i]` is n_i; `in_loss[i]` false leaves the response out (weight 0); `norm_length` is L in tokens. The
+    lists cover the whole optimizer step, not one rank's share. Raises ValueError on an unknown mode.
     """
     weighting = token_weightings.get(mode)
-    rows = [row for row, length in enumerate(response_lengths) if in_loss[row] and length > 0]
-    weights = [0.0] * len(response_lengths)
+    rows = [row for row, count in enumerate(num_loss_tokens) if in_loss[row] and count > 0]
+    weights = [0.0] * len(num_loss_tokens)
     if rows:
-        for row, weight in zip(rows, weighting([response_lengths[row] for row in rows], norm_length), strict=True):
+        for row, weight in zip(rows, weighting([num_loss_tokens[row] for row in rows], norm_length), strict=True):
             weights[row] = weight
     return weights

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.algo.losses import PAIRED_LOSSES
+from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.prompts import OfflineGroup, load_offline_groups, load_prompts, load_supervised, load_tokenizer
 from grpo_megatron.data.rows import read_rows
@@ -170,7 +170,7 @@ def read_offline_groups(config: Config, tokenizer: Any | None) -> list[OfflineGr
     if tokenizer is None:
         _check_rows(key, files, read_question)
         return []
-    pairs = config.actor.loss_mode in PAIRED_LOSSES
+    pairs = policy_losses.facts(config.actor.loss_mode).paired
     try:
         fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
         return load_offline_groups(config.data, files, tokenizer, fields)

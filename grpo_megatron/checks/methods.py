@@ -1,34 +1,26 @@
 """Which algorithms go together: one line for every combination of the config that could not mean what it says.
 
 A method (README, table of algorithms) is a data source, an estimator, a loss and an aggregation. Each is chosen by its
-own key; this file knows which of them need each other.
+own key. What an estimator or a loss needs is a fact that it declares where it is defined (registry.py). So a user's own
+`package.module:function` is checked like the registered ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_megatron.algo.advantages import (
-    GROUP_RELATIVE,
-    IGNORES_TOKEN_PENALTIES,
-    NEEDS_GREEDY_REWARD,
-    NEEDS_STEP_REWARDS,
-)
-from grpo_megatron.algo.losses import LIKELIHOOD_LOSSES, PAIRED_LOSSES
+from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import needs_reference
-from grpo_megatron.algo.sequence_losses import REQUIRED_AGGREGATION
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards.reward import rewards
 
 Problems = Iterator[str]
 
-PAIRING = ("best_worst",)  # estimators that choose a better and a worse sample of each prompt
-STEP_REWARDS = ("arithmetic_steps",)  # registered rewards that score single steps; any module:function may
-
 
 def method_problems(config: Config) -> Problems:
-    """Every combination that is wrong, by topic."""
+    """Every combination that is wrong, by topic. Names that cannot be found are another check's problem."""
     for topic in (_groups, _losses, _sources, _sampling, _penalties, _iterations):
         yield from topic(config)
 
@@ -36,88 +28,105 @@ def method_problems(config: Config) -> Problems:
 def _groups(config: Config) -> Problems:
     """Estimators that compare samples, against what there is to compare."""
     n, estimator = config.rollout.n, config.algorithm.adv_estimator
+    facts = advantage_estimators.facts(estimator)
     key = f"algorithm.adv_estimator={estimator!r}"
-    if n == 1 and estimator in GROUP_RELATIVE and config.algorithm.source != "file":
+    if n == 1 and facts.compares_group and config.algorithm.source != "file":
         yield (
             f"rollout.n=1: {key} compares the samples of a prompt with each other, and one alone has advantage 0; set"
             " rollout.n=2 or more (8 is usual)"
         )
-    if estimator in NEEDS_GREEDY_REWARD and config.algorithm.source == "file":
+    if facts.needs_greedy_reward and config.algorithm.source == "file":
         yield f"{key} needs a greedy response to every prompt, and algorithm.source=file draws none; set source=policy"
-    function = config.reward.function
-    if estimator in NEEDS_STEP_REWARDS:
-        name = function or _task_reward(config)
-        if name in rewards.names() and name not in STEP_REWARDS:
+    if facts.needs_step_rewards:
+        name = config.reward.function or _task_reward(config)
+        # of a module:function nothing is known before it runs: the estimator raises if it returns no steps
+        if name in rewards.names() and not rewards.facts(name).gives_steps:
             yield (
                 f"{key} needs rewards of single steps, and the reward {name!r} gives one for the whole response; set"
-                f" reward.function to {' or '.join(STEP_REWARDS)}, or to a module:function that returns"
-                ' {"score": ..., "steps": [(end, value), ...]}'
+                f" reward.function to {' or '.join(rewards.names_with(gives_steps=True))}, or to a module:function that"
+                ' returns {"score": ..., "steps": [(end, value), ...]}'
             )
 
 
 def _task_reward(config: Config) -> str | None:
     try:
         return get_task(config.data.task).reward
-    except Exception:  # noqa: BLE001 - whatever is wrong with the task is said elsewhere
+    except Exception:  # noqa: BLE001 - whatever is wrong with the task is reported by another check
         return None
 
 
 def _losses(config: Config) -> Problems:
     """Losses against their aggregation and their estimator."""
     actor, estimator = config.actor, config.algorithm.adv_estimator
-    allowed = REQUIRED_AGGREGATION.get(actor.loss_mode)
-    if allowed and actor.loss_agg_mode not in allowed:
+    facts = policy_losses.facts(actor.loss_mode)
+    if facts.aggregation and actor.loss_agg_mode not in facts.aggregation:
         yield (
             f"actor.loss_mode={actor.loss_mode} is a mean over responses, and actor.loss_agg_mode="
-            f"{actor.loss_agg_mode} would weigh it otherwise; set loss_agg_mode={' or '.join(allowed)}"
+            f"{actor.loss_agg_mode} would weigh it otherwise; set loss_agg_mode={' or '.join(facts.aggregation)}"
         )
-    if actor.loss_mode in PAIRED_LOSSES and estimator not in PAIRING:
+    if not facts.paired:
+        return
+    if not advantage_estimators.facts(estimator).makes_pairs:
         yield (
             f"actor.loss_mode={actor.loss_mode} needs pairs, and algorithm.adv_estimator={estimator!r} makes none; set"
-            f" adv_estimator={' or '.join(PAIRING)}"
+            f" adv_estimator={_pair_estimators()}"
         )
-    if actor.loss_mode in PAIRED_LOSSES and actor.ppo_micro_batch_size_per_gpu == 1:
+    if actor.ppo_micro_batch_size_per_gpu == 1:
         yield (
             "actor.ppo_micro_batch_size_per_gpu=1 has no room for a pair, and"
             f" actor.loss_mode={actor.loss_mode} needs both of it at once; set 2 or more, or leave it out"
         )
     pair = 2 * (config.data.max_prompt_length + config.data.max_response_length)
-    if actor.loss_mode in PAIRED_LOSSES and actor.ppo_max_token_len_per_gpu < pair:
+    if actor.ppo_max_token_len_per_gpu < pair:
         yield (
             f"actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is less than a pair of full sequences,"
             f" 2 x (data.max_prompt_length + data.max_response_length) = {pair}; set it to {pair} or more"
         )
 
 
+def _pair_estimators() -> str:
+    return " or ".join(advantage_estimators.names_with(makes_pairs=True))
+
+
 def _sources(config: Config) -> Problems:
     """Where responses come from, against what is done with them."""
-    algorithm, loss = config.algorithm, config.actor.loss_mode
+    algorithm, loss_mode = config.algorithm, config.actor.loss_mode
     key = f"algorithm.source={algorithm.source}"
     if algorithm.source == "policy":
         return
-    if loss not in LIKELIHOOD_LOSSES:
+    if not policy_losses.facts(loss_mode).is_likelihood:
         yield (
-            f"{key}: the responses are not the policy's, and actor.loss_mode={loss} needs the policy's; set loss_mode="
-            f"{' or '.join(LIKELIHOOD_LOSSES)}, or source=policy"
+            f"{key}: the responses are not the policy's, and actor.loss_mode={loss_mode} needs the policy's; set"
+            f" loss_mode={' or '.join(policy_losses.names_with(is_likelihood=True))}, or source=policy"
         )
     if algorithm.source == "initial" and config.ref.path is not None:
         yield f"{key} draws from the model that the run starts from, and ref.path names another; leave ref.path out"
     if algorithm.replay.ratio:
         yield f"{key}: algorithm.replay.ratio={algorithm.replay.ratio:g} keeps samples of the policy; set it to 0"
     if algorithm.source == "file":
-        if algorithm.adv_estimator not in ("constant", *PAIRING, *NEEDS_GREEDY_REWARD):
-            yield (
-                f"{key} reads responses without rewards, and algorithm.adv_estimator={algorithm.adv_estimator!r} needs"
-                f" rewards; set adv_estimator=constant (SFT), or {PAIRING[0]} with actor.loss_mode=dpo"
-            )
-        if algorithm.adv_estimator in PAIRING and loss not in PAIRED_LOSSES:
-            yield (
-                f"{key} with algorithm.adv_estimator={algorithm.adv_estimator} reads pairs, and actor.loss_mode={loss}"
-                f" takes none; set loss_mode={PAIRED_LOSSES[0]}, or adv_estimator=constant"
-            )
-        for name, on in (("filter_groups.enable", algorithm.filter_groups.enable), ("dupo", algorithm.dupo)):
-            if on:
-                yield f"{key}: algorithm.{name}=true chooses among drawn groups, and none is drawn; set it to false"
+        yield from _file_source(config, key)
+
+
+def _file_source(config: Config, key: str) -> Problems:
+    algorithm, loss_mode = config.algorithm, config.actor.loss_mode
+    estimator = advantage_estimators.facts(algorithm.adv_estimator)
+    without_rewards = " or ".join(advantage_estimators.names_with(needs_rewards=False))
+    paired_losses = " or ".join(policy_losses.names_with(paired=True))
+    # an estimator that needs a greedy response has been reported by `_groups`
+    if estimator.needs_rewards and not estimator.makes_pairs and not estimator.needs_greedy_reward:
+        yield (
+            f"{key} reads responses without rewards, and algorithm.adv_estimator={algorithm.adv_estimator!r} needs"
+            f" rewards; set adv_estimator={without_rewards} (SFT), or {_pair_estimators()} with"
+            f" actor.loss_mode={paired_losses}"
+        )
+    if estimator.makes_pairs and not policy_losses.facts(loss_mode).paired:
+        yield (
+            f"{key} with algorithm.adv_estimator={algorithm.adv_estimator} reads pairs, and actor.loss_mode={loss_mode}"
+            f" takes none; set loss_mode={paired_losses}, or adv_estimator={without_rewards}"
+        )
+    for name, enabled in (("filter_groups.enable", algorithm.filter_groups.enable), ("dupo", algorithm.dupo)):
+        if enabled:
+            yield f"{key}: algorithm.{name}=true chooses among drawn groups, and none is drawn; set it to false"
 
 
 def _sampling(config: Config) -> Problems:
@@ -129,8 +138,8 @@ def _sampling(config: Config) -> Problems:
             "algorithm.filter_groups.enable=true and algorithm.dupo=true fill the same places, one with new prompts and"
             " one with copies; set one of them to false"
         )
-    for name, on in (("filter_groups.enable", filtered), ("dupo", algorithm.dupo)):
-        if on and config.rollout.n == 1:
+    for name, enabled in (("filter_groups.enable", filtered), ("dupo", algorithm.dupo)):
+        if enabled and config.rollout.n == 1:
             yield f"algorithm.{name}=true compares the samples of a prompt, and rollout.n=1; set rollout.n=2 or more"
     if config.data.gen_batch_size is not None and not filtered:
         yield (
@@ -154,7 +163,7 @@ def _sampling(config: Config) -> Problems:
 def _penalties(config: Config) -> Problems:
     """A KL penalty in the reward must reach the advantages."""
     algorithm = config.algorithm
-    if algorithm.use_kl_in_reward and algorithm.adv_estimator in IGNORES_TOKEN_PENALTIES:
+    if algorithm.use_kl_in_reward and advantage_estimators.facts(algorithm.adv_estimator).ignores_token_penalties:
         yield (
             f"algorithm.use_kl_in_reward=true has no effect with algorithm.adv_estimator={algorithm.adv_estimator!r};"
             " set it to false (actor.use_kl_loss=true puts the KL into the loss)"
@@ -162,6 +171,7 @@ def _penalties(config: Config) -> Problems:
 
 
 def _iterations(config: Config) -> Problems:
+    """An outer iteration must renew something, and there must be more than one."""
     steps = config.algorithm.iteration_steps
     if steps is None:
         return

@@ -172,7 +172,7 @@ class Policy(Scorer):
             rollout_logprobs=rows(batch.rollout_logprobs),
             ref_logprobs=None if batch.ref_logprobs is None else rows(batch.ref_logprobs),
             advantages=rows(batch.advantages),
-            mask=rows(batch.response_mask),
+            mask=rows(batch.loss_mask),
             token_weights=rows(batch.token_weights),
             correction=None if batch.correction is None else rows(batch.correction),
         )

@@ -1,12 +1,14 @@
-"""Metrics: what the ranks record during a step, and the one exchange that makes global numbers of it.
+"""Metrics: what the ranks record during a step, and the one exchange that turns it into global numbers.
 
 A mean travels as (sum, count) and is divided once, after the exchange: mean = sum_r s_r / sum_r c_r over ranks r. The
-mean of rank means weighs a rank with one token like a rank with a thousand, so it never appears. Recording costs no
-communication and no device synchronisation: tensors of one element stay where they are until `reduce`.
+mean of rank means would give a rank with one token the weight of a rank with a thousand, so it is never used. Recording
+costs no communication and no device synchronisation: tensors of one element stay on their device until `reduce`.
 
 Names and definitions: verl's metrics, computed over the global batch. Differences from it: `std` and percentiles are
-global too; exponents of log-probability differences are clamped at +-20; a metric that nothing was recorded for is
-omitted, not zero.
+global too; exponents of log-probability differences are clamped at +-20; a metric without a record is omitted, not zero.
+
+Lengths (`response_length/*`, `prompt_length/*`, `perf/*`) count all tokens. Everything about log-probabilities, ratios
+and advantages counts the tokens in the loss.
 """
 
 from __future__ import annotations
@@ -21,16 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_megatron.algo.ratio import clamp_log_ratio
 from grpo_megatron.types import GroupTable
-
-LOG_RATIO_BOUND = 20.0  # of every exponent below; e^20 = 4.9e8 is far outside anything that still trains
 
 
 class Metrics:
     """One rank's records of the current step.
 
-    `synchronize` waits for the device, so that `phase` times work done and not work queued. A rank sends at most
-    `max_percentile_values` values per percentile (65,536 are 256 KiB), at a fixed stride; with no more it is exact.
+    `synchronize` waits for the device, so that `phase` measures finished work and not queued work. A rank sends at most
+    `max_percentile_values` values per percentile (65,536 are 256 KiB), at a fixed stride; up to that number it is exact.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None, max_percentile_values: int = 65_536) -> None:
@@ -41,17 +42,17 @@ class Metrics:
         self._constants: dict[str, float] = {}
 
     def when(self, contributes: bool) -> Metrics:
-        """This object, or one whose records are thrown away: for ranks that hold a copy of another rank's numbers.
+        """This object, or one that discards its records: for ranks that hold a copy of another rank's numbers.
 
-        Tensor- and pipeline-parallel ranks of one replica see the same samples, and each sample must be counted once:
-        `rollout_mismatch(metrics.when(mesh.is_first_replica_rank), ...)`. `max`, `min`, `phase` and `constant` need no
-        such care.
+        Tensor- and pipeline-parallel ranks of one replica hold the same samples, and each sample must be counted once:
+        `rollout_mismatch(metrics.when(mesh.is_first_replica_rank), ...)`. `max`, `min`, `phase` and `constant` do not
+        need it.
         """
         return self if contributes else Metrics(max_percentile_values=self._max_percentile_values)
 
     def mean(self, name: str, value_sum: float | Tensor, count: float | Tensor) -> None:
         """Add `value_sum` over `count` items. Count 0 over all ranks: the metric is omitted."""
-        self._record(name, "mean", (_keep(value_sum), _keep(count)))
+        self._record(name, "mean", (_detached(value_sum), _detached(count)))
 
     def mean_of(self, name: str, values: Tensor | Sequence[float]) -> None:
         """Add every element of `values` (any shape) to a mean."""
@@ -70,15 +71,15 @@ class Metrics:
 
     def sum(self, name: str, value: float | Tensor) -> None:
         """Add `value` to a total over calls and ranks."""
-        self._record(name, "sum", _keep(value))
+        self._record(name, "sum", _detached(value))
 
     def max(self, name: str, value: float | Tensor) -> None:
         """Largest over calls and ranks; NaN if any is NaN."""
-        self._record(name, "max", _keep(value))
+        self._record(name, "max", _detached(value))
 
     def min(self, name: str, value: float | Tensor) -> None:
         """Smallest over calls and ranks; NaN if any is NaN."""
-        self._record(name, "min", _keep(value))
+        self._record(name, "min", _detached(value))
 
     def percentile(self, name: str, values: Tensor | Sequence[float], q: float) -> None:
         """Add every element to a percentile, `q` in [0, 100]: the smallest v such that q % of the elements are <= v."""
@@ -86,7 +87,7 @@ class Metrics:
         self._record(name, "percentile", (q, _float64(values).flatten().float()))
 
     def constant(self, name: str, value: float) -> None:
-        """A number that every rank knows already; not exchanged. The last call wins."""
+        """A number that is the same on every rank; not exchanged. The last call wins."""
         assert name not in self._records, f"metric {name!r} is recorded and constant"
         self._constants[name] = float(value)
 
@@ -94,7 +95,7 @@ class Metrics:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `timing_s/<name>`: wall seconds, added up over calls, slowest rank.
 
-        A block that raises is not recorded: waiting for a failed device would hide the error that matters.
+        A block that raises is not recorded: to wait for a failed device would hide its error.
         """
         self._synchronize()
         start = time.perf_counter()
@@ -105,7 +106,7 @@ class Metrics:
     def reduce(self, all_gather: Callable[[Any], list[Any]] = lambda value: [value]) -> dict[str, float]:
         """The step's global numbers, on every rank. Collective where `all_gather` is: `Mesh.all_gather`, or none.
 
-        Forgets the records, so that the next step starts empty.
+        Deletes the records, so that the next step starts empty.
         """
         local = {name: (kind, self._locally(kind, items)) for name, (kind, items) in self._records.items()}
         constants = self._constants
@@ -137,10 +138,10 @@ class Metrics:
             stride = max(1, math.ceil(values.numel() / self._max_percentile_values))
             return items[0][0], values.numel(), values[::stride].clone()  # clone: pickle would send the whole storage
         numbers = [float(item) for item in items]
-        return _max(numbers) if kind == "max" else _min(numbers) if kind == "min" else sum(numbers)
+        return {"max": _max, "min": _min}.get(kind, sum)(numbers)
 
 
-def _keep(value: float | Tensor) -> float | Tensor:
+def _detached(value: float | Tensor) -> float | Tensor:
     """A copy that survives in-place updates and does not hold the autograd graph."""
     return value.detach().clone() if isinstance(value, Tensor) else float(value)
 
@@ -207,16 +208,17 @@ _GLOBALLY: dict[str, Callable[[Any], float | None]] = {
 def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
     """How far the training engine's log-probabilities are from the rollout engine's, for the same weights and tokens.
 
-    All [B, R]; `mask` True on response tokens. d = old - rollout: `rollout_corr/kl` is the token mean of -d, `k3_kl` of
-    e^d - d - 1, `mult_prob_error` of e^|d| (1 is perfect, above 1.05 suspect), `chi2_token` of e^2d - 1. Over sequences
-    with tokens: the `ppl`s; `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
+    All [B, R]; `mask` is the loss mask: tokens that the engine did not draw have no rollout log-probability. With
+    d = old - rollout: `rollout_corr/kl` is the token mean of -d, `k3_kl` of e^d - d - 1, `mult_prob_error` of e^|d| (1
+    is perfect, above 1.05 suspect), `chi2_token` of e^2d - 1. Over sequences with a loss token: the `ppl`s;
+    `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
     """
     mask = mask.detach().cpu().bool()
     old, rollout = (torch.where(mask, _float64(x).cpu(), 0.0) for x in (old_logprobs, rollout_logprobs))
     old_token, rollout_token = old[mask], rollout[mask]
     probs_diff = (old_token.exp() - rollout_token.exp()).abs()
     diff = old_token - rollout_token
-    bounded = diff.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    bounded = clamp_log_ratio(diff)
     for name, values in (("probs", probs_diff), ("logp", diff.abs())):
         metrics.mean_of(f"training/rollout_{name}_diff_mean", values)
         if values.numel():
@@ -228,15 +230,15 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     metrics.mean_of("rollout_corr/mult_prob_error", bounded.abs().exp())
     metrics.mean_of("rollout_corr/chi2_token", (2 * bounded).exp() - 1)
 
-    lengths = mask.sum(1)
-    kept = lengths > 0
-    old_mean, rollout_mean = (x.sum(1)[kept] / lengths[kept] for x in (old, rollout))
+    num_tokens = mask.sum(1)
+    kept = num_tokens > 0
+    old_mean, rollout_mean = (x.sum(1)[kept] / num_tokens[kept] for x in (old, rollout))
     log_ppl_diff = rollout_mean - old_mean
-    total = (old - rollout).sum(1)[kept].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    total = clamp_log_ratio((old - rollout).sum(1)[kept])
     metrics.mean_of("rollout_corr/chi2_seq", (2 * total).exp() - 1)
     metrics.mean_of("rollout_corr/training_ppl", (-old_mean).exp())
     metrics.mean_of("rollout_corr/rollout_ppl", (-rollout_mean).exp())
-    metrics.mean_of("rollout_corr/ppl_ratio", log_ppl_diff.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp())
+    metrics.mean_of("rollout_corr/ppl_ratio", clamp_log_ratio(log_ppl_diff).exp())
     metrics.mean_of("rollout_corr/log_ppl_diff", log_ppl_diff)
     metrics.mean_of("rollout_corr/log_ppl_abs_diff", log_ppl_diff.abs())
 
@@ -244,10 +246,11 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
 def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length: int) -> None:
     """Rewards and lengths of every sample of the step. The table is the same on all ranks, so these are constants.
 
-    `critic/score` is the reward as it was given, `critic/rewards` with its penalties. Both leave out empty responses and
-    unscorable ones (NaN). `clip_ratio` is the share with exactly
-    `max_response_length` tokens, including those that stopped there of their own accord; `truncated_ratio` is the share
-    that the engine cut off.
+    `critic/score` is the reward before its penalties, `critic/rewards` after them. Both leave out empty responses and
+    unscorable ones (NaN). `response_length` counts all response tokens. `clip_ratio` is the share of responses with
+    exactly `max_response_length` tokens, including those that stopped there by themselves. `truncated_ratio` is the
+    share that the engine cut off. `response/loss_token_ratio`, reported where a loss mask has a 0, is the share of all
+    response tokens that is in the loss.
     """
     if not len(table):
         return
@@ -276,6 +279,8 @@ def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length
     }
     for name, flags in shares.items():
         metrics.constant(name, sum(flags) / len(flags))
+    if table.loss_spans:
+        metrics.constant("response/loss_token_ratio", sum(table.num_loss_tokens()) / sum(lengths))
 
 
 def throughput(reduced: Mapping[str, float], total_num_tokens: int, num_devices: int) -> dict[str, float]:

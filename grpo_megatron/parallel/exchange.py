@@ -1,16 +1,20 @@
 """The sample exchange: rollout layout -> training layout, in two phases. The only data-parallel communication we write.
 
-1. `gather_groups`: a few bytes a sample (prompt, index, reward, lengths) reach every rank. Now every rank can compute
-   the same plan, with exact group statistics even where a prompt's samples were drawn on several ranks.
-2. `exchange`: tokens and rollout log-probabilities move once, straight to the ranks that will train on them.
+1. `gather_groups`: a few numbers per sample (prompt, index, reward, lengths, which tokens are in the loss) reach every
+   rank. Then every rank can compute the same plan, with exact group statistics even where the samples of one prompt
+   were drawn on several ranks.
+2. `exchange`: tokens and rollout log-probabilities move once, directly to the ranks that train on them.
 
-Both run on the host over the gloo control group: a step's samples are megabytes, its activations gigabytes.
+Both run on the host over the gloo control group: a step's samples are megabytes, its activations gigabytes. The loss
+mask travels in phase 1 as spans of tokens. An environment writes whole stretches of a response, so these are a few
+numbers, and estimators that work on tokens (`algo/returns.py`) need them of every row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,60 +22,79 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample
+from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample, TokenSpan
 
-COLUMNS = (
-    "prompt_index",
-    "index",
-    "reward",
-    "prompt_length",
-    "response_length",
-    "truncated",
-    "holder",
-    "step_rewards",
-)
+
+@dataclass(frozen=True)
+class _TableRow:
+    """One sample in phase 1: the columns of the table that its holder knows."""
+
+    prompt_index: int
+    index: int
+    reward: float
+    prompt_length: int
+    response_length: int
+    truncated: bool
+    holder: int
+    step_rewards: list[tuple[int, float]]
+    loss_spans: list[TokenSpan]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.prompt_index, self.index
 
 
 def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
     """Collective: the table of every sample of the step, the same on every rank.
 
-    Ranks of one rollout block hold the same samples; its leader speaks for them. Greedy responses become a column of
+    Ranks of one rollout block hold the same samples; only its leader sends them. Greedy responses become a column of
     their prompt's rows. Raises RankError on every rank if a (prompt, index) pair was drawn twice.
     """
-    mine = [
-        (
-            s.prompt_index,
-            s.index,
-            s.reward,
-            len(s.prompt.prompt_ids),
-            len(s.response_ids),
-            s.finish_reason == "length",
-            mesh.rank,
-            s.steps,
-        )
-        for s in samples
-        if mesh.is_block_leader
-    ]
-    rows = sorted((row for part in mesh.all_gather(mine) for row in part), key=lambda row: row[:2])
-    keys = [row[:2] for row in rows]
-    twice = {key for key, following in zip(keys, keys[1:], strict=False) if key == following}
-    mesh.agree(f"samples drawn twice: (prompt, index) {sorted(twice)[:10]}" if twice else None)
-    greedy = {row[0]: row[2] for row in rows if row[1] == GREEDY}
-    rows = [row for row in rows if row[1] != GREEDY]
-    columns = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
-    table = GroupTable(**{name: list(column) for name, column in zip(COLUMNS, columns, strict=True)})  # type: ignore[arg-type]
+    local_rows = [_table_row(sample, mesh.rank) for sample in samples] if mesh.is_block_leader else []
+    rows = sorted(itertools.chain.from_iterable(mesh.all_gather(local_rows)), key=lambda row: row.key)
+    twice = sorted({row.key for row, following in itertools.pairwise(rows) if row.key == following.key})
+    mesh.agree(f"samples drawn twice: (prompt, index) {twice[:10]}" if twice else None)
+    greedy_reward = {row.prompt_index: row.reward for row in rows if row.index == GREEDY}
+    rows = [row for row in rows if row.index != GREEDY]
+    table = GroupTable(**{field.name: [getattr(row, field.name) for row in rows] for field in fields(_TableRow)})
     return replace(
         table,
         step_rewards=table.step_rewards if any(table.step_rewards) else [],
-        greedy_reward=[greedy.get(p, float("nan")) for p in table.prompt_index] if greedy else [],
+        greedy_reward=[greedy_reward.get(p, float("nan")) for p in table.prompt_index] if greedy_reward else [],
+        loss_spans=table.loss_spans if table.num_loss_tokens() != table.response_length else [],
     )
+
+
+def _table_row(sample: Sample, rank: int) -> _TableRow:
+    return _TableRow(
+        prompt_index=sample.prompt_index,
+        index=sample.index,
+        reward=sample.reward,
+        prompt_length=len(sample.prompt.prompt_ids),
+        response_length=len(sample.response_ids),
+        truncated=sample.finish_reason == "length",
+        holder=rank,
+        step_rewards=sample.steps,
+        loss_spans=_spans(sample.loss_mask),
+    )
+
+
+def _spans(mask: Iterable[int]) -> list[TokenSpan]:
+    """The runs of ones in `mask`, as [start, end)."""
+    spans = []
+    start = 0
+    for is_in_loss, run in itertools.groupby(mask, key=bool):
+        end = start + len(list(run))
+        if is_in_loss:
+            spans.append((start, end))
+        start = end
+    return spans
 
 
 def exchange(samples: Sequence[Sample], table: GroupTable, plan: Plan, mesh: Mesh) -> Batch:
     """Collective: this data-parallel rank's share of the step. Ranks of one replica get the same batch."""
-    owner = plan.owner()
-    sequences = _move_tokens(samples, table, owner, mesh)
-    rows = sorted(row for row, dp_rank in owner.items() if dp_rank == mesh.dp_rank)
+    sequences = _move_tokens(samples, table, plan.owner(), mesh)
+    rows = plan.rows(mesh.dp_rank)
     return build_batch(
         rows,
         plan,
@@ -79,6 +102,7 @@ def exchange(samples: Sequence[Sample], table: GroupTable, plan: Plan, mesh: Mes
         tokens=[sequences[row][0] for row in rows],
         prompt_lengths=[table.prompt_length[row] for row in rows],
         rollout_logprobs=[sequences[row][1] for row in rows],
+        loss_spans=[table.spans_of(row) for row in rows],
     )
 
 
@@ -90,39 +114,50 @@ def build_batch(
     tokens: list[Tensor],
     prompt_lengths: list[int],
     rollout_logprobs: list[Tensor],
+    loss_spans: list[list[TokenSpan]] | None = None,
 ) -> Batch:
-    """Pad `rows` of the plan's table into a Batch. tokens[i] is int64 [prompt + response], its log-probabilities float32."""
+    """Pad `rows` of the plan's table into a Batch.
+
+    tokens[i] is int64 [prompt + response], rollout_logprobs[i] float32 [response]. `loss_spans[i]` are the response
+    tokens in the loss; None: all of every row.
+    """
     lengths = [len(t) - p for t, p in zip(tokens, prompt_lengths, strict=True)]
     shape = (len(rows), max(lengths, default=1))
-    mask = torch.arange(shape[1]) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)  # [B, R]
+    response_mask = torch.zeros(shape, dtype=torch.bool)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
     logprobs = torch.zeros(shape)
-    for i in range(len(rows)):
-        logprobs[i, : lengths[i]] = rollout_logprobs[i]
+    for i, length in enumerate(lengths):
+        response_mask[i, :length] = True
+        logprobs[i, :length] = rollout_logprobs[i]
+        for start, end in [(0, length)] if loss_spans is None else loss_spans[i]:
+            loss_mask[i, start:end] = True
     batch = Batch(
         tokens=tokens,
         prompt_lengths=prompt_lengths,
-        response_mask=mask.reshape(shape),
+        response_mask=response_mask,
+        loss_mask=loss_mask,
         rollout_logprobs=logprobs,
         advantages=torch.zeros(shape),
         token_weights=torch.zeros(shape),
         mini_batches=[],
         rows=rows,
     )
-    follow(batch, plan, dp_rank)
+    apply_plan(batch, plan, dp_rank)
     return batch
 
 
-def follow(batch: Batch, plan: Plan, dp_rank: int) -> None:
-    """Take advantages, token weights and schedule from the plan; the batch holds the rows that it gives this rank."""
-    local = {row: i for i, row in enumerate(batch.rows)}
-    batch.mini_batches = [[[local[row] for row in micro] for micro in mini] for mini in plan.mini_batches[dp_rank]]
+def apply_plan(batch: Batch, plan: Plan, dp_rank: int) -> None:
+    """Set the batch's advantages, token weights and mini-batches from the plan, whose rows on this rank it holds."""
+    batch_row = {row: i for i, row in enumerate(batch.rows)}
+    batch.mini_batches = [[[batch_row[row] for row in micro] for micro in mini] for mini in plan.mini_batches[dp_rank]]
     batch.advantages, batch.token_weights = torch.zeros_like(batch.advantages), torch.zeros_like(batch.token_weights)
     for i, row in enumerate(batch.rows):
         length = len(batch.tokens[i]) - batch.prompt_lengths[i]
         advantage = plan.advantages[row]
         batch.advantages[i, :length] = torch.as_tensor(0.0 if advantage is None else advantage, dtype=torch.float32)
         batch.token_weights[i, :length] = plan.token_weights[row]
-    batch.token_weights *= batch.response_mask
+    batch.advantages *= batch.loss_mask
+    batch.token_weights *= batch.loss_mask
 
 
 def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
@@ -137,36 +172,34 @@ def _move_tokens(
     """Table row -> (tokens, rollout log-probabilities) for every row this rank owns, by one all-to-all.
 
     A row travels as int32: prompt, response, then the bits of the float32 log-probabilities. Every rank knows every
-    size from the table.
+    size from the table. Between two ranks the rows travel in increasing order.
     """
-    held = {(s.prompt_index, s.index): s for s in samples}
+    sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
     sizes = [p + 2 * r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
-    dp_rank_of = [mesh.dp_rank_of(rank) for rank in range(mesh.world_size)]
 
-    outgoing: list[Tensor] = []
-    send_sizes = [0] * mesh.world_size
-    for rank in range(mesh.world_size):
-        for row in sorted(owner):
-            if table.holder[row] == mesh.rank and owner[row] == dp_rank_of[rank]:
-                outgoing.append(_encode(held[table.prompt_index[row], table.index[row]]))
-                send_sizes[rank] += sizes[row]
-    incoming = [
-        [row for row in sorted(owner) if table.holder[row] == rank and owner[row] == mesh.dp_rank]
-        for rank in range(mesh.world_size)
-    ]
+    outgoing: list[list[int]] = [[] for _ in range(mesh.dp)]  # rows that this rank holds, by the dp rank that owns them
+    incoming: list[list[int]] = [[] for _ in range(mesh.world_size)]  # rows that this rank owns, by their holder
+    for row in sorted(owner):
+        if table.holder[row] == mesh.rank:
+            outgoing[owner[row]].append(row)
+        if owner[row] == mesh.dp_rank:
+            incoming[table.holder[row]].append(row)
+
+    encoded = {row: _encode(sample_of[table.prompt_index[row], table.index[row]]) for rows in outgoing for row in rows}
+    to_rank = [outgoing[mesh.dp_rank_of(rank)] for rank in range(mesh.world_size)]
+    to_send = [encoded[row] for rows in to_rank for row in rows]
+    send_sizes = [sum(sizes[row] for row in rows) for rows in to_rank]
     receive_sizes = [sum(sizes[row] for row in rows) for rows in incoming]
-
     received = torch.empty(sum(receive_sizes), dtype=torch.int32)
-    sent = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=torch.int32)
+    sent = torch.cat(to_send) if to_send else torch.empty(0, dtype=torch.int32)
     dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=mesh.control)
 
-    order = [row for rows in incoming for row in rows]
-    parts = received.split([sizes[row] for row in order])
-    out = {}
-    for row, part in zip(order, parts, strict=True):
-        tokens = table.prompt_length[row] + table.response_length[row]
-        out[row] = (part[:tokens].long(), part[tokens:].clone().view(torch.float32))
-    return out
+    received_rows = list(itertools.chain.from_iterable(incoming))
+    sequences = {}
+    for row, part in zip(received_rows, received.split([sizes[row] for row in received_rows]), strict=True):
+        num_tokens = table.prompt_length[row] + table.response_length[row]
+        sequences[row] = (part[:num_tokens].long(), part[num_tokens:].clone().view(torch.float32))
+    return sequences
 
 
 def _encode(sample: Sample) -> Tensor:

@@ -15,10 +15,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_megatron.registry import Registry
+from grpo_megatron.registry import FactRegistry, Registry
 
 Reward = Callable[..., Any]  # float or dict; `read_result` holds it to that
-rewards: Registry[Reward] = Registry("reward")
+
+
+@dataclass(frozen=True)
+class RewardFacts:
+    """What validation must know about a registered reward."""
+
+    gives_steps: bool = False  # returns "steps": the rewards of single steps
+
+
+rewards: FactRegistry[Reward, RewardFacts] = FactRegistry("reward", RewardFacts())
 
 preloads: dict[str, Callable[[], None]] = {}  # reward name -> slow imports, run before its first item's clock starts
 

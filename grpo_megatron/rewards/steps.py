@@ -32,7 +32,7 @@ def lines(text: str) -> Iterator[tuple[int, str]]:
         yield start + len(piece), piece
 
 
-@rewards.register("arithmetic_steps")
+@rewards.register("arithmetic_steps", gives_steps=True)
 def arithmetic_steps(completion: str, answer: str, outcome: str = "gsm8k", **kwargs: Any) -> dict[str, Any]:
     """The score of the reward `outcome` (called with the other kwargs), and "steps": 1 or 0 for each line that computes.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo_megatron.algo.advantages import NEEDS_GREEDY_REWARD
+from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.data.sampler import Sampler
@@ -25,7 +25,7 @@ def build_collector(
     if algorithm.source == "file":
         return FileCollector(Sampler(checked.offline_groups, size, data.shuffle, data.seed), mesh)
     prompts = Sampler(checked.train_prompts, size, data.shuffle, data.seed)
-    greedy = algorithm.adv_estimator in NEEDS_GREEDY_REWARD
+    greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
     collector: Collector = PolicyCollector(generator, prompts, data, config.rollout, greedy=greedy)
     if algorithm.source == "initial":
         collector = InitialModelCollector(collector, hand_over)

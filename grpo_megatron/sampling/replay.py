@@ -70,6 +70,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     out["prompt"] = asdict(sample.prompt)
     out["response_ids"] = _text(np.asarray(sample.response_ids, dtype="<i4"))
     out["rollout_logprobs"] = _text(np.asarray(sample.rollout_logprobs, dtype="<f8"))
+    out["loss_mask"] = _text(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
     return out
 
 
@@ -82,6 +83,8 @@ def unpack_sample(packed: dict[str, Any]) -> Sample:
         "rollout_logprobs": np.frombuffer(base64.b64decode(packed["rollout_logprobs"]), dtype="<f8").tolist(),
         "steps": [(int(token), float(reward)) for token, reward in packed["steps"]],
     }
+    bits = np.frombuffer(base64.b64decode(packed["loss_mask"]), dtype=np.uint8)
+    columns["loss_mask"] = np.unpackbits(bits, count=len(columns["response_ids"])).tolist()
     return Sample(**{**packed, **columns})
 
 

@@ -108,6 +108,7 @@ def _probe_batch(vocab_size: int, length: int) -> Batch:
         tokens=list(tokens),
         prompt_lengths=[1] * PROBE_SEQUENCES,
         response_mask=torch.ones(shape, dtype=torch.bool),
+        loss_mask=torch.ones(shape, dtype=torch.bool),
         rollout_logprobs=zeros,
         advantages=zeros,
         token_weights=zeros,

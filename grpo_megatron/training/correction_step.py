@@ -1,11 +1,11 @@
-"""Revision: what only the training engine's log-probabilities can tell, put into the batch before the update.
+"""The correction step: what needs the training engine's log-probabilities goes into the batch before the update.
 
 - The rollout correction (algo/correction.py): weights on the policy loss, or rejected tokens. Weights leave every count
-  as it is; a rejected token counts nowhere, so the token weights are made anew over all ranks.
+  as it is. A rejected token counts nowhere, so the token weights are computed anew over all ranks.
 - A KL penalty in the reward, which moves the advantages of the whole group, wherever its samples are held.
 
-Both end in a new plan with every row where it is. Where neither is asked for, nothing is sent and the plan stays. The
-mismatch itself is measured first, over all tokens: `rollout_corr/*`, `training/rollout_*`.
+Both end in a new plan with every row on the same rank. Without either, nothing is sent and the plan stays. The mismatch
+itself is measured first, over all loss tokens: `rollout_corr/*`, `training/rollout_*`.
 """
 
 from __future__ import annotations
@@ -19,80 +19,89 @@ from grpo_megatron.algo.needs import is_corrected
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.observability.metrics import Metrics, rollout_mismatch
-from grpo_megatron.parallel.exchange import follow, gather_rows
+from grpo_megatron.parallel.exchange import apply_plan, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch, GroupTable, Plan
 
 
-class Revision:
+class CorrectionStep:
     def __init__(self, algorithm: AlgorithmConfig, actor: ActorConfig, mesh: Mesh, max_response_length: int) -> None:
         self.algorithm, self.actor, self.mesh = algorithm, actor, mesh
         self.max_response_length = max_response_length
-        self.corrects = is_corrected(algorithm, actor)
+        self.is_corrected = is_corrected(algorithm, actor)
         self.kl = KlController(algorithm.kl_ctrl)
 
     def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
-        """Set correction, masks, advantages and weights of `batch`; the plan that they follow. Collective."""
-        mine = metrics.when(self.mesh.is_first_replica_rank)
+        """Set correction, loss mask, advantages and weights of `batch`; return the plan that they follow. Collective."""
+        replica_metrics = metrics.when(self.mesh.is_first_replica_rank)
         if batch.old_logprobs is not None and self.algorithm.source == "policy":
-            rollout_mismatch(mine, batch.old_logprobs, batch.rollout_logprobs, batch.response_mask)
-        facts: dict[str, dict[int, Any]] = {}
-        if self.corrects:
-            kept = self._correct(batch, mine)
-            if kept:
-                facts["num_kept_tokens"] = kept
+            rollout_mismatch(replica_metrics, batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+        columns: dict[str, list[Any]] = {}
+        if self.is_corrected:
+            num_kept_tokens = self._correct(batch, replica_metrics)
+            if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
+                columns["num_kept_tokens"] = self._column(num_kept_tokens, [0] * len(table))
         if self.algorithm.use_kl_in_reward:
-            facts["token_penalties"] = self._penalise(batch, len(table), metrics)
-        if not facts:
+            no_penalties = [[0.0] * length for length in table.response_length]
+            columns["token_penalties"] = self._column(self._penalise(batch, len(table), metrics), no_penalties)
+        if not columns:
             return plan
-        plan = self._revised(table, plan, facts)
-        follow(batch, plan, self.mesh.dp_rank)
+        plan = revise_plan(
+            plan,
+            replace(table, **columns),
+            self.algorithm,
+            self.actor,
+            max_response_length=self.max_response_length,
+        )
+        apply_plan(batch, plan, self.mesh.dp_rank)
         return plan
 
-    def _correct(self, batch: Batch, metrics: Metrics) -> dict[int, int]:
-        """Weights and masks of this rank's rows. Returns the tokens that each row keeps, where any may be rejected."""
+    def _column(self, local_values: dict[int, Any], defaults: list[Any]) -> list[Any]:
+        """Collective: a table column from every rank's {row: value}; rows that no rank trains on get their default."""
+        values = gather_rows(local_values, self.mesh)
+        return [values.get(row, default) for row, default in enumerate(defaults)]
+
+    def _correct(self, batch: Batch, metrics: Metrics) -> dict[int, int] | None:
+        """Set this rank's correction weights and loss mask.
+
+        Returns the number of tokens that each row keeps, or None where the config rejects nothing.
+        """
         assert batch.old_logprobs is not None
-        correction, old, drawn = self.algorithm.rollout_correction, batch.old_logprobs, batch.rollout_logprobs
-        kept, records = rejection_mask(old, drawn, batch.response_mask, batch.advantages, correction)
-        _record(metrics, records)
+        config, old, rollout = self.algorithm.rollout_correction, batch.old_logprobs, batch.rollout_logprobs
+        kept, records = rejection_mask(old, rollout, batch.loss_mask, batch.advantages, config)
+        _add_records(metrics, records)
         if kept is not None:
-            batch.response_mask = kept
-        batch.correction, records = correction_weights(old, drawn, batch.response_mask, correction)
-        _record(metrics, records)
+            batch.loss_mask = kept
+        batch.correction, records = correction_weights(old, rollout, batch.loss_mask, config)
+        _add_records(metrics, records)
         if kept is None:
-            return {}
+            return None
         return dict(zip(batch.rows, kept.sum(1).tolist(), strict=True))
 
     def _penalise(self, batch: Batch, num_samples: int, metrics: Metrics) -> dict[int, list[float]]:
-        """beta KL of every token of this rank's rows. Moves beta for the next step."""
+        """coefficient * KL at every response token of this rank's rows, 0 outside the loss.
+
+        Collective. Moves the coefficient for the next step.
+        """
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-        mask = batch.response_mask
+        mask = batch.loss_mask
         kl = reward_penalty(kl_penalties.get(self.algorithm.kl_penalty), batch.old_logprobs, batch.ref_logprobs, mask)
-        beta = self.kl.kl_coef
-        said = [row for row, count in zip(batch.rows, mask.sum(1).tolist(), strict=True) if count]
-        per_row = dict(zip(said, sequence_kl(kl, mask).tolist(), strict=True))
-        mean = _mean(gather_rows(per_row, self.mesh))
+        coefficient = self.kl.kl_coef
+        rows_with_tokens = [row for row, count in zip(batch.rows, mask.sum(1).tolist(), strict=True) if count]
+        kl_of_row = gather_rows(dict(zip(rows_with_tokens, sequence_kl(kl, mask).tolist(), strict=True)), self.mesh)
+        mean = _mean_in_row_order(kl_of_row)
         metrics.constant("actor/reward_kl_penalty", mean)
-        metrics.constant("actor/reward_kl_penalty_coeff", beta)
+        metrics.constant("actor/reward_kl_penalty_coeff", coefficient)
         self.kl.update(mean, num_samples)
         lengths = [len(t) - p for t, p in zip(batch.tokens, batch.prompt_lengths, strict=True)]
-        return {row: (beta * kl[i, : lengths[i]]).tolist() for i, row in enumerate(batch.rows)}
-
-    def _revised(self, table: GroupTable, plan: Plan, facts: dict[str, dict[int, Any]]) -> Plan:
-        if "num_kept_tokens" in facts:
-            kept = gather_rows(facts["num_kept_tokens"], self.mesh)
-            table = replace(table, num_kept_tokens=[kept.get(row, 0) for row in range(len(table))])
-        if "token_penalties" in facts:
-            penalties = gather_rows(facts["token_penalties"], self.mesh)
-            nothing = [[0.0] * length for length in table.response_length]  # of rows that are not trained on
-            table = replace(table, token_penalties=[penalties.get(row, none) for row, none in enumerate(nothing)])
-        return revise_plan(plan, table, self.algorithm, self.actor, max_response_length=self.max_response_length)
+        return {row: (coefficient * kl[i, : lengths[i]]).tolist() for i, row in enumerate(batch.rows)}
 
 
-def _record(metrics: Metrics, records: MetricRecords) -> None:
+def _add_records(metrics: Metrics, records: MetricRecords) -> None:
     for name, (method, values) in records.items():
         getattr(metrics, method)(name, values)
 
 
-def _mean(values: dict[int, float]) -> float:
+def _mean_in_row_order(values: dict[int, float]) -> float:
+    """The mean of the values, added in row order, so that no layout changes a bit; 0 without any."""
     return sum(values[row] for row in sorted(values)) / len(values) if values else 0.0

@@ -8,6 +8,7 @@ discount .5, a reward 2 on the third of three tokens: .5, 1, 2.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +34,6 @@ def test_published_vectors() -> None:
 
 
 def test_discounted_returns() -> None:
-    # Over mask [1, 1, 0, 0, 1]: a gap is skipped, not discounted.
     assert discounted_returns([0, 0, 2], 0.5) == [0.5, 1, 2]
     assert discounted_returns([], 0.5) == []
     assert discounted_returns([-1, 2, 3], 1.0) == [4, 5, 3]
@@ -47,6 +47,18 @@ def test_a_discount_makes_numbers_per_token() -> None:
     mean = sum(tokens) / 6
     std = math.sqrt(sum((r - mean) ** 2 for r in tokens) / 5 + 1e-8)
     assert [a for row in got for a in row] == pytest.approx([(r - mean) / std for r in tokens], abs=1e-12)
+
+
+def test_a_discount_skips_tokens_outside_the_loss() -> None:
+    # Mask [1, 1, 0, 0, 1], reward 2: returns [.5, 1, 0, 0, 2] (a gap is no step of the discount), and 0 of the other
+    # response's single token. Whitened over the four loss tokens; tokens outside the loss get 0.
+    table = replace(make_table([[2, 0]], [[5, 3]]), loss_spans=[[(0, 2), (4, 5)], [(1, 2)]])
+    returns = [0.5, 1.0, 2.0, 0.0]
+    mean = sum(returns) / 4
+    std = math.sqrt(sum((value - mean) ** 2 for value in returns) / 3 + 1e-8)
+    a, b, c, d = ((value - mean) / std for value in returns)
+    got = per_token(table, run(table, "reinforce_plus_plus", gamma=0.5))
+    assert got == [pytest.approx([a, b, 0, 0, c]), pytest.approx([0, d, 0])]
 
 
 def test_penalties_fall_on_their_tokens() -> None:

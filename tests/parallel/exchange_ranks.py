@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.types import Prompt, Sample
 
 
 def draw(num_prompts: int, n: int) -> list[Sample]:
-    """All samples of a step, determined by (prompt, index) alone."""
+    """All samples of a step, determined by (prompt, index) alone.
+
+    Sample (0, 1) has no loss token; those of index 2 have a random loss mask, the others one of ones.
+    """
     samples = []
     for p in range(num_prompts):
         prompt = Prompt(f"t/{p}", tuple(range(1, 2 + p)), "", "", "t", "r")
@@ -20,6 +24,10 @@ def draw(num_prompts: int, n: int) -> list[Sample]:
             ids = [rng.randint(0, 50000) for _ in range(length)]
             logprobs = [-rng.random() for _ in ids]
             sample = Sample(prompt, p, i, ids, logprobs, rng.choice(["stop", "length"]), version=0)
+            if (p, i) == (0, 1):
+                sample.loss_mask = [0] * length
+            elif i == 2:
+                sample.loss_mask = [1] + [rng.randint(0, 1) for _ in range(length - 1)]
             sample.reward = math.nan if (p, i) == (1, 0) else rng.choice([0.0, 0.1, 0.7, 1.0])
             samples.append(sample)
     return samples
@@ -36,22 +44,26 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int) -> di
     everything = draw(num_prompts, n)
     blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
     cut = [b * len(everything) // blocks for b in range(blocks + 1)]
-    mine = everything[cut[block] : cut[block + 1]]  # splits groups wherever the cut falls
-    table = gather_groups(mine, mesh)
+    held = everything[cut[block] : cut[block + 1]]  # a cut may fall inside a group
+    unmasked = gather_groups([replace(sample, loss_mask=[]) for sample in held], mesh)
+    table = gather_groups(held, mesh)
     actor = ActorConfig(ppo_mini_batch_size=2, ppo_max_token_len_per_gpu=40)
     plan = make_plan(table, AlgorithmConfig(), actor, dp=mesh.dp, train_batch_size=num_prompts, max_response_length=9)
-    batch = exchange(mine, table, plan, mesh)
-    owner = plan.owner()
-    rows = sorted(row for row, dp_rank in owner.items() if dp_rank == mesh.dp_rank)
+    batch = exchange(held, table, plan, mesh)
+    rows = batch.rows
     return {
         "dp_rank": mesh.dp_rank,
         "holders": len(set(table.holder)),
+        "loss_spans": (unmasked.loss_spans, table.loss_spans),
         "advantages": plan.advantages,
         "rows": rows,
         "sequences": {row: batch.tokens[i].tolist() for i, row in enumerate(rows)},
         "logprobs": {row: batch.rollout_logprobs[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
         "batch_advantages": {row: batch.advantages[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
-        "schedule": batch.mini_batches,
+        "token_weights": {row: batch.token_weights[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
+        "loss_masks": {row: batch.loss_mask[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
+        "padding": bool((batch.loss_mask & ~batch.response_mask).any()),
+        "plan_weights": plan.token_weights,
     }
 
 

@@ -1,7 +1,8 @@
-"""The two-phase gather: same advantages bit for bit wherever a group was drawn, and every token where it belongs."""
+"""The two phases: the same advantages bit for bit wherever a group was drawn; every token on the rank that trains on it."""
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests import worlds
 from tests.parallel import exchange_ranks
 
-# (world, tp, pp, rollout tp): 5 prompts x 3 samples never divide evenly, so groups straddle ranks
+# (world, tp, pp, rollout tp): 5 prompts x 3 samples never divide evenly, so some groups are on two ranks
 LAYOUTS = [
     (1, 1, 1, 1),
     (2, 1, 1, 1),
@@ -42,14 +43,29 @@ def test_every_row_arrives_once_per_replica_with_exact_advantages(alone: dict, l
     for result in results:
         assert result["advantages"] == alone["advantages"]  # floats compared with ==: bit for bit
         assert by_replica.setdefault(result["dp_rank"], result["rows"]) == result["rows"]
+        assert not result["padding"]
         for row in result["rows"]:
             sample = samples[row]
             assert result["sequences"][row] == [*sample.prompt.prompt_ids, *sample.response_ids]
             assert result["logprobs"][row] == float32(sample.rollout_logprobs)
-            assert set(result["batch_advantages"][row]) == set(float32([alone["advantages"][row]]))
+            mask = sample.loss_mask
+            assert result["loss_masks"][row] == mask
+            (advantage,) = float32([alone["advantages"][row]])
+            assert result["batch_advantages"][row] == [advantage * in_loss for in_loss in mask]
+            (weight,) = float32([result["plan_weights"][row]])
+            assert result["token_weights"][row] == [weight * in_loss for in_loss in mask]
     assert len(by_replica) == dp
     trained = sorted(row for rows in by_replica.values() for row in rows)
-    assert trained == [row for row in range(15) if row != 3]  # (1, 0) is unscorable: row 3
+    assert trained == [row for row in range(15) if row not in (1, 3)]  # (0, 1) has no loss token, (1, 0) no reward
+
+
+def test_masks_travel_as_spans_and_only_where_there_is_a_zero(alone: dict) -> None:
+    unmasked, masked = alone["loss_spans"]
+    assert unmasked == []
+    for sample, spans in zip(exchange_ranks.draw(5, 3), masked, strict=True):
+        assert [t for start, end in spans for t in range(start, end)] == [t for t, m in enumerate(sample.loss_mask) if m]
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans))  # the longest runs
+    assert masked[1] == [] and masked[0] == [(0, len(exchange_ranks.draw(5, 3)[0].response_ids))]
 
 
 def test_a_sample_drawn_twice_stops_every_rank() -> None:
