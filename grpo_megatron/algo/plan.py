@@ -56,7 +56,7 @@ def make_plan(
     in_loss = [ok and a is not None and c > 0 for ok, a, c in zip(trainable, advantages, copies, strict=True)]
 
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
-    for groups in _mini_batches(table, copies, actor.ppo_mini_batch_size or train_batch_size):
+    for groups in _mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
         kept = [[row for row in group if in_loss[row]] for group in groups]
         if actor.loss_mode in PAIRED_LOSSES:
             units = [unit for group in kept if (unit := _pair(group, advantages))]

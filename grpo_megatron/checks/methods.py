@@ -6,8 +6,6 @@ own key; this file knows which of them need each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from grpo_megatron.algo.advantages import (
     GROUP_RELATIVE,
     IGNORES_TOKEN_PENALTIES,
@@ -17,11 +15,10 @@ from grpo_megatron.algo.advantages import (
 from grpo_megatron.algo.losses import LIKELIHOOD_LOSSES, PAIRED_LOSSES
 from grpo_megatron.algo.needs import needs_reference
 from grpo_megatron.algo.sequence_losses import REQUIRED_AGGREGATION
+from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards.reward import rewards
-
-Problems = Iterator[str]
 
 PAIRING = ("best_worst",)  # estimators that choose a better and a worse sample of each prompt
 STEP_REWARDS = ("arithmetic_steps",)  # registered rewards that score single steps; any module:function may

@@ -1,7 +1,7 @@
-"""The two pass-through tables of the config: which keys may go to Megatron-Core and to vLLM, and which are not theirs.
+"""The two pass-through tables of the config: which keys Megatron-Core and vLLM know, and which this program sets itself.
 
-Names are read from the installed sources, not imported: importing either takes seconds, and a wrong name should not
-wait for it. Without the package installed nothing is known to be wrong.
+Field names are read from the installed sources, because importing either package takes seconds. Without the package, no
+name can be checked.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.checks.problems import Problems
+
 _MODEL = "it is read from config.json; change the model"
-_LOSS = "token weights carry every denominator, so Megatron must add up and never divide; leave it out"
+_LOSS = "token weights hold every denominator, so Megatron must sum and never divide; leave it out"
 _NEVER = "this program does not support it; leave it out"
 _STAGES = "cut uneven stages by num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
 _LOADED = "weights are always loaded; leave it out"
 
-# TransformerConfig fields that this program decides, and what to do instead
+# TransformerConfig fields that this program sets, and what to do instead
 OWNED_BY_TRAINING: dict[str, str] = {
     **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"), _MODEL),
     **dict.fromkeys(("num_query_groups", "kv_channels"), _MODEL),
@@ -78,10 +79,10 @@ OWNED_BY_ROLLOUT: dict[str, str] = {
 }
 
 
-def transformer_problems(override: dict[str, Any]) -> Iterator[str]:
+def transformer_problems(override: dict[str, Any]) -> Problems:
     """What is wrong with `actor.megatron.override_transformer_config`."""
     table = "actor.megatron.override_transformer_config"
-    yield from _owned(table, override, OWNED_BY_TRAINING)
+    yield from _owned_keys(table, override, OWNED_BY_TRAINING)
     for name in DROPOUTS:
         if override.get(name, 0) != 0:
             yield (
@@ -92,29 +93,31 @@ def transformer_problems(override: dict[str, Any]) -> Iterator[str]:
         "transformer/transformer_config.py": "TransformerConfig",
         "model_parallel_config.py": "ModelParallelConfig",  # its base
     }
-    yield from _unknown(table, override, "megatron.core", sources, OWNED_BY_TRAINING)
+    yield from _unknown_keys(table, override, "megatron.core", sources, OWNED_BY_TRAINING)
 
 
-def engine_problems(kwargs: dict[str, Any]) -> Iterator[str]:
+def engine_problems(kwargs: dict[str, Any]) -> Problems:
     """What is wrong with `rollout.engine_kwargs`."""
     table = "rollout.engine_kwargs"
-    yield from _owned(table, kwargs, OWNED_BY_ROLLOUT)
-    yield from _unknown(table, kwargs, "vllm", {"engine/arg_utils.py": "EngineArgs"}, OWNED_BY_ROLLOUT)
+    yield from _owned_keys(table, kwargs, OWNED_BY_ROLLOUT)
+    yield from _unknown_keys(table, kwargs, "vllm", {"engine/arg_utils.py": "EngineArgs"}, OWNED_BY_ROLLOUT)
 
 
-def _owned(table: str, given: dict[str, Any], owned: dict[str, str]) -> Iterator[str]:
+def _owned_keys(table: str, given: dict[str, Any], owned: dict[str, str]) -> Problems:
+    """Keys that this program sets itself."""
     for name in given:
         if name in owned:
             yield f"{table}.{name}={given[name]!r} cannot be set here: {owned[name]}"
 
 
-def _unknown(
+def _unknown_keys(
     table: str, given: dict[str, Any], package: str, sources: dict[str, str], owned: dict[str, str]
-) -> Iterator[str]:
+) -> Problems:
+    """Keys that are no field of the package's classes."""
     names = [str(name) for name in given if name not in owned]
     if not names:
         return
-    known = _fields(package, sources)
+    known = _field_names(package, sources)
     for name in names:
         if known and name not in known:
             close = difflib.get_close_matches(name, sorted(known), n=1)
@@ -123,8 +126,8 @@ def _unknown(
             yield f"unknown key {f'{table}.{name}'!r}: {owner} of {package} has no such field; {hint}"
 
 
-def _fields(package: str, sources: dict[str, str]) -> set[str]:
-    """Annotated fields of the classes, {file: class}. Empty when a source is not as expected."""
+def _field_names(package: str, sources: dict[str, str]) -> set[str]:
+    """Names of the annotated fields of `sources`, {file: class}. Empty if a source is not as expected."""
     try:
         spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # of the parent package
