@@ -1,7 +1,7 @@
-"""The two pass-through tables of the config: which keys Megatron-Core and vLLM know, and which this program sets itself.
+"""The two pass-through tables of the config: which keys may go to Megatron-Core and to vLLM, and which are not theirs.
 
-Field names are read from the installed sources, because importing either package takes seconds. Without the package, no
-name can be checked.
+Names are read from the installed sources, not imported: importing either takes seconds, and a wrong name should not
+wait for it. Without the package installed nothing is known to be wrong.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from grpo_megatron.checks.problems import Problems
 
 _MODEL = "it is read from config.json; change the model"
 _LOSS = "token weights hold every denominator, so Megatron must sum and never divide; leave it out"
@@ -79,10 +78,10 @@ OWNED_BY_ROLLOUT: dict[str, str] = {
 }
 
 
-def transformer_problems(override: dict[str, Any]) -> Problems:
+def transformer_problems(override: dict[str, Any]) -> Iterator[str]:
     """What is wrong with `actor.megatron.override_transformer_config`."""
     table = "actor.megatron.override_transformer_config"
-    yield from _owned_keys(table, override, OWNED_BY_TRAINING)
+    yield from _owned(table, override, OWNED_BY_TRAINING)
     for name in DROPOUTS:
         if override.get(name, 0) != 0:
             yield (
@@ -93,31 +92,29 @@ def transformer_problems(override: dict[str, Any]) -> Problems:
         "transformer/transformer_config.py": "TransformerConfig",
         "model_parallel_config.py": "ModelParallelConfig",  # its base
     }
-    yield from _unknown_keys(table, override, "megatron.core", sources, OWNED_BY_TRAINING)
+    yield from _unknown(table, override, "megatron.core", sources, OWNED_BY_TRAINING)
 
 
-def engine_problems(kwargs: dict[str, Any]) -> Problems:
+def engine_problems(kwargs: dict[str, Any]) -> Iterator[str]:
     """What is wrong with `rollout.engine_kwargs`."""
     table = "rollout.engine_kwargs"
-    yield from _owned_keys(table, kwargs, OWNED_BY_ROLLOUT)
-    yield from _unknown_keys(table, kwargs, "vllm", {"engine/arg_utils.py": "EngineArgs"}, OWNED_BY_ROLLOUT)
+    yield from _owned(table, kwargs, OWNED_BY_ROLLOUT)
+    yield from _unknown(table, kwargs, "vllm", {"engine/arg_utils.py": "EngineArgs"}, OWNED_BY_ROLLOUT)
 
 
-def _owned_keys(table: str, given: dict[str, Any], owned: dict[str, str]) -> Problems:
-    """Keys that this program sets itself."""
+def _owned(table: str, given: dict[str, Any], owned: dict[str, str]) -> Iterator[str]:
     for name in given:
         if name in owned:
             yield f"{table}.{name}={given[name]!r} cannot be set here: {owned[name]}"
 
 
-def _unknown_keys(
+def _unknown(
     table: str, given: dict[str, Any], package: str, sources: dict[str, str], owned: dict[str, str]
-) -> Problems:
-    """Keys that are no field of the package's classes."""
+) -> Iterator[str]:
     names = [str(name) for name in given if name not in owned]
     if not names:
         return
-    known = _field_names(package, sources)
+    known = _fields(package, sources)
     for name in names:
         if known and name not in known:
             close = difflib.get_close_matches(name, sorted(known), n=1)
@@ -126,8 +123,8 @@ def _unknown_keys(
             yield f"unknown key {f'{table}.{name}'!r}: {owner} of {package} has no such field; {hint}"
 
 
-def _field_names(package: str, sources: dict[str, str]) -> set[str]:
-    """Names of the annotated fields of `sources`, {file: class}. Empty if a source is not as expected."""
+def _fields(package: str, sources: dict[str, str]) -> set[str]:
+    """Annotated fields of the classes, {file: class}. Empty when a source is not as expected."""
     try:
         spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # of the parent package
