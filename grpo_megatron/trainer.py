@@ -340,8 +340,7 @@ class Trainer:
     def _num_updates(self) -> int:
         """Optimizer steps of the whole run, for the learning-rate schedule."""
         config = self.config
-        minis = -(-config.data.train_batch_size // (config.actor.ppo_mini_batch_size or config.data.train_batch_size))
-        return max(1, config.trainer.total_training_steps * minis * config.actor.ppo_epochs)
+        return max(1, config.actor.num_updates(config.trainer.total_training_steps, config.data.train_batch_size))
 
     def _warm_up(self) -> None:
         config = self.config

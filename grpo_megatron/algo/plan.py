@@ -63,7 +63,7 @@ def make_plan(
 
     paired = policy_losses.facts(actor.loss_mode).paired
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
-    for groups in _groups_of_mini_batches(table, copies, actor.ppo_mini_batch_size or train_batch_size):
+    for groups in _groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
         units: list[Unit] = []
         for group in groups:
             rows = [row for row in group if in_loss[row]]

@@ -1,22 +1,19 @@
-"""Expert parallelism: which sizes a world, a model and a device allow. Plain integers; `validate.py` asks."""
+"""Expert parallelism: which sizes a world, a model and a device allow. Plain integers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from grpo_megatron.checks.layout import TP, divisors, listed
+from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 
-TP = "actor.megatron.tensor_model_parallel_size"
 EP = "actor.megatron.expert_model_parallel_size"
 
 
-def expert_problems(
-    megatron: MegatronConfig, world_size: int, arch: Architecture | None, *, on_cpu: bool
-) -> Iterator[str]:
-    """What is wrong with the layout of experts, one line each. `arch` None: the model could not be read.
+def expert_problems(megatron: MegatronConfig, world_size: int, arch: Architecture | None, *, on_cpu: bool) -> Problems:
+    """What is wrong with the layout of experts. `arch` None: the model could not be read.
 
-    Nothing is said of a tp x pp that does not divide the world: `layout.py` does.
+    `layout.py` reports a tp x pp that does not divide the world size.
     """
     tp, pp, ep = (
         megatron.tensor_model_parallel_size,
@@ -27,7 +24,7 @@ def expert_problems(
     if world_size % (tp * pp) == 0 and dp % ep:
         yield (
             f"{EP}={ep} does not divide the data-parallel size {dp} (world {world_size} / tp {tp} / pp {pp}), over whose"
-            f" ranks the experts are spread; set one of {_divisors(dp)}"
+            f" ranks the experts are divided; set one of {listed(divisors(dp))}"
         )
     if arch is None:
         return
@@ -35,10 +32,11 @@ def expert_problems(
         yield f"{EP}={ep}, but this model ({arch.family}) has no experts; set {EP}=1"
         return
     if arch.num_experts % ep:
-        yield f"{EP}={ep} does not divide the model's {arch.num_experts} experts; set one of {_divisors(arch.num_experts)}"
+        sizes = listed(divisors(arch.num_experts))
+        yield f"{EP}={ep} does not divide the model's {arch.num_experts} experts; set one of {sizes}"
     if arch.num_experts and tp > 1 and not megatron.use_sequence_parallel:
         yield (
-            f"{TP}={tp} without sequence parallelism: Megatron-Core trains no experts so; leave"
+            f"{TP}={tp} without sequence parallelism: Megatron-Core cannot train experts in that layout; leave"
             " actor.megatron.sequence_parallel out (it follows tensor parallelism)"
         )
     if on_cpu and ep > 1 and tp > 1:
@@ -46,7 +44,3 @@ def expert_problems(
             f"{EP}={ep} x {TP}={tp} on the CPU: gloo cannot gather the experts' unequal token counts over tensor-parallel"
             f" ranks; set {TP}=1 or {EP}=1, or run on GPUs"
         )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

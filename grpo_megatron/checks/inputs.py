@@ -1,6 +1,6 @@
 """What a run reads before it starts: the model folder, the tokenizer, the prompts. Every failure is a ConfigError.
 
-Nothing is written, no weight is read (only the headers that say which tensors are there), no process is started.
+Nothing is written and no process is started. Of the weights only the headers are read: names and shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.checks.problems import ProblemList, Problems
+from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.prompts import OfflineGroup, load_offline_groups, load_prompts, load_supervised, load_tokenizer
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task, read_question
@@ -26,7 +27,7 @@ SupervisedRow = tuple[list[int], list[int]]  # prompt ids, response ids
 
 
 def read_model(path: Path, key: str = "model.path") -> Architecture:
-    """The architecture that `path`/config.json describes, its numbers sane."""
+    """The architecture that `path`/config.json describes. Its sizes are positive integers."""
     if not path.is_dir():
         name = str(path)
         hub = f"; fetch one with: hf download {name} --local-dir DIR" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
@@ -36,13 +37,13 @@ def read_model(path: Path, key: str = "model.path") -> Architecture:
         )
     try:
         arch = read_architecture(path)
-        _check_numbers(arch)
+        _check_sizes(arch)
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"{key}={str(path)!r}: {error}; set it to a folder of a supported model") from error
     return arch
 
 
-def _check_numbers(arch: Architecture) -> None:
+def _check_sizes(arch: Architecture) -> None:
     sizes = ("hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "head_dim")
     for name in (*sizes, "vocab_size", "max_position_embeddings"):
         value = getattr(arch, name)
@@ -56,7 +57,7 @@ def _check_numbers(arch: Architecture) -> None:
 
 
 def check_weights(path: Path, arch: Architecture, key: str = "model.path") -> None:
-    """Exactly the tensors of `arch` are there, by name and shape."""
+    """The folder holds exactly the tensors of `arch`, by name and shape."""
     try:
         check_hf(path, arch)
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
@@ -64,35 +65,52 @@ def check_weights(path: Path, arch: Architecture, key: str = "model.path") -> No
 
 
 def has_weights(path: Path) -> bool:
-    """Whether the folder claims to hold any weights."""
+    """Whether the folder has weight files, complete or not."""
     return (path / "model.safetensors.index.json").exists() or any(path.glob("*.safetensors"))
 
 
 def has_tokenizer(config: Config) -> bool:
+    """Whether the folder has tokenizer files, usable or not."""
     folder = config.model.tokenizer_path or config.model.path
     return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
 def only_present(config: Config) -> Config:
-    """The config without the data files that this machine does not have: it plans for another one."""
+    """The config without the data files that this machine lacks. Used when the plan is for another machine."""
 
     def present(files: list[Path]) -> list[Path]:
         return [file for file in files if file.exists()]
 
     data, sft = config.data, config.sft
     files = {"train_files": present(data.train_files), "val_files": present(data.val_files)}
-    warm_up = {"train_files": present(sft.train_files)}
-    return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warm_up)})
+    warmup = {"train_files": present(sft.train_files)}
+    return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warmup)})
+
+
+def missing_keys(config: Config) -> Problems:
+    """The keys of the data that this run needs are set."""
+    trainer = config.trainer
+    if trainer.total_training_steps and not config.data.train_files:
+        yield f"trainer.total_training_steps={trainer.total_training_steps} needs prompts; set data.train_files"
+    if (trainer.val_before_train or trainer.test_freq > 0) and not (config.data.val_files or config.data.val_tasks):
+        yield (
+            f"trainer.val_before_train={str(trainer.val_before_train).lower()}, trainer.test_freq={trainer.test_freq}:"
+            " validation needs data.val_files; set it (or data.val_tasks), or val_before_train=false and test_freq=-1"
+        )
+    if config.sft.steps and not config.sft.train_files:
+        yield f"sft.steps={config.sft.steps} needs rows to learn from; set sft.train_files, or sft.steps=0"
 
 
 def check_reference(config: Config, arch: Architecture) -> None:
-    """`ref.path` holds a model that can be scored in the policy's place: same computation, other weights."""
+    """`ref.path` holds a model of the policy's architecture: the same computation with other weights."""
     path = config.ref.path
     assert path is not None
-    theirs = dataclasses.asdict(read_model(path, "ref.path"))
-    ours = dataclasses.asdict(arch)
-    computed = [name for name in ours if name not in ("family", "max_position_embeddings", "sliding_window")]
-    different = [f"{name} {theirs[name]} against {ours[name]}" for name in computed if theirs[name] != ours[name]]
+    reference, policy = dataclasses.asdict(read_model(path, "ref.path")), dataclasses.asdict(arch)
+    different = [
+        f"{name} {reference[name]} against {policy[name]}"
+        for name in policy
+        if name not in ("family", "max_position_embeddings", "sliding_window") and reference[name] != policy[name]
+    ]
     if different:
         raise ConfigError(
             f"ref.path={str(path)!r} is another architecture than model.path ({', '.join(different)}); the reference"
@@ -102,45 +120,54 @@ def check_reference(config: Config, arch: Architecture) -> None:
 
 
 def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
-    """The tokenizer. It knows no token that the model does not, and has a chat template if one is to be applied."""
+    """The tokenizer. Its ids are rows of the model's embedding, and it has a chat template if the data needs one."""
     path, data = config.model.tokenizer_path or config.model.path, config.data
     tokenizer = load_tokenizer(path, data)
-    problems = []
+    problems = ProblemList()
+    problems.add(_tokenizer_problems(tokenizer, path, data, arch))
+    problems.raise_if_any()
+    return tokenizer
+
+
+def _tokenizer_problems(tokenizer: Any, path: Path, data: DataConfig, arch: Architecture | None) -> Problems:
     size = max(len(tokenizer), tokenizer.eos_token_id + 1)
     if arch is not None and size > arch.vocab_size:
-        problems.append(
+        yield (
             f"the tokenizer in {str(path)!r} has {size} tokens and the model's embedding {arch.vocab_size} rows"
             f" (vocab_size of config.json): ids from {arch.vocab_size} on have none; set model.tokenizer_path to the"
             " model's own tokenizer"
         )
     if data.apply_chat_template and tokenizer.chat_template is None:
-        problems.append(
+        yield (
             "data.apply_chat_template=true, but the tokenizer has no chat template; set data.chat_template to a Jinja"
             " file (ChatML: examples/templates/chatml.jinja), or data.apply_chat_template=false to take texts as they"
             " are"
         )
     if data.system_prompt is not None and not data.apply_chat_template:
-        problems.append(
+        yield (
             f"data.system_prompt={data.system_prompt[:40]!r} needs a chat template, and data.apply_chat_template is"
             " false; unset one of them"
         )
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return tokenizer
 
 
 def read_train_prompts(config: Config, tokenizer: Any | None) -> list[Prompt]:
+    """The prompts to train on; none with algorithm.source=file."""
+    if not config.trainer.total_training_steps or config.algorithm.source == "file":
+        return []
     return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None)
 
 
 def read_val_prompts(config: Config, tokenizer: Any | None) -> list[Prompt]:
+    """The prompts of `data.val_files`."""
     return _read_prompts(config, "data.val_files", config.data.val_files, tokenizer, config.data.val_max_samples)
 
 
 def _read_prompts(
     config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, max_samples: int | None
 ) -> list[Prompt]:
-    """Without a tokenizer (it is another problem) the files are read and no prompt is made."""
+    """If the tokenizer could not be read, the files are checked and no prompt is made."""
+    if not files:
+        return []
     task = get_task(config.data.task)
     if tokenizer is None:
         _check_rows(key, files, task.read_row)
@@ -148,13 +175,15 @@ def _read_prompts(
     try:
         return load_prompts(config.data, files, tokenizer, config.reward.function, max_samples=max_samples)
     except ConfigError as error:
-        _check_rows(key, files, task.read_row)  # says of every file what load_prompts says of the first bad one
+        _check_rows(key, files, task.read_row)  # reports every wrong file; load_prompts stops at the first
         raise ConfigError(f"{key}: {error}") from error
 
 
 def read_supervised(config: Config, tokenizer: Any | None) -> list[SupervisedRow]:
-    """The warm-up's rows, as token ids."""
+    """The rows of the supervised warmup, as token ids."""
     key, files = "sft.train_files", config.sft.train_files
+    if not config.sft.steps or not files:
+        return []
     if tokenizer is None:
         _check_rows(key, files, read_question)
         return []
@@ -165,8 +194,10 @@ def read_supervised(config: Config, tokenizer: Any | None) -> list[SupervisedRow
 
 
 def read_offline_groups(config: Config, tokenizer: Any | None) -> list[OfflineGroup]:
-    """The rows of algorithm.source=file: prompts with responses, or with a chosen and a rejected one for DPO."""
+    """The rows of algorithm.source=file: a prompt with its response, or with a chosen and a rejected one for DPO."""
     key, files = "data.train_files", config.data.train_files
+    if not config.trainer.total_training_steps or config.algorithm.source != "file" or not files:
+        return []
     if tokenizer is None:
         _check_rows(key, files, read_question)
         return []
@@ -181,11 +212,10 @@ def read_offline_groups(config: Config, tokenizer: Any | None) -> list[OfflineGr
 
 def _check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:
     """Raise one ConfigError for all files that cannot be read or have wrong rows."""
-    problems = []
+    problems = ProblemList()
     for file in files:
         try:
             read_rows(file, parse)
         except ConfigError as error:
-            problems.append(f"{key}: {error}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+            problems.add([f"{key}: {error}"])
+    problems.raise_if_any()

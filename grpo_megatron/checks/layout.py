@@ -1,10 +1,10 @@
-"""Layout arithmetic: which tp x cp x pp x dp and which rollout blocks a world and a model allow. Plain integers."""
+"""Layout arithmetic: which tp x cp x pp x dp and which rollout tp a world size and a model allow. Plain integers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 
@@ -15,37 +15,41 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 TABLE = "actor.megatron.override_transformer_config"
 
 
-def layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Iterator[str]:
-    """What does not divide what. `arch` None: the model could not be read, and only the world is looked at."""
+def layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:
+    """Sizes that do not divide each other. `arch` None: the model could not be read; only the world size is checked."""
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     yield from _context_problems(config, world_size)
     if world_size % (tp * pp):
         best_tp, best_pp = _nearest_layout(world_size, tp, pp, arch)
-        keys = [f"{TP}={best_tp}"] * (best_tp != tp) + [f"{PP}={best_pp}"] * (best_pp != pp)
+        keys = []
+        if best_tp != tp:
+            keys.append(f"{TP}={best_tp}")
+        if best_pp != pp:
+            keys.append(f"{PP}={best_pp}")
         yield (
             f"{TP}={tp} x {PP}={pp} = {tp * pp} does not divide the world size {world_size}; set {' and '.join(keys)},"
             f" or start a multiple of {tp * pp} ranks (trainer.nnodes x trainer.n_gpus_per_node)"
         )
     if world_size % rollout_tp:
-        sizes = [n for n in _divisors(world_size) if not _misfits(arch, n)]
+        sizes = [n for n in divisors(world_size) if not _misfits(arch, n)]
         best = min(sizes, key=lambda n: abs(n - rollout_tp))
         yield f"{ROLLOUT_TP}={rollout_tp} does not divide the world size {world_size}; set {ROLLOUT_TP}={best}"
     for key, size in ((TP, tp), (ROLLOUT_TP, rollout_tp)):
         if misfits := _misfits(arch, size):
             fitting = [n for n in range(1, 65) if not _misfits(arch, n)]
-            yield f"{key}={size} cannot cut this model: {', '.join(misfits)}; set one of {_listed(fitting)}"
+            yield f"{key}={size} cannot cut this model: {', '.join(misfits)}; set one of {listed(fitting)}"
     if arch is not None and stage_layers(arch.num_layers, megatron) is None:
         yield _stage_problem(arch.num_layers, megatron)
     if megatron.sequence_parallel and tp == 1:
         yield (
-            f"actor.megatron.sequence_parallel=true needs {TP} > 1, and it is 1: there is nothing to cut the sequence"
+            f"actor.megatron.sequence_parallel=true needs {TP} > 1, and it is 1: the sequence has no ranks to be cut"
             " over; leave sequence_parallel out (it follows tensor parallelism)"
         )
 
 
-def _context_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Context parallelism: a size that fits the rest of the layout, and layers that can do it."""
+def _context_problems(config: Config, world_size: int) -> Problems:
+    """Context parallelism: its size must fit the rest of the layout, and the layers must support it."""
     megatron = config.actor.megatron
     cp, tp, pp = (
         megatron.context_parallel_size,
@@ -56,22 +60,22 @@ def _context_problems(config: Config, world_size: int) -> Iterator[str]:
         return
     if world_size % (tp * pp) == 0 and world_size % (tp * cp * pp):
         yield (
-            f"{CP}={cp} does not divide the {world_size // (tp * pp)} ranks that the world size {world_size} leaves each"
-            f" of tp {tp} x pp {pp}; set one of {_listed(_divisors(world_size // (tp * pp)))}"
+            f"{CP}={cp} does not divide world size {world_size} / (tp {tp} x pp {pp}) = {world_size // (tp * pp)} ranks;"
+            f" set one of {listed(divisors(world_size // (tp * pp)))}"
         )
     if config.trainer.device == "cpu":
-        yield f"{CP}={cp} on the CPU: only Transformer Engine's attention can share a sequence; set {CP}=1"
+        yield f"{CP}={cp} on the CPU: only Transformer Engine's attention can cut a sequence over ranks; set {CP}=1"
     elif megatron.transformer_impl == "local":
         yield (
-            f"{CP}={cp} with actor.megatron.transformer_impl=local: only Transformer Engine's attention can share a"
-            f" sequence; set transformer_impl=auto, or {CP}=1"
+            f"{CP}={cp} with actor.megatron.transformer_impl=local: only Transformer Engine's attention can cut a"
+            f" sequence over ranks; set transformer_impl=auto, or {CP}=1"
         )
     if config.reward_model.path is not None:
         yield f"{CP}={cp} with reward_model.path: a reward model reads whole sequences on each rank; set {CP}=1"
 
 
 def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
-    """Layers of each pipeline stage, in Megatron's even or uneven cut; None when they cannot be cut so."""
+    """Layers of each pipeline stage, as Megatron cuts them (evenly or not); None if it cannot."""
     ends: list[Any] = [megatron.override_transformer_config.get(end) for end in (FIRST, LAST)]
     given = [n for n in ends if n is not None]
     if not all(isinstance(n, int) and n > 0 for n in given):
@@ -91,18 +95,18 @@ def _stage_problem(num_layers: int, megatron: MegatronConfig) -> str:
     given = [f"{TABLE}.{end}={override[end]}" for end in (FIRST, LAST) if override.get(end) is not None]
     if given:
         return (
-            f"{' and '.join(given)} with {PP}={pp} cannot cut {num_layers} layers: what is left must divide evenly over"
-            " the other stages, at least one a stage; change them"
+            f"{' and '.join(given)} with {PP}={pp} cannot cut {num_layers} layers: the other layers must divide evenly"
+            " over the other stages, at least one per stage; change them"
         )
-    message = f"{PP}={pp} does not divide the model's {num_layers} layers; set one of {_listed(_divisors(num_layers))}"
-    each = -(-num_layers // pp)
-    if (first := num_layers - (pp - 1) * each) > 0:
-        message += f", or {TABLE}.{FIRST}={first} ({each} in each other stage)"
+    message = f"{PP}={pp} does not divide the model's {num_layers} layers; set one of {listed(divisors(num_layers))}"
+    others = -(-num_layers // pp)
+    if (first := num_layers - (pp - 1) * others) > 0:
+        message += f", or {TABLE}.{FIRST}={first} ({others} in each other stage)"
     return message
 
 
 def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None) -> tuple[int, int]:
-    """The (tp, pp) that works with the fewest changes, then the smallest, then the most ranks a replica."""
+    """The (tp, pp) that works with the fewest changed keys, then the smallest change, then the largest tp x pp."""
 
     def works(t: int, p: int) -> bool:
         return not _misfits(arch, t) and (arch is None or arch.num_layers % p == 0)
@@ -111,12 +115,12 @@ def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None
         t, p = layout
         return (t != tp) + (p != pp), abs(t - tp) + abs(p - pp), -t * p
 
-    layouts = ((t, p) for t in _divisors(world_size) for p in _divisors(world_size // t) if works(t, p))
+    layouts = ((t, p) for t in divisors(world_size) for p in divisors(world_size // t) if works(t, p))
     return min(layouts, key=distance)
 
 
 def _misfits(arch: Architecture | None, tp: int) -> list[str]:
-    """Why the model cannot be cut over `tp` ranks; empty when it can, or is not known."""
+    """Why the model cannot be cut over `tp` ranks; empty if it can, or if the model is unknown."""
     if arch is None:
         return []
     cut = (("attention heads", arch.num_attention_heads), ("rows of the MLP", arch.ffn_hidden_size))
@@ -127,9 +131,11 @@ def _misfits(arch: Architecture | None, tp: int) -> list[str]:
     return out
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """In increasing order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: list[int]) -> str:
+    """For a message: "1, 2, 4"."""
     return ", ".join(map(str, numbers))

@@ -1,25 +1,22 @@
-"""Learning-rate schedules against the optimizer steps that they run over."""
+"""Learning-rate schedules against the number of optimizer steps that they run over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, OptimConfig
-
-Problems = Iterator[str]
 
 
 def schedule_problems(config: Config) -> Problems:
-    """The two learning-rate schedules against the optimizer steps they run over."""
+    """The schedules of the policy, the reward model and the supervised warmup."""
     steps = config.trainer.total_training_steps
     if steps:
         batch = config.data.train_batch_size
-        minis = -(-batch // (config.actor.ppo_mini_batch_size or batch))
-        epochs = config.actor.ppo_epochs
+        updates = config.actor.num_updates(steps, batch)
         counted = f"trainer.total_training_steps={steps}"
-        if minis * epochs > 1:
-            counted += f" x {minis} mini-batches x {epochs} epochs = {steps * minis * epochs} updates"
-        yield from _schedule("actor.optim", config.actor.optim, steps * minis * epochs, counted)
+        if updates > steps:
+            mini_batches, epochs = config.actor.num_mini_batches(batch), config.actor.ppo_epochs
+            counted += f" x {mini_batches} mini-batches x {epochs} epochs = {updates} updates"
+        yield from _schedule("actor.optim", config.actor.optim, updates, counted)
     length, model = config.algorithm.iteration_steps, config.reward_model
     if model.path is not None and length is not None and steps // length:
         counted = f"{steps // length} outer iterations x reward_model.steps={model.steps}"
@@ -29,6 +26,7 @@ def schedule_problems(config: Config) -> Problems:
 
 
 def _schedule(key: str, optim: OptimConfig, total: int, counted: str) -> Problems:
+    """`total` optimizer steps; `counted` says in words where they come from."""
     if optim.min_lr > optim.lr:
         yield f"{key}.min_lr={optim.min_lr:g} is above {key}.lr={optim.lr:g}; set it to {optim.lr:g} or less"
     if optim.lr_warmup_steps >= total:

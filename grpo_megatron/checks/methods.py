@@ -7,16 +7,13 @@ own key. What an estimator or a loss needs is a fact that it declares where it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards.reward import rewards
-
-Problems = Iterator[str]
 
 
 def method_problems(config: Config) -> Problems:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 _MODEL = "it is read from config.json; change the model"
-_LOSS = "token weights carry every denominator, so Megatron must add up and never divide; leave it out"
+_LOSS = "token weights hold every denominator, so Megatron must sum and never divide; leave it out"
 _NEVER = "this program does not support it; leave it out"
 _STAGES = "cut uneven stages by num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
 _LOADED = "weights are always loaded; leave it out"
 
-# TransformerConfig fields that this program decides, and what to do instead
+# TransformerConfig fields that this program sets, and what to do instead
 OWNED_BY_TRAINING: dict[str, str] = {
     **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"), _MODEL),
     **dict.fromkeys(("num_query_groups", "kv_channels"), _MODEL),

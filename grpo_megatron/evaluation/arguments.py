@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from grpo_megatron.config import ConfigError, TrainerConfig
+from grpo_megatron.config import ENGINE_TEMPERATURES, ConfigError, TrainerConfig
 
 DEVICES = get_args(TrainerConfig.model_fields["device"].annotation)
 
@@ -117,7 +117,7 @@ def count(text: str) -> int:
 def check(args: argparse.Namespace) -> None:
     """What argparse cannot. Raises ConfigError."""
     problems = []
-    low, high = 0.01, 2.0  # vLLM silently raises what is below, and refuses what is above
+    low, high = ENGINE_TEMPERATURES
     if args.temperature is not None and args.temperature != 0 and not low <= args.temperature <= high:
         problems.append(
             f"--temperature {args.temperature:g} is outside the engine's {low:g} to {high:g} (or 0: greedy)"

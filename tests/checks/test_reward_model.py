@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_megatron.checks.reward_model import reward_model_problems
+from grpo_megatron.checks.problems import ProblemList
+from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.models.families import read_architecture
 from tests import runs
 
 WORKS = ["reward_model.path=REWARD", "algorithm.iteration_steps=2", "reward_model.start_iteration=1"]
@@ -24,10 +26,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> list[str]:
-    from grpo_megatron.models.families import read_architecture
-
+    """What `validate` finds about the reward model, in its order."""
     config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
-    return list(reward_model_problems(config, world, read_architecture(config.model.path)))
+    found, folder = ProblemList(), None
+    if config.reward_model.path is not None:
+        folder = found.attempt(read_reward_model, config.reward_model.path)
+    found.add(reward_model_problems(config, world, read_architecture(config.model.path), folder))
+    if folder is not None:
+        found.attempt(check_reward_folder, folder)
+    return found.messages
 
 
 def changed(run: Path, target: Path, **config: Any) -> Path:
@@ -44,7 +51,7 @@ def test_a_language_model_is_taken_from_the_second_iteration_on(run: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         (["reward_model.steps=7"], "reward_model.steps has no effect without a reward model; set reward_model.path"),
         ([*WORKS, "reward_model.path=nowhere"], "reward_model.path='nowhere' is not a folder"),
@@ -56,13 +63,13 @@ def test_a_language_model_is_taken_from_the_second_iteration_on(run: Path) -> No
         ([*WORKS, "actor.ppo_max_token_len_per_gpu=63"], "a pair of full sequences, 2 x 32"),
     ],
 )
-def test_keys_against_keys(run: Path, overrides: list[str], said: str) -> None:
+def test_keys_against_keys(run: Path, overrides: list[str], expected: str) -> None:
     found = problems(run, run / "model", overrides)
-    assert any(said in line for line in found), found
+    assert any(expected in line for line in found), found
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "expected"),
     [
         ({"architectures": ["Qwen2ForTokenClassification"]}, "'Qwen2ForTokenClassification' cannot be a reward model"),
         ({**CLASSIFIER, "num_labels": 3}, "with 3 labels cannot be a reward model"),
@@ -73,9 +80,9 @@ def test_keys_against_keys(run: Path, overrides: list[str], said: str) -> None:
         ({"max_position_embeddings": 20}, "exceed the max_position_embeddings 20 of reward_model.path"),
     ],
 )
-def test_folders_that_are_no_reward_model(run: Path, tmp_path: Path, config: dict[str, Any], said: str) -> None:
+def test_folders_that_are_no_reward_model(run: Path, tmp_path: Path, config: dict[str, Any], expected: str) -> None:
     found = problems(run, changed(run, tmp_path / "model", **config), WORKS)
-    assert any(said in line and "reward_model.path" in line for line in found), found
+    assert any(expected in line and "reward_model.path" in line for line in found), found
 
 
 def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:

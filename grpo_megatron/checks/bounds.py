@@ -1,0 +1,69 @@
+"""Numbers against their bounds: lengths, batch sizes and sampling parameters."""
+
+from __future__ import annotations
+
+from grpo_megatron.checks.problems import Problems
+from grpo_megatron.config import ENGINE_TEMPERATURES, Config
+from grpo_megatron.models.architecture import Architecture
+
+
+def length_problems(config: Config, arch: Architecture | None) -> Problems:
+    """Prompt plus response against the model, the micro-batch and the engine's scheduler."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    total = prompt + response
+    both = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {total}"
+    if arch is not None and total > arch.max_position_embeddings:
+        yield f"{both} exceed the model's max_position_embeddings {arch.max_position_embeddings}; lower one of them"
+    if arch is not None and arch.sliding_window is not None and total > arch.sliding_window:
+        yield f"{both} exceed the model's sliding window {arch.sliding_window}; windows are not computed: lower one"
+    cap = config.actor.ppo_max_token_len_per_gpu
+    if cap < total:
+        yield f"actor.ppo_max_token_len_per_gpu={cap} is less than one full sequence, {both}; set it to {total} or more"
+    rollout = config.rollout
+    batched = rollout.max_num_batched_tokens
+    if not rollout.engine_kwargs.get("enable_chunked_prefill", True) and batched < total:
+        yield (
+            f"rollout.max_num_batched_tokens={batched} is less than {both}, and"
+            f" rollout.engine_kwargs.enable_chunked_prefill is false; set it to {total} or more, or leave chunking on"
+        )
+    if batched < rollout.max_num_seqs:
+        yield (
+            f"rollout.max_num_batched_tokens={batched} is less than rollout.max_num_seqs={rollout.max_num_seqs}, one"
+            f" token per sequence; set max_num_batched_tokens={rollout.max_num_seqs} or more"
+        )
+
+
+def batch_problems(config: Config) -> Problems:
+    """Mini-batches must divide the batch: a smaller last one would be an optimizer step of another size."""
+    size, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    if mini is None:
+        return
+    if mini > size:
+        yield (
+            f"actor.ppo_mini_batch_size={mini} is more than data.train_batch_size={size} (both count prompts);"
+            f" set it to {size} or leave it out"
+        )
+    elif size % mini:
+        best = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - mini))
+        yield (
+            f"actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={size} (it leaves {size % mini}"
+            f" prompts); set it to {best}"
+        )
+
+
+def sampling_problems(config: Config) -> Problems:
+    """The engine must draw from the distribution whose log-probabilities the policy computes."""
+    rollout = config.rollout
+    for key, value, full in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
+        if value != full:
+            yield (
+                f"rollout.{key}={value:g}: the policy's log-probabilities are of the full distribution, and samples must"
+                f" be drawn from the same one; set rollout.{key}={full:g} (rollout.val_kwargs is free to differ)"
+            )
+    low, high = ENGINE_TEMPERATURES
+    temperatures = {"temperature": rollout.temperature}
+    if rollout.val_kwargs.temperature:  # 0 is greedy
+        temperatures["val_kwargs.temperature"] = rollout.val_kwargs.temperature
+    for key, value in temperatures.items():
+        if not low <= value <= high:
+            yield f"rollout.{key}={value:g} is outside the engine's {low:g} to {high:g}; set a value in between"

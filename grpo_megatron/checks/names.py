@@ -1,0 +1,56 @@
+"""Names in the config: each must stand for a function that can be called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.algo.kl import kl_penalties
+from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.token_weights import token_weightings
+from grpo_megatron.checks.problems import Problems
+from grpo_megatron.config import Config
+from grpo_megatron.data.tasks import get_task
+from grpo_megatron.registry import Registry
+from grpo_megatron.rewards import check_reward
+
+
+def name_problems(config: Config) -> Problems:
+    """Estimator, loss, aggregation, KL penalties, task and reward."""
+    actor = config.actor
+    registries: list[tuple[str, str, Registry[Any]]] = [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, advantage_estimators),
+        ("actor.loss_mode", actor.loss_mode, policy_losses),
+        ("actor.loss_agg_mode", actor.loss_agg_mode, token_weightings),
+    ]
+    if actor.use_kl_loss:
+        registries.append(("actor.kl_loss_type", actor.kl_loss_type, kl_penalties))
+    if config.algorithm.use_kl_in_reward:
+        registries.append(("algorithm.kl_penalty", config.algorithm.kl_penalty, kl_penalties))
+    for key, name, registry in registries:
+        try:
+            if not callable(registry.get(name)):
+                yield f"{key}={name!r} is not a function; set the name of one"
+        except ValueError as error:
+            yield f"{key}: {error}"
+        except Exception as error:  # whatever the user's module raises while it is imported
+            yield f"{key}={name!r}: importing it raised {type(error).__name__}: {error}; mend the module"
+    if problem := task_problem(config):
+        yield problem
+        return
+    try:
+        check_reward(config.reward.function or get_task(config.data.task).reward or "", config.reward.kwargs)
+    except ValueError as error:
+        yield f"reward.function: {error}"
+
+
+def task_problem(config: Config) -> str | None:
+    """Why `data.task` cannot be used. None: it can, and there is a reward for it."""
+    try:
+        if get_task(config.data.task).reward is None and config.reward.function is None:
+            return f"data.task={config.data.task!r} has no reward of its own; set reward.function"
+    except ValueError as error:
+        return f"data.task: {error}"
+    except Exception as error:  # whatever the user's module raises while it is imported
+        return f"data.task={config.data.task!r}: importing it raised {type(error).__name__}: {error}; mend the module"
+    return None
