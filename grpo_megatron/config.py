@@ -140,6 +140,8 @@ class ValKwargs(Section):
 
 
 class RolloutConfig(Section):
+    engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
+    engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
     n: int = Field(8, ge=1)  # samples per prompt
     temperature: float = Field(1.0, gt=0)
     top_p: float = 1.0  # training refuses other values: the policy scores the full distribution
@@ -147,12 +149,10 @@ class RolloutConfig(Section):
     seed: int = 42
     tensor_model_parallel_size: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
-    kv_cache_gib: float = Field(1.0, gt=0)  # CPU only: vLLM's KV cache per rank
     max_num_seqs: int = Field(256, ge=1)
     max_num_batched_tokens: int = Field(8192, ge=1)
     enforce_eager: bool = False
     free_cache_engine: bool = True  # GPU: sleep between rollouts
-    sleep_level: Literal[1, 2] = 2  # 1: weights wait on the host; 2: dropped (the sync brings them anyway)
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # in the engine
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: int = Field(512, ge=1)

@@ -26,6 +26,7 @@ MODULES = sorted(SOURCES)
 ROOMS: dict[str, set[str]] = {
     "types": set(),
     "registry": set(),
+    "passthrough": set(),
     "importing": set(),
     "config": set(),
     "algo": {"types", "config", "registry"},
@@ -35,10 +36,24 @@ ROOMS: dict[str, set[str]] = {
     "parallel": {"types", "device"},
     "observability": {"types", "config"},
     "models": {"types", "config", "algo", "device", "parallel"},
-    "rollout": {"types", "config", "importing", "device", "parallel"},
+    "rollout": {"types", "config", "registry", "passthrough", "importing", "device", "parallel"},
     "convert": {"models"},
     "evaluation": {"types", "config", "rewards", "data", "device", "parallel", "models", "rollout", "convert"},
-    "checks": {"types", "config", "registry", "algo", "rewards", "data", "observability", "models", "evaluation"},
+    "checks": {
+        *(
+            "types",
+            "config",
+            "registry",
+            "passthrough",
+            "algo",
+            "rewards",
+            "data",
+            "observability",
+            "models",
+            "rollout",
+        ),
+        "evaluation",
+    },
     "sampling": {"types", "config", "algo", "rewards", "data", "parallel", "observability", "rollout", "checks"},
     "training": {
         *("types", "config", "algo", "data", "device", "parallel", "observability", "models", "rollout", "convert"),
@@ -51,7 +66,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"importing", "config", "rollout", "convert", "evaluation", "checks", "training", "trainer"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = {"types", "registry", "importing", "config", "rewards", "data", "cli", "__main__"}
+WITHOUT_TORCH = {"types", "registry", "passthrough", "importing", "config", "rewards", "data", "cli", "__main__"}
 ALWAYS_ALLOWED = {"numpy", "torch"}  # except in WITHOUT_TORCH
 THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> who may import it, by beginning of the name
     "megatron": ("models.", "parallel.mesh", "device"),
@@ -61,7 +76,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> who may import it, by 
     "sentencepiece": ("convert.",),
     "transformers": ("data.",),
     "tokenizers": ("data.",),
-    "pydantic": ("config", "cli.config_file", "evaluation.task"),
+    "pydantic": ("config", "cli.config_file", "evaluation.task", "rollout."),
     "pydantic_core": ("config",),
     "yaml": ("cli.config_file", "checks.dry_run", "trainer", "evaluation.task"),
     "matplotlib": ("observability.curves",),

