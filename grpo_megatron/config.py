@@ -162,6 +162,8 @@ class ValKwargs(Section):
 
 
 class RolloutConfig(Section):
+    engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
+    engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
     n: int = Field(8, ge=1)  # samples per prompt
     temperature: float = Field(1.0, gt=0)
     top_p: float = 1.0  # no other value may be set: the policy's logprobs are of the full distribution
@@ -169,12 +171,10 @@ class RolloutConfig(Section):
     seed: int = 42  # each sample's seed is a hash of this, the step, the prompt and the sample's index
     tensor_model_parallel_size: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)  # share of the device's memory that vLLM may take
-    kv_cache_gib: float = Field(1.0, gt=0)  # CPU only: vLLM's KV cache per rank, in GiB
     max_num_seqs: int = Field(256, ge=1)  # sequences that one engine decodes at a time
     max_num_batched_tokens: int = Field(8192, ge=1)  # tokens of one engine step
     enforce_eager: bool = False  # no CUDA graphs
     free_cache_engine: bool = True  # GPU: the engine sleeps between rollouts
-    sleep_level: Literal[1, 2] = 2  # 1: weights are kept on the host; 2: dropped (the next sync brings them anyway)
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # of the engine
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: int = Field(512, ge=1)  # MiB of weights that are sent to the engine at a time

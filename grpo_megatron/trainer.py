@@ -32,7 +32,7 @@ from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.rollout.vllm import VllmEngine
+from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.sampling.build import build_collector
 from grpo_megatron.sampling.collector import number
 from grpo_megatron.sampling.generator import Generator, score_metrics
@@ -71,9 +71,9 @@ class Trainer:
         )
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
         self.max_length = config.data.max_prompt_length + config.data.max_response_length
-        self.engine = VllmEngine(
-            config.model.path,
+        self.engine = build_engine(
             config.rollout,
+            config.model.path,
             self.mesh,
             self.device,
             dtype=config.model.dtype,

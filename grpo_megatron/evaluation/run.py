@@ -25,8 +25,8 @@ from grpo_megatron.evaluation.prompting import cut, stop_token_ids
 from grpo_megatron.evaluation.settings import RUN_FILE, EvaluationSettings, Selected
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
-from grpo_megatron.rollout.engine import Completion, Request, sample_seed
-from grpo_megatron.rollout.vllm import VllmEngine
+from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.types import Prompt
 
@@ -92,20 +92,20 @@ def draw(plan: EvaluationSettings, how: EngineOptions) -> None:
     destroy_mesh()
 
 
-def _engine(plan: EvaluationSettings, how: EngineOptions, mesh: Mesh, device: Device) -> VllmEngine:
+def _engine(plan: EvaluationSettings, how: EngineOptions, mesh: Mesh, device: Device) -> RolloutEngine:
     rollout = RolloutConfig(
         seed=plan.options.seed % 2**31,
         tensor_model_parallel_size=how.tp,
         gpu_memory_utilization=how.gpu_memory_utilization,
-        kv_cache_gib=how.kv_cache_gib,
+        engine_options={"kv_cache_gib": how.kv_cache_gib},
         max_num_seqs=how.max_num_seqs,
         max_num_batched_tokens=max(8192, how.max_num_seqs),
         free_cache_engine=False,  # nobody else wants the memory
         engine_kwargs=plan.options.engine_kwargs,
     )
-    engine = VllmEngine(
-        plan.source.hf_folder,
+    engine = build_engine(
         rollout,
+        plan.source.hf_folder,
         mesh,
         device,
         dtype=plan.dtype,
@@ -121,7 +121,7 @@ def _engine(plan: EvaluationSettings, how: EngineOptions, mesh: Mesh, device: De
 
 
 def _draw_task(
-    plan: EvaluationSettings, selected: Selected, how: EngineOptions, engine: VllmEngine, mesh: Mesh
+    plan: EvaluationSettings, selected: Selected, how: EngineOptions, engine: RolloutEngine, mesh: Mesh
 ) -> None:
     ledger = Ledger(plan.options.output, selected.name)
     done = _shared(set(ledger.read()) if mesh.rank == 0 else None, mesh)

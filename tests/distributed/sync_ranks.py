@@ -29,7 +29,7 @@ def build(
     from grpo_megatron.models.families import hf_shapes, read_architecture
     from grpo_megatron.models.policy import Policy
     from grpo_megatron.parallel.mesh import build_mesh
-    from grpo_megatron.rollout.vllm import VllmEngine
+    from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
 
     device = Device("cpu")
@@ -38,10 +38,10 @@ def build(
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
     actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
     policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
-    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=0.03)
-    engine = VllmEngine(
-        folder,
+    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
+    engine = build_engine(
         rollout,
+        folder,
         mesh,
         device,
         dtype=dtype,

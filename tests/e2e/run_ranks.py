@@ -33,7 +33,12 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
             "ppo_epochs": 2,
             "ppo_max_token_len_per_gpu": 160,
         },
-        "rollout": {"n": 3, "enforce_eager": True, "kv_cache_gib": 0.05, "val_kwargs": {"temperature": 1.0}},
+        "rollout": {
+            "n": 3,
+            "enforce_eager": True,
+            "engine_options": {"kv_cache_gib": 0.05},
+            "val_kwargs": {"temperature": 1.0},
+        },
         "reward": {"function": "tests.e2e.rewards:length_reward"},
         "trainer": {
             "total_training_steps": 2,
@@ -123,7 +128,7 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     results = []
     with (
-        mock.patch.object(module, "VllmEngine", once("engine", module.VllmEngine)),
+        mock.patch.object(module, "build_engine", once("engine", module.build_engine)),
         mock.patch.object(module, "build_mesh", once("mesh", module.build_mesh)),
         mock.patch.object(module, "destroy_mesh", lambda: None),
     ):

@@ -61,7 +61,7 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
         "sft.optim.lr_wsd_decay_steps=4",
         "data.val_max_samples=32",
         "trainer.total_training_steps=3",
-        "rollout.kv_cache_gib=0.1",
+        "rollout.engine_options.kv_cache_gib=0.1",
         "trainer.test_freq=2",
         f"trainer.output_dir={out}",
     )
@@ -127,7 +127,7 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path, world: int, layout: list[
         "data.train_batch_size=4",
         "actor.ppo_mini_batch_size=2",
         "rollout.n=3",
-        "rollout.kv_cache_gib=0.1",
+        "rollout.engine_options.kv_cache_gib=0.1",
         "trainer.total_training_steps=2",
         "trainer.save_hf_at_end=false",
         f"trainer.n_gpus_per_node={world}",

@@ -200,12 +200,12 @@ def offloaded(folder: Path) -> dict[str, float]:
 def engine_of(folder: Path, policy: Any, **rollout: Any) -> Any:
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.models.families import hf_shapes
-    from grpo_megatron.rollout.vllm import VllmEngine
+    from grpo_megatron.rollout.build import build_engine
 
     settings = {"gpu_memory_utilization": 0.3, "max_num_seqs": 64, **rollout}
-    return VllmEngine(
-        folder,
+    return build_engine(
         RolloutConfig.model_validate(settings),
+        folder,
         policy.mesh,
         policy.device,
         dtype="bfloat16",

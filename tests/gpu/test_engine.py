@@ -32,7 +32,10 @@ def report(name: str, got: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("rollout", "name"),
-    [({"enforce_eager": True, "sleep_level": 1}, "eager, sleep level 1"), ({}, "CUDA graphs, sleep level 2")],
+    [
+        ({"enforce_eager": True, "engine_options": {"sleep_level": 1}}, "eager, sleep level 1"),
+        ({}, "CUDA graphs, sleep level 2"),
+    ],
     ids=["eager-level-1", "graphs-level-2"],
 )
 def test_the_engine_holds_the_policy_and_gives_its_memory_back(

@@ -100,15 +100,15 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.models.families import hf_shapes
     from grpo_megatron.observability.metrics import Metrics
-    from grpo_megatron.rollout.vllm import VllmEngine
+    from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.training.colocation import Colocation
     from tests.distributed.sync_ranks import requests
 
     device, mesh = world(layout, rollout_tp)
     policy = build(folder, device, mesh)
-    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, enforce_eager=True, kv_cache_gib=0.03)
+    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
     limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [2]}
-    engine = VllmEngine(folder, rollout, mesh, device, **limits, expected=hf_shapes(policy.arch))
+    engine = build_engine(rollout, folder, mesh, device, **limits, expected=hf_shapes(policy.arch))
     colocation = Colocation(policy, engine, mesh, tolerance=1e-4, bucket_megabytes=1, max_length=128)
     pairs = tiny.make_sequences(6)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)

@@ -9,7 +9,6 @@ import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.offload import Offloaded
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.vllm import VllmEngine
+from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
 from grpo_megatron.training.colocation import Colocation
 from tests import tiny, worlds
 from tests.models import policy_ranks
@@ -141,7 +141,7 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
     asked: list[tuple[str, Any]] = []
     engine = VllmEngine.__new__(VllmEngine)
     engine.__dict__.update(
-        _sleeps=True, _sleep_level=level, _asleep=set(), _version=3, _device=SimpleNamespace(is_cuda=True)
+        _can_sleep=True, _sleep_level=level, _asleep=set(), _version=3, _device=SimpleNamespace(is_cuda=True)
     )
     engine._llm = SimpleNamespace(
         sleep=lambda level: asked.append(("sleep", level)), wake_up=lambda tags: asked.append(("wake", tags))
@@ -149,7 +149,7 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
     engine.sleep()
     engine.sleep()
     assert engine.version is None
-    with pytest.raises(RuntimeError, match="the weights are to be loaded in between"):
+    with pytest.raises(RuntimeError, match="the weights must be loaded in between"):
         engine.wake_kv_cache()
     engine.wake_weights()
     engine.wake_kv_cache()
@@ -158,13 +158,10 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
 
 
 def test_what_vllm_is_built_with_on_a_gpu() -> None:
-    from grpo_megatron.rollout import vllm_process
-
     rollout = RolloutConfig(quantization="fp8_per_block", free_cache_engine=True, gpu_memory_utilization=0.4)
-    mesh: Any = SimpleNamespace(rollout_tp=4)
-    with mock.patch.object(vllm_process, "_classes", lambda on_cpu: (None, "transfer")):
-        built = vllm_process._arguments(rollout, mesh, SimpleNamespace(is_cuda=True))  # type: ignore[arg-type]
-        plain = vllm_process._arguments(RolloutConfig(), mesh, SimpleNamespace(is_cuda=True))  # type: ignore[arg-type]
+    context: dict[str, Any] = {"rollout_tp": 4, "on_cuda": True, "executor": None, "transfer": "transfer"}
+    built = vllm_arguments(rollout, VllmOptions(), **context)
+    plain = vllm_arguments(RolloutConfig(), VllmOptions(), **context)
     assert built["quantization"] == "fp8_per_block" and plain["quantization"] is None
     assert built["enable_sleep_mode"] and built["gpu_memory_utilization"] == 0.4
     assert (built["distributed_executor_backend"], built["tensor_parallel_size"]) == ("external_launcher", 4)

@@ -73,7 +73,7 @@ def requests_that_vllm_would_alter_are_refused(world: World) -> None:
         (Request((1, tiny.VOCAB), 0, 5), "1 to 160 are outside the vocabulary of 160"),
     ]:
         raises(ValueError, words, lambda r=request: world.draw([*requests(3), r]))  # type: ignore[misc]
-    raises(ValueError, "cannot score 384", lambda: world.engine.logprobs([[1] * 384]))
+    raises(ValueError, "cannot compute logprobs of 384", lambda: world.engine.logprobs([[1] * 384]))
     raises(ValueError, "-1 to 5 are outside", lambda: world.engine.logprobs([[5, -1]]))
     assert (
         world.engine.logprobs([[1]]) == [[]] and world.engine.generate([], 0) == [] and world.engine.logprobs([]) == []

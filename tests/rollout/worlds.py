@@ -19,8 +19,8 @@ import torch
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import build_mesh
+from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
-from grpo_megatron.rollout.vllm import VllmEngine
 from tests.rollout import tiny
 
 
@@ -47,10 +47,10 @@ class World:
         after = host_state()
         facts["host_changes"] = [key for key in before if before[key] != after[key]]
 
-    def build(self, **kwargs: Any) -> VllmEngine:
-        return VllmEngine(
-            self.folder,
+    def build(self, **kwargs: Any) -> Any:
+        return build_engine(
             RolloutConfig(tensor_model_parallel_size=self.mesh.rollout_tp, **kwargs),
+            self.folder,
             self.mesh,
             self.device,
             dtype="float32",

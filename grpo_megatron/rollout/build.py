@@ -1,0 +1,108 @@
+"""From `rollout.engine` to an engine: the registry of engine classes, their checks, and the one builder.
+
+rollout:
+  engine: vllm                            # a registered name, or package.module:Class of the user's own
+  engine_options: {sleep_level: 1}        # validated by the class's own section type, `Options`
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from grpo_megatron.config import ConfigError, RolloutConfig, Section
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.registry import Registry
+from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.rollout.vllm import VllmEngine
+
+engines: Registry[type[RolloutEngine]] = Registry("rollout engine")
+engines.register("vllm")(VllmEngine)
+
+
+def find_engine(name: str) -> type[RolloutEngine]:
+    """The engine class that `rollout.engine` names. Raises ConfigError."""
+    try:
+        found = engines.get(name)
+    except ValueError as error:
+        raise ConfigError(f"rollout.engine: {error}") from error
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ConfigError(
+            f"rollout.engine={name!r}: importing it raised {type(error).__name__}: {error}; fix the module"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, RolloutEngine)):
+        raise ConfigError(
+            f"rollout.engine={name!r} is no subclass of grpo_megatron.rollout.engine.RolloutEngine; name one"
+        )
+    if found.__abstractmethods__:
+        raise ConfigError(f"rollout.engine={name!r} lacks {', '.join(sorted(found.__abstractmethods__))}; define them")
+    return found
+
+
+def read_options(engine: type[RolloutEngine], given: Mapping[str, Any]) -> Section:
+    """The table `rollout.engine_options` as the engine's own section. Raises ConfigError with one line per wrong key."""
+    try:
+        return engine.Options.model_validate(dict(given))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e, list(engine.Options.model_fields)) for e in error.errors())) from None
+
+
+def _explain(error: Any, known: list[str]) -> str:
+    key = ".".join(["rollout.engine_options", *map(str, error["loc"])])
+    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
+        close = difflib.get_close_matches(str(error["loc"][0]), known, n=1)
+        hint = f"; did you mean 'rollout.engine_options.{close[0]}'?" if close else ""
+        return f"unknown key {key!r}{hint} (known here: {', '.join(known) or 'none'})"
+    if error["type"] == "missing":
+        return f"missing key {key!r}: it has no default"
+    return f"{key}={error['input']!r}: {error['msg']}"
+
+
+def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """What is wrong with the engine's part of the config. Runs before any rank starts; imports no engine package."""
+    try:
+        engine = find_engine(rollout.engine)
+        options = read_options(engine, rollout.engine_options)
+    except ConfigError as error:
+        yield from str(error).splitlines()
+        return
+    yield from engine.problems(rollout, options)
+
+
+def engine_packages(rollout: RolloutConfig) -> dict[str, str]:
+    """The packages that the engine needs: module -> what `pip install` calls it. Empty for an unknown engine."""
+    try:
+        return dict(find_engine(rollout.engine).requires)
+    except ConfigError:
+        return {}
+
+
+def build_engine(
+    rollout: RolloutConfig,
+    model_path: Path | str,
+    mesh: Mesh,
+    device: Device,
+    *,
+    dtype: str,
+    max_model_len: int,
+    eos_token_ids: list[int],
+    expected: Mapping[str, tuple[int, ...]],
+) -> RolloutEngine:
+    """The engine of the `rollout` section. Collective over the world; arguments as of `RolloutEngine`. Raises ConfigError."""
+    engine = find_engine(rollout.engine)
+    return engine(
+        model_path,
+        rollout,
+        mesh,
+        device,
+        options=read_options(engine, rollout.engine_options),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+        expected=expected,
+    )

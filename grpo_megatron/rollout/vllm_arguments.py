@@ -1,0 +1,96 @@
+"""From the `rollout` section to the arguments of `vllm.LLM`, and what the user may add to them. Imports no vLLM.
+
+Most keys keep the names and places that verl's users know (`rollout.gpu_memory_utilization`, `rollout.max_num_seqs`, ...).
+What verl does not have is in `rollout.engine_options` (`VllmOptions`). Everything else that vLLM can do is reached by
+`rollout.engine_kwargs`, which is passed on unread.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from grpo_megatron.config import ConfigError, RolloutConfig, Section
+from grpo_megatron.passthrough import PassThrough
+
+
+class VllmOptions(Section):
+    """`rollout.engine_options` of vLLM."""
+
+    kv_cache_gib: float = Field(1.0, gt=0)  # CPU only: the key-value cache of one rank
+    sleep_level: Literal[1, 2] = (
+        2  # GPU. 1: sleeping weights are kept on the host; 2: dropped (every sync sends them anew)
+    )
+
+
+_CONTRACT = "the trainer depends on its own value; leave it out"
+_NEVER = "this program does not support it; leave it out"
+
+ENGINE_KWARGS = PassThrough(
+    key="rollout.engine_kwargs",
+    package="vllm",
+    sources={"engine/arg_utils.py": "EngineArgs"},
+    owned={
+        "load_format": _CONTRACT,
+        "skip_tokenizer_init": _CONTRACT,
+        "weight_transfer_config": _CONTRACT,
+        "generation_config": _CONTRACT,
+        "distributed_executor_backend": _CONTRACT,
+        "logprobs_mode": _CONTRACT,
+        "runner": _CONTRACT,
+        "worker_cls": _CONTRACT,
+        "pipeline_parallel_size": _NEVER,
+        "data_parallel_size": _NEVER,
+        "enable_expert_parallel": _NEVER,
+        "enable_sleep_mode": "set rollout.free_cache_engine",
+        "model": "set model.path",
+        "tokenizer": "set model.tokenizer_path",
+        "dtype": "set model.dtype",
+        "max_model_len": "it is data.max_prompt_length + data.max_response_length",
+        "seed": "set rollout.seed",
+        "max_num_seqs": "set rollout.max_num_seqs",
+        "max_num_batched_tokens": "set rollout.max_num_batched_tokens",
+        "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+        "enforce_eager": "set rollout.enforce_eager",
+        "quantization": "set rollout.quantization",
+        "enable_prefix_caching": "set rollout.enable_prefix_caching",
+        "tensor_parallel_size": "set rollout.tensor_model_parallel_size",
+    },
+)
+
+
+def vllm_arguments(
+    rollout: RolloutConfig, options: VllmOptions, *, rollout_tp: int, on_cuda: bool, executor: Any, transfer: Any
+) -> dict[str, Any]:
+    """Arguments of vllm.LLM. `rollout.engine_kwargs` may add to them and replace the tunable ones. Raises ConfigError.
+
+    `executor` is the class that runs a rank's worker on the CPU; `transfer` is vLLM's weight transfer config.
+    """
+    fixed: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": rollout_tp,
+        "distributed_executor_backend": "external_launcher" if on_cuda else executor,
+        "seed": rollout.seed,  # must be the same within a block; every sample has its own seed besides
+        "logprobs_mode": "processed_logprobs",  # vLLM's default is before temperature: not the distribution drawn from
+        "generation_config": "vllm",  # vLLM's default silently takes temperature and top_p from the model folder
+        "weight_transfer_config": transfer,
+    }
+    tunable: dict[str, Any] = {
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+    }
+    if on_cuda:  # not run on a GPU yet
+        fixed["enable_sleep_mode"] = rollout.free_cache_engine
+        fixed["quantization"] = rollout.quantization
+        tunable["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        tunable["enforce_eager"] = rollout.enforce_eager
+    else:
+        fixed["enforce_eager"] = True  # compiling takes minutes and needs a C++ compiler
+        tunable["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE
+    clash = sorted({"model", "dtype", "max_model_len", *fixed} & rollout.engine_kwargs.keys())
+    if clash:
+        raise ConfigError(f"rollout.engine_kwargs: {', '.join(clash)} cannot be set here; the trainer depends on it")
+    return {**tunable, **rollout.engine_kwargs, **fixed}

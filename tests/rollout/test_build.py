@@ -1,0 +1,110 @@
+"""`rollout.engine`: an engine of the user's own is a class, with its own options and checks; the package is not touched.
+
+The proof is a whole training run, of two steps with a warm-up and a validation, on an engine that this folder defines.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.checks.validate import packages, validate
+from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.config import ConfigError, RolloutConfig
+from grpo_megatron.rollout.build import engine_problems, engines, find_engine, read_options
+from grpo_megatron.rollout.vllm_arguments import VllmOptions
+from tests import worlds
+from tests.runs import make_run
+
+TOY = "tests.rollout.toy_engine:ToyEngine"
+
+
+def toy_run(folder: Path, *overrides: str) -> Any:
+    """The config of tests/runs.py, of one rank, on the toy engine."""
+    toy = [f"rollout.engine={TOY}", f"rollout.engine_options.journal={folder / 'journal'}"]
+    sizes = ["trainer.n_gpus_per_node=1", f"trainer.output_dir={folder / 'out'}"]
+    return load_config(make_run(folder) / "run.yaml", [*toy, *sizes, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.engine=vlm"], "rollout.engine: unknown rollout engine 'vlm'; did you mean 'vllm'?"),
+        (["rollout.engine=no.such:Engine"], "cannot import module 'no.such'"),
+        (["rollout.engine=tests.rollout.toy_engine:Missing"], "has no attribute 'Missing'"),
+        (["rollout.engine=tests.rollout.toy_engine:not_a_class"], "is no subclass of"),
+        (["rollout.engine=tests.rollout.toy_engine:Unfinished"], "lacks __init__, generate, load_weights, logprobs,"),
+        (["rollout.engine_options.journl=x"], "did you mean 'rollout.engine_options.journal'?"),
+        (["rollout.engine_options.verbosity=loud"], "rollout.engine_options.verbosity='loud': Input should be"),
+        (["rollout.engine_options={}"], "missing key 'rollout.engine_options.journal'"),
+        (
+            ["rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"],
+            "rollout.tensor_model_parallel_size=2: ToyEngine has one rank; set 1",
+        ),
+    ],
+)
+def test_a_wrong_engine_or_option_is_named_before_any_rank_starts(
+    tmp_path: Path, overrides: list[str], expected: str
+) -> None:
+    config = toy_run(tmp_path, *overrides)
+    with pytest.raises(ConfigError) as error:
+        validate(config, config.trainer.n_gpus_per_node, dry_run=True)
+    assert expected in str(error.value)
+
+
+def test_vllms_options_are_checked_by_the_same_path() -> None:
+    wrong = RolloutConfig(engine_options={"sleep_level": 3, "kv_cache": 1}, engine_kwargs={"quantisation": "fp8"})
+    assert list(engine_problems(wrong)) == [
+        "rollout.engine_options.sleep_level=3: Input should be 1 or 2",
+        "unknown key 'rollout.engine_options.kv_cache'; did you mean 'rollout.engine_options.kv_cache_gib'?"
+        " (known here: kv_cache_gib, sleep_level)",
+    ]
+    [problem] = engine_problems(RolloutConfig(engine_kwargs={"load_format": "auto"}))
+    assert problem.startswith("rollout.engine_kwargs.load_format='auto' cannot be set here")
+    assert read_options(find_engine("vllm"), {}) == VllmOptions()
+    assert engines.names() == ["vllm"]
+
+
+def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
+    assert list(packages(toy_run(tmp_path))) == []
+    [problem] = packages(toy_run(tmp_path / "again", "rollout.engine=vllm"))
+    assert "the package 'vllm' is not installed" in problem
+
+
+def train(folder: Path) -> list[Any]:
+    """The program's own path: read, validate, build the Trainer, run. Then what the trainer's engine refuses."""
+    from grpo_megatron.trainer import Trainer
+
+    config = toy_run(
+        folder,
+        *("trainer.total_training_steps=2", "sft.steps=2", "sft.train_batch_size=2", "data.train_batch_size=2"),
+        *("trainer.test_freq=1", "trainer.save_hf_at_end=false", "trainer.logger=[jsonl]", "rollout.n=2"),
+    )
+    trainer = Trainer(config, validate(config, 1))
+    refused: list[Any] = [type(trainer.engine).__name__]
+    for call in (lambda: trainer.engine.generate([], 0), lambda: trainer.engine.logprobs([[1, 2]])):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        refused.append(str(error.value))
+    trainer.run()
+    return refused
+
+
+@pytest.mark.slow
+def test_a_training_run_on_an_engine_of_the_users_own(tmp_path: Path) -> None:
+    """Every sync passes the probe, so the engine held the policy's weights. The order of calls is the protocol's."""
+    [refused] = worlds.run(train, 1, folder=tmp_path)
+    assert refused == [
+        "ToyEngine",
+        "generate asks for weights of version 0, the engine has None",
+        "the engine has no weights",
+    ]
+    journal = (tmp_path / "journal").read_text()
+    step = "wake weights\nload {0}\nwake kv cache\n(generate \\d+ {0}\n)+sleep\n"
+    steps = "".join(step.format(version) for version in range(3))  # two steps, and the last weights' validation
+    assert re.fullmatch(rf"build 32 \[2\]\nsleep\n{steps}shutdown\n", journal), journal
+    assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) >= 2

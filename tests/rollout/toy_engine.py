@@ -1,0 +1,129 @@
+"""An engine of somebody else's: transformers on the CPU, one rank per engine. The package knows nothing of it.
+
+`rollout.engine: tests.rollout.toy_engine:ToyEngine` is all that a config needs. `rollout.engine_options.journal` names a
+file that gets one line per call of the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_megatron.config import RolloutConfig, Section
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.rollout.census import verified_stream
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
+from grpo_megatron.types import WeightBucket
+
+
+class ToyOptions(Section):
+    journal: Path
+    verbosity: int = 1
+
+
+class ToyEngine(RolloutEngine):
+    """Recomputes the whole prefix for each token: correct, and slow."""
+
+    Options = ToyOptions
+    requires = {"transformers": "transformers"}  # noqa: RUF012
+
+    @classmethod
+    def problems(cls, rollout: RolloutConfig, options: ToyOptions) -> Iterator[str]:
+        if rollout.tensor_model_parallel_size > 1:
+            yield f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: ToyEngine has one rank; set 1"
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        rollout: RolloutConfig,
+        mesh: Mesh,
+        device: Device,
+        *,
+        options: ToyOptions,
+        dtype: str,
+        max_model_len: int,
+        eos_token_ids: list[int],
+        expected: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(model_path)
+        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        self._mesh, self._options, self._expected = mesh, options, expected
+        self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
+        self._version: int | None = None
+        self._note(f"build {max_model_len} {eos_token_ids}")
+
+    def _note(self, line: str) -> None:
+        with self._options.journal.open("a") as file:
+            file.write(line + "\n")
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    @torch.no_grad()
+    def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
+        self._version = None
+        parameters = self._model.state_dict()
+        for bucket in verified_stream(stream, self._expected, self._mesh):
+            for name, tensor in bucket:
+                parameters[name].copy_(tensor)
+        self._version = version
+        self._note(f"load {version}")
+
+    def generate(self, requests: list[Request], version: int) -> list[Completion]:
+        if version != self._version:
+            raise RuntimeError(f"generate asks for weights of version {version}, the engine has {self._version}")
+        self._note(f"generate {len(requests)} {version}")
+        return [self._complete(request) for request in requests]
+
+    @torch.no_grad()
+    def _complete(self, request: Request) -> Completion:
+        generator = torch.Generator().manual_seed(request.seed)
+        stops = {*self._eos_token_ids, *request.stop_token_ids}
+        ids, logprobs = list(request.prompt_ids), []
+        assert len(ids) + request.max_tokens <= self._max_model_len
+        while len(logprobs) < request.max_tokens:
+            logits = self._model(torch.tensor([ids])).logits[0, -1].float()
+            logp = (logits / (request.temperature or 1.0)).log_softmax(0)
+            token = int(logp.exp().multinomial(1, generator=generator) if request.temperature else logp.argmax())
+            ids.append(token)
+            logprobs.append(float(logp[token]))
+            if token in stops:
+                return Completion(ids[len(request.prompt_ids) :], logprobs, "stop")
+        return Completion(ids[len(request.prompt_ids) :], logprobs, "length")
+
+    @torch.no_grad()
+    def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        if self._version is None:
+            raise RuntimeError("the engine has no weights")
+        rows = []
+        for ids in sequences:
+            logp = self._model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+            rows.append(logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist())
+        return rows
+
+    def sleep(self) -> None:
+        self._version = None
+        self._note("sleep")
+
+    def wake_weights(self) -> None:
+        self._note("wake weights")
+
+    def wake_kv_cache(self) -> None:
+        self._note("wake kv cache")
+
+    def shutdown(self) -> None:
+        self._note("shutdown")
+
+
+class Unfinished(RolloutEngine):
+    """A class that forgot its methods."""
+
+
+def not_a_class() -> None: ...
