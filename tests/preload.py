@@ -1,15 +1,8 @@
-"""Imported once by the fork server of tests/worlds.py, so that every rank starts with the slow imports done: the program's
-own ranks on CPU are forked so too (grpo_megatron/preload.py)."""
+"""What the fork server of tests/worlds.py imports: as for the program's own CPU ranks, and matplotlib for the curves."""
 
-import warnings
+from grpo_megatron.cli.preload import import_for_ranks
+from grpo_megatron.importing import large_imports
 
-warnings.filterwarnings("ignore")
-
-from grpo_megatron.importing import large_imports  # noqa: E402
-
+import_for_ranks()
 with large_imports():
-    import grpo_megatron.observability.curves
-    import grpo_megatron.trainer  # noqa: F401
-    from grpo_megatron.rollout.vllm_process import preload
-
-preload()
+    import grpo_megatron.observability.curves  # noqa: F401

@@ -1,7 +1,7 @@
-"""Ranks on this machine: torchrun's own agent in this process, and what they are started from.
+"""Starts the ranks of this machine, with torchrun's own agent in this process.
 
-With GPUs a rank is a program of its own. On CPU ranks are forked from a server that imports everything once (preload.py),
-while this process is still checking the config: imports are most of what a start costs there.
+With GPUs each rank is a new program. On CPU the ranks are forked from a server that has imported everything once
+(preload.py). The server imports while this process checks the config, since imports take most of the time of a start.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 
-LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"
-PR_SET_PDEATHSIG = 1
+from grpo_megatron.cli.failures import explain_failure
+
+LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def is_on_cpu(device: str) -> bool:
-    """Before torch is imported."""
+    """Whether trainer.device means the CPU, found out without importing torch."""
     return device == "cpu" or (device == "auto" and not any(Path("/dev").glob("nvidia*")))
 
 
 def start_fork_server() -> None:
-    """Returns at once; the server imports by itself. Again: nothing."""
+    """Start the server that CPU ranks are forked from; it imports in the background. A second call does nothing."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
         multiprocessing.set_forkserver_preload(["grpo_megatron.cli.preload"])
@@ -38,10 +39,10 @@ def start_fork_server() -> None:
 
 
 def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[str], device: str) -> int:
-    """Run `torchrun --standalone` in this process; returns the exit code of the rank that failed first, or 0.
+    """Run `torchrun --standalone` in this process; returns 0, or the exit code of the rank that caused the failure.
 
-    On CPU every forked rank calls `main(argv)`; with GPUs it is `python -m grpo_megatron` with `argv`. Signals are
-    passed on to the ranks.
+    On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. Signals
+    are passed on to the ranks.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,7 +50,7 @@ def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[st
     from torch.distributed.run import config_from_args, parse_args
 
     print(f"starting {world_size} ranks: Megatron-Core, then a vLLM engine; the first line takes some 10 s", flush=True)
-    logging.disable(logging.ERROR)  # the agent's, which would bury what the failed rank has said
+    logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
     if is_on_cpu(device):
         start_fork_server()
     os.environ[LAUNCHER_PID] = str(os.getpid())
@@ -65,7 +66,7 @@ def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[st
             else:
                 elastic_launch(launch, program)(*options)
         except ChildFailedError as error:
-            return _report_failed_rank(error)
+            return explain_failure(error, Path(folder))
         except SignalException as error:
             print("interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
@@ -75,31 +76,13 @@ def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[st
     return 0
 
 
-def _report_failed_rank(error: Any) -> int:
-    """The last line of a failed run. A rank that could still speak has told the reason already."""
-    from grpo_megatron.training.stopping import EXIT_STOPPED
-
-    rank, failure = error.get_first_failure()
-    if failure.exitcode == EXIT_STOPPED:
-        return EXIT_STOPPED
-    if failure.exitcode < 0:
-        name = failure.signal_name()
-        hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
-        print(f"error: rank {rank} was ended by {name}{hint}", file=sys.stderr)
-        return 128 - int(failure.exitcode)
-    said = failure.message
-    if not isinstance(said, dict):
-        print(f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason", file=sys.stderr)
-    elif said["extraInfo"].get("unexpected"):
-        first_line = said["message"].partition("\n")[0]
-        print(f"error: rank {rank}: {first_line} (its traceback is above)", file=sys.stderr)
-    return int(failure.exitcode)
-
-
 def die_with_launcher() -> None:
-    """For a rank, and for what it is forked from: when their parent is killed outright, nobody is left to end them."""
+    """Have the kernel kill this process when its parent, the launcher or the fork server, ends.
+
+    A launcher that is killed by SIGKILL cannot end its ranks itself.
+    """
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher):
-            os._exit(1)  # it died before the call above
+            os._exit(1)  # the parent ended before the call above

@@ -219,7 +219,7 @@ def test_ranks_and_layout_must_fit(
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "6")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("grpo_megatron.cli.main._leave", lambda code: None)
+    monkeypatch.setattr("grpo_megatron.cli.main._exit_at_once", lambda code: None)
     assert main(command("--tp", "4")) == 2
     assert "--tp 4 does not fit the 6 ranks that torchrun has started" in capsys.readouterr().err
 

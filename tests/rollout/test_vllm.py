@@ -67,16 +67,18 @@ Results = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Every world's results, rank by rank. The two blocks of two run side by side."""
+    """Every world's results, rank by rank. The two blocks of two run side by side, and wait for each other."""
+    meeting = tmp_path_factory.mktemp("meeting")
 
-    def start(name: str) -> list[dict[str, Any]]:
+    def start(name: str, beside: str | None = None) -> list[dict[str, Any]]:
         kind, num_ranks, tp, check_list = WORLDS[name]
         folder = tiny.write_folder(kind, tmp_path_factory.mktemp(name))
-        return run(serve, num_ranks, kind=kind, folder=folder, tp=tp, checks=check_list)
+        meet = (meeting / name, meeting / beside) if beside else None
+        return run(serve, num_ranks, kind=kind, folder=folder, tp=tp, checks=check_list, meet=meet)
 
     alone = {name: start(name) for name in ("one", "blocks")}
     with ThreadPoolExecutor(2) as pool:
-        return alone | dict(zip(("block", "tied"), pool.map(start, ("block", "tied")), strict=True))
+        return alone | dict(zip(("block", "tied"), pool.map(start, ("block", "tied"), ("tied", "block")), strict=True))
 
 
 @pytest.mark.parametrize(

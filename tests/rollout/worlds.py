@@ -105,8 +105,13 @@ def raises(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
 # -- one rank's life ---------------------------------------------------------------------------------------------------
 
 
-def serve(kind: str, folder: str, tp: int, checks: list[Callable[[World], None]]) -> dict[str, Any]:
-    """Build the engine, run the checks; what each left behind: None, or its traceback. Then facts about the host."""
+def serve(
+    kind: str, folder: str, tp: int, checks: list[Callable[[World], None]], meet: tuple[Path, Path] | None = None
+) -> dict[str, Any]:
+    """Build the engine, run the checks; what each left behind: None, or its traceback. Then facts about the host.
+
+    `meet` is a file of this world and one of another: neither ends before both engines have drawn.
+    """
     facts: dict[str, Any] = {}
     start = time.monotonic()
     with _console() as console:
@@ -121,6 +126,10 @@ def serve(kind: str, folder: str, tp: int, checks: list[Callable[[World], None]]
             reports[check.__name__] = None
         except Exception:
             reports[check.__name__] = traceback.format_exc()
+    if meet is not None:
+        meet[0].touch()
+        while not meet[1].exists():
+            time.sleep(0.05)
     facts["alive"].append(time.time())
     return {"reports": reports, **facts}
 

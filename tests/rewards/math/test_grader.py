@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -163,9 +162,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 @pytest.mark.parametrize("name", [*MILLIONS, *HOSTILE])
 def test_hostile_text_is_wrong_and_nothing_more(pool: RewardPool, name: str) -> None:
     text = (MILLIONS | HOSTILE)[name]
-    start = time.monotonic()
     results = pool.score([("math", text, "42"), ("math", text, "x^2+1"), ("gsm8k", text, "42")])
-    assert time.monotonic() - start < 60  # hours, if any of it were evaluated
+    # The pool's limit of 60 s would be a timeout: it takes hours if any of the text is evaluated.
     assert [(result.score, result.status) for result in results] == [(0.0, "ok")] * 3
     assert not Path(MARKER).exists() and not (ROOT / MARKER).exists()
 

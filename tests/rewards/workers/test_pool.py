@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from grpo_megatron.rewards.reward import read_result
 from grpo_megatron.rewards.workers.pool import RewardPool
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 1.5  # wall clock: a busy machine must not turn a good sample into a timeout
+TIMEOUT_S = 3.0  # wall clock, for rewards that hang: a busy machine must not turn a good sample into a timeout
 
 MODULE = '''
 import os, re, signal, sys, threading, time
@@ -73,7 +73,9 @@ class Unprintable(Exception):
 def user_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("user")
     (folder / "user_reward.py").write_text(MODULE)
-    (folder / "hanging_import.py").write_text("import os; os._exit(9)")
+    (folder / "hanging_import.py").write_text(
+        f"import os; open({str(folder / 'imports')!r}, 'a').write('x'); os._exit(9)"
+    )
     sys.path.insert(0, str(folder))
     yield str(folder)
     sys.path.remove(str(folder))
@@ -81,7 +83,14 @@ def user_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def pool(user_module: str) -> Iterator[RewardPool]:
-    with RewardPool(2, TIMEOUT_S, {"bonus": 7.0}) as pool:
+    with RewardPool(2, 60.0, {"bonus": 7.0}) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def hasty(user_module: str) -> Iterator[RewardPool]:
+    """For rewards that hang."""
+    with RewardPool(2, TIMEOUT_S) as pool:
         yield pool
 
 
@@ -111,19 +120,20 @@ def _check(pool: RewardPool, completion: str) -> Any:
         ("huge dict", "error", "returned 100001 entries"),
         ("huge message", "error", "ValueError: xxx"),
         ("pipes", "error", "wrote to its reply pipe"),
-        ("sleep", "timeout", "no verdict after 1.5 s (reward.timeout_s)"),
-        ("spin", "timeout", "no verdict after 1.5 s"),
-        ("regex", "timeout", "no verdict after 1.5 s"),
-        ("print for ever", "timeout", "no verdict after 1.5 s"),
+        ("sleep", "timeout", "no verdict after 3 s (reward.timeout_s)"),
+        ("spin", "timeout", "no verdict after 3 s"),
+        ("regex", "timeout", "no verdict after 3 s"),
+        ("print for ever", "timeout", "no verdict after 3 s"),
     ],
 )
 def test_a_misbehaving_reward_costs_its_sample_only(
-    pool: RewardPool, completion: str, status: str, message: str
+    pool: RewardPool, hasty: RewardPool, completion: str, status: str, message: str
 ) -> None:
+    pool = hasty if status == "timeout" else pool
     before = pool.counts[status]
     start = time.monotonic()
     result = _check(pool, completion)
-    assert time.monotonic() - start < TIMEOUT_S + 5
+    assert time.monotonic() - start < 60  # what it would sleep
     assert (math.isnan(result.score), result.scores, result.status) == (True, {}, status)
     assert message in result.message and result.message.startswith("reward 'user_reward:score': ")
     assert len(result.message) < 1000
@@ -169,9 +179,9 @@ def test_all_workers_share_the_work(pool: RewardPool) -> None:
     assert len({result.scores["pid"] for result in results}) == 2
 
 
-def test_many_bad_samples_in_a_row(pool: RewardPool) -> None:
+def test_many_bad_samples_in_a_row(hasty: RewardPool) -> None:
     completions = ["os._exit", "1", "raise", "os._exit", "segfault", "sleep", "2", "sleep", "os._exit", "nan", "3"]
-    results = pool.score([("user_reward:score", completion, "") for completion in completions])
+    results = hasty.score([("user_reward:score", completion, "") for completion in completions])
     statuses = {"raise": "error", "os._exit": "error", "segfault": "error", "nan": "error", "sleep": "timeout"}
     assert [result.status for result in results] == [statuses.get(completion, "ok") for completion in completions]
 
@@ -184,14 +194,13 @@ def test_a_large_text_arrives_whole_and_nothing_is_nothing(pool: RewardPool) -> 
     assert pool.score([]) == []
 
 
-def test_a_name_the_worker_cannot_load(pool: RewardPool) -> None:
+def test_a_name_the_worker_cannot_load(pool: RewardPool, user_module: str) -> None:
     items = [("no_such_module:score", "", ""), ("user_reward:score", "1", ""), ("no_such_module:score", "", "")]
     results = pool.score(items)
     assert [result.status for result in results] == ["error", "ok", "error"]
     assert "cannot import module 'no_such_module'" in results[2].message
-    start = time.monotonic()
-    results = pool.score([("hanging_import:score", "", "")] * 50)  # a process a sample would take seconds
-    assert time.monotonic() - start < 5
+    results = pool.score([("hanging_import:score", "", "")] * 50)
+    assert len(Path(user_module, "imports").read_text()) <= 4  # not one process per sample: each takes a second
     assert {result.status for result in results} == {"error"}
     assert "could not be imported" in results[-1].message
 
@@ -256,14 +265,13 @@ def test_a_worker_lost_between_two_calls_is_replaced(pool: RewardPool) -> None:
     pids = {int(result.scores["pid"]) for result in pool.score([("user_reward:score", "1", "")] * 200)}
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    time.sleep(0.1)
+    _until(lambda: not any(map(_alive, pids)))
     assert {result.status for result in pool.score([("user_reward:score", "1", "")] * 20)} == {"ok"}
 
 
-def test_what_a_reward_has_started_is_killed_with_it(pool: RewardPool) -> None:
-    assert _check(pool, "child").status == "timeout"
-    time.sleep(0.1)
-    assert not [line for line in _processes() if line.endswith("sleep 61.375")]
+def test_what_a_reward_has_started_is_killed_with_it(hasty: RewardPool) -> None:
+    assert _check(hasty, "child").status == "timeout"
+    _until(lambda: not [line for line in _processes() if line.endswith("sleep 61.375")])
 
 
 def test_a_closed_pool_leaves_no_process_and_refuses_work(user_module: str) -> None:
@@ -294,14 +302,11 @@ def test_workers_die_with_a_killed_parent(user_module: str, completion: str) -> 
         time.sleep(0.5)  # the worker hangs by now
         assert _alive(pid)
         parent.kill()
-    deadline = time.monotonic() + 5
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(pid)
+    _until(lambda: not _alive(pid))
 
 
 def test_throughput() -> None:
-    """A step of 512 x 8 samples on 8 ranks is 512 items a rank; the bound is a tenth of the usual rate."""
+    """A step of 512 x 8 samples on 8 ranks is 512 items per rank. The bound is 1/30 of the rate on an idle core."""
     items = [("gsm8k", "I think. " * 100 + f"#### {number}", str(number)) for number in range(2000)]
     with RewardPool(1) as pool:
         start = time.monotonic()
@@ -310,6 +315,14 @@ def test_throughput() -> None:
     print(json.dumps({"answers_per_s": round(rate)}))
     assert {result.score for result in results} == {1.0}
     assert rate > 200
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Wait for `condition`. The limit is below the 61 s after which the processes end by themselves."""
+    deadline = time.monotonic() + 45
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _alive(pid: int) -> bool:

@@ -1,0 +1,229 @@
+"""How a failed run reports its reason: once, with the traceback of an error that nobody expected.
+
+A rank that fails writes a report into torchrun's error file. Who prints it depends on who started the ranks:
+
+    our launcher    prints one report, after it has ended all ranks (`explain_failure`); the ranks print nothing
+    torchrun        the first rank to fail prints; a lock on a shared file makes the other ranks wait meanwhile
+    srun            ranks share no folder: all print, except that only rank 0 prints what is wrong with the config
+
+An error is only a symptom when another rank of this machine had died before it, for instance "connection closed by
+peer". A rank with a symptom stays until torchrun's agent ends it, so that the agent finds the dead rank, not this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config import ConfigError
+
+EXPECTED = {  # module -> exception whose message tells what to do: it is shown without a traceback
+    "grpo_megatron.config": "ConfigError",
+    "grpo_megatron.parallel.mesh": "RankError",
+    "grpo_megatron.models.architecture": "UnsupportedModel",
+    "grpo_megatron.models.policy": "TooManySkippedSteps",
+    "grpo_megatron.models.weights": "WeightsError",
+}
+PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it closes the sockets of a dying process
+AGENT_S = 60.0  # the agent needs about 0.1 s to find a dead rank; the limit is for an agent that does not come
+SRUN_S = 2.0  # srun --kill-on-bad-exit needs this time to end the ranks that would only report symptoms
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why a rank has failed."""
+
+    rank: int
+    code: int  # exit code of the rank
+    message: str  # the exception in short
+    text: str  # what the user sees
+    is_expected: bool
+    is_symptom: bool  # another rank of this machine had died before
+    time_ns: int  # of the monotonic clock, which all processes of a machine share
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+def mark_started() -> None:
+    """Leave this rank's process id for the other ranks, which can then tell whether it has died."""
+    folder = _torchrun_folder()
+    if folder is not None:
+        (folder / "pid").write_text(str(os.getpid()))
+
+
+def mark_finished() -> None:
+    """The rank has done its work: its end is no failure."""
+    folder = _torchrun_folder()
+    if folder is not None:
+        (folder / "pid").unlink(missing_ok=True)
+
+
+def report_failure(error: Exception, *, launcher_prints: bool) -> int:
+    """Report `error` once over all ranks of this machine; returns the exit code."""
+    folder = _torchrun_folder()
+    report = _describe(error, folder)
+    is_written = folder is not None and _write(report, folder)
+    if not is_one_of_several():
+        _print(report.text)
+    elif folder is None:
+        if not report.is_expected:
+            time.sleep(SRUN_S)
+        if report.code != 2 or report.rank == 0:
+            _print(report.text)
+    else:
+        if report.is_symptom:
+            time.sleep(AGENT_S)
+        if not (launcher_prints and is_written):
+            _print_once(report.text, folder.parent / "reported")
+    return report.code
+
+
+def is_one_of_several() -> bool:
+    """Whether this process is a rank of a world that has more."""
+    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def is_debugging() -> bool:
+    """GRPO_DEBUG: show the traceback of every error, and the warnings of Megatron-Core and torch."""
+    return os.environ.get("GRPO_DEBUG", "0") not in ("", "0")
+
+
+def _torchrun_folder() -> Path | None:
+    """The folder of this rank among torchrun's logs, beside those of the machine's other ranks."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parent if file else None
+
+
+def _describe(error: Exception, folder: Path | None) -> FailureReport:
+    # A class of a module that was never imported was not raised.
+    expected = tuple(getattr(sys.modules[name], EXPECTED[name]) for name in EXPECTED if name in sys.modules)
+    is_expected = isinstance(error, expected)
+    message = str(error) if is_expected else f"{type(error).__name__}: {error}"
+    text = ""
+    if is_debugging() or not is_expected:
+        text += "".join(traceback.format_exception(error))
+    if is_expected:
+        for line in message.splitlines():
+            text += f"{line}\n" if line.startswith(" ") else f"error: {line}\n"
+    return FailureReport(
+        rank=int(os.environ.get("RANK", "0")),
+        code=2 if isinstance(error, ConfigError) else 1,
+        message=message,
+        text=text,
+        is_expected=is_expected,
+        is_symptom=folder is not None and _has_dead_rank(folder.parent),
+        time_ns=time.monotonic_ns(),
+    )
+
+
+def _has_dead_rank(folder: Path) -> bool:
+    """Whether a rank of this machine has ended without a report and without having finished."""
+    for file in folder.glob("*/pid"):
+        with contextlib.suppress(OSError):  # the rank has just finished, or reported
+            if not _is_alive(int(file.read_text())) and file.exists():
+                return True
+    return False
+
+
+def _is_alive(pid: int) -> bool:
+    """False as soon as another process can find a connection to this one closed."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return sys.platform != "linux"
+    state, flags = fields[0], int(fields[6])
+    return state not in "ZX" and not flags & PF_EXITING
+
+
+def _write(report: FailureReport, folder: Path) -> bool:
+    """Write the file in which torchrun looks for the reason. Complete or absent: the agent may end this rank meanwhile."""
+    content = {
+        "message": {"message": report.message, "extraInfo": {"timestamp": int(time.time())}},
+        "report": asdict(report),
+    }
+    try:
+        (folder / "error.partial").write_text(json.dumps(content))
+        os.replace(folder / "error.partial", os.environ["TORCHELASTIC_ERROR_FILE"])
+        if not report.is_symptom:
+            mark_finished()  # what breaks on other ranks from here on is explained by this report
+    except OSError:
+        return False
+    return True
+
+
+def _print_once(text: str, file: Path) -> None:
+    """Print unless another rank has. The lock makes the others wait, since torchrun ends all when the first rank leaves."""
+    try:
+        with file.open("a") as shared:
+            fcntl.flock(shared, fcntl.LOCK_EX)
+            if os.fstat(shared.fileno()).st_size == 0:
+                _print(text)
+                shared.write("yes\n")
+                shared.flush()
+    except OSError:
+        _print(text)
+
+
+def _print(text: str) -> None:
+    """One write, so that lines of several processes do not mix."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+# -- in the launcher ---------------------------------------------------------------------------------------------------
+
+
+def explain_failure(error: Any, folder: Path) -> int:
+    """Print why the run has failed, after all ranks have ended; returns the exit code.
+
+    `error` is torch's ChildFailedError and `folder` its log folder. The earliest report that is no symptom is the
+    reason; without one, it is a rank that has died without a report.
+    """
+    from grpo_megatron.training.stopping import EXIT_STOPPED
+
+    failures = error.failures
+    if any(failure.exitcode == EXIT_STOPPED for failure in failures.values()):
+        return EXIT_STOPPED
+    reports = sorted(_read_reports(folder), key=lambda report: report.time_ns)
+    reasons = [report for report in reports if not report.is_symptom]
+    silent = failures.keys() - {report.rank for report in reports}
+    if silent and not reasons:
+        # The agent ends the other ranks by SIGTERM: one that ended in another way is the reason.
+        rank = min(silent, key=lambda rank: (failures[rank].exitcode == -signal.SIGTERM, rank))
+        return _explain_silence(rank, failures[rank])
+    reason = (reasons or reports)[0]
+    text = reason.text
+    if not reason.is_expected:
+        first_line = reason.message.partition("\n")[0]
+        text += f"error: rank {reason.rank}: {first_line} (its traceback is above)\n"
+    _print(text)
+    return reason.code
+
+
+def _read_reports(folder: Path) -> list[FailureReport]:
+    reports = []
+    for file in folder.rglob("error.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # torch's own, of an error outside the program
+            reports.append(FailureReport(**json.loads(file.read_text())["report"]))
+    return reports
+
+
+def _explain_silence(rank: int, failure: Any) -> int:
+    """A rank has ended without a report; returns the exit code."""
+    if failure.exitcode < 0:
+        name = failure.signal_name()
+        hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
+        _print(f"error: rank {rank} was ended by {name}{hint}\n")
+        return 128 - int(failure.exitcode)
+    _print(f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason\n")
+    return int(failure.exitcode)

@@ -1,0 +1,147 @@
+"""Which of several failures is reported as the reason: cases without processes (test_main.py has the real ones)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_megatron.cli import failures
+from grpo_megatron.config import ConfigError
+
+FIRST, SECOND = 1_000, 2_000  # times of reports
+
+
+class Ended(SimpleNamespace):
+    """A rank's end as torchrun's agent reports it."""
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
+
+
+def explain(folder: Path, exit_codes: dict[int, int]) -> int:
+    return failures.explain_failure(
+        SimpleNamespace(failures={rank: Ended(exitcode=code) for rank, code in exit_codes.items()}), folder
+    )
+
+
+def report(folder: Path, rank: int, time_ns: int, *, is_expected: bool = False, is_symptom: bool = False) -> None:
+    """What rank `rank` would leave: its message is its number."""
+    content = failures.FailureReport(rank, 1, f"E{rank}", f"text {rank}\n", is_expected, is_symptom, time_ns)
+    (folder / str(rank)).mkdir()
+    (folder / str(rank) / "error.json").write_text(json.dumps({"report": vars(content)}))
+
+
+def test_the_earliest_report_is_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent may notice a later one first, and may end a rank that has reported."""
+    report(tmp_path, 0, SECOND)
+    report(tmp_path, 1, FIRST)
+    assert explain(tmp_path, {0: 1, 1: -signal.SIGTERM}) == 1
+    assert capsys.readouterr().err == "text 1\nerror: rank 1: E1 (its traceback is above)\n"
+
+
+def test_an_expected_error_is_its_own_explanation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report(tmp_path, 0, FIRST, is_expected=True)
+    assert explain(tmp_path, {0: 1}) == 1
+    assert capsys.readouterr().err == "text 0\n"
+
+
+def test_a_symptom_gives_way_to_the_dead_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With GPUs the agent also lists the ranks that it has ended itself: rank 2."""
+    report(tmp_path, 0, FIRST, is_symptom=True)
+    assert explain(tmp_path, {0: -signal.SIGTERM, 2: -signal.SIGTERM, 3: -signal.SIGSEGV}) == 139
+    assert capsys.readouterr().err == "error: rank 3 was ended by SIGSEGV\n"
+
+
+def test_a_symptom_gives_way_to_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A library may abort a rank when another one has raised: the exception is the reason, not the abort."""
+    report(tmp_path, 0, FIRST)
+    report(tmp_path, 2, SECOND, is_symptom=True)
+    assert explain(tmp_path, {1: -signal.SIGABRT}) == 1
+    assert "rank 0: E0" in capsys.readouterr().err
+
+
+def test_a_symptom_is_better_than_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report(tmp_path, 0, FIRST, is_symptom=True)
+    assert explain(tmp_path, {0: 1}) == 1
+    assert "rank 0: E0" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_reason_and_a_stopped_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "error.json").write_text('{"message": "not ours"}')
+    assert explain(tmp_path, {1: 3}) == 3
+    assert capsys.readouterr().err == "error: rank 1 ended with exit code 3 and gave no reason\n"
+    assert explain(tmp_path, {1: 75}) == 75
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This process as rank 0 of 2 under torchrun; returns the folder of rank 1."""
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json")}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(failures, "AGENT_S", 0.0)
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    failures.mark_started()
+    return tmp_path / "1"
+
+
+def fail(folder: Path) -> failures.FailureReport:
+    """Report an error of rank 0, and read it back."""
+    assert failures.report_failure(RuntimeError("closed"), launcher_prints=True) == 1
+    content = json.loads((folder.parent / "0" / "error.json").read_text())
+    assert content["message"]["message"] == "RuntimeError: closed"
+    return failures.FailureReport(**content["report"])
+
+
+def test_an_error_after_the_death_of_another_rank_is_a_symptom(rank_0: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        (rank_0 / "pid").write_text(str(other.pid))
+        assert not fail(rank_0).is_symptom
+        failures.mark_started()
+        other.kill()
+        while failures._is_alive(other.pid):  # until the kernel has delivered the signal
+            time.sleep(0.01)
+        assert fail(rank_0).is_symptom
+    (rank_0 / "pid").unlink()  # as mark_finished does, and as a report does
+    assert not fail(rank_0).is_symptom
+
+
+def test_a_rank_that_has_finished_or_reported_is_not_dead(rank_0: Path) -> None:
+    own = rank_0.parent / "0" / "pid"
+    assert int(own.read_text()) == os.getpid()
+    fail(rank_0)
+    assert not own.exists()
+    failures.mark_started()
+    failures.mark_finished()
+    assert not own.exists()
+
+
+def test_without_a_launcher_the_first_rank_prints(rank_0: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert failures.report_failure(ConfigError("a=1\n  and b=2"), launcher_prints=False) == 2
+    assert capsys.readouterr().err == "error: a=1\n  and b=2\n"
+
+
+def test_a_report_that_cannot_be_written_is_printed(rank_0: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (rank_0.parent / "0" / "error.partial").mkdir()
+    assert failures.report_failure(ConfigError("a=1"), launcher_prints=True) == 2
+    assert capsys.readouterr().err == "error: a=1\n"
+
+
+@pytest.mark.parametrize(("module", "name"), failures.EXPECTED.items())
+def test_expected_errors_exist_under_their_names(module: str, name: str) -> None:
+    """Read from the source, because importing the modules takes ten seconds."""
+    source = Path(failures.__file__).parents[2] / (module.replace(".", "/") + ".py")
+    assert any(isinstance(node, ast.ClassDef) and node.name == name for node in ast.parse(source.read_text()).body)
