@@ -189,6 +189,7 @@ class FilterGroups(Section):
 
     enable: bool = False
     max_num_gen_batches: int = Field(10, ge=1)  # rounds a step; then it trains on what there is
+    max_staleness: int = Field(1, ge=0)  # steps for which a left-over group waits; older ones are dropped
 
 
 class ReplayConfig(Section):
