@@ -211,6 +211,7 @@ class FilterGroups(Section):
 
     enable: bool = False
     max_num_gen_batches: int = Field(10, ge=1)  # rounds per step; after them the step trains on a smaller batch
+    max_staleness: int = Field(1, ge=0)  # steps for which a left-over group waits; older ones are dropped
 
 
 class ReplayConfig(Section):

@@ -11,7 +11,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import needs_reference
 from grpo_megatron.checks.problems import Problems
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, FilterGroups
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards.reward import rewards
 
@@ -142,6 +142,12 @@ def _sampling(config: Config) -> Problems:
         yield (
             f"data.gen_batch_size={config.data.gen_batch_size} is the size of a round of dynamic sampling, which is"
             " off; set algorithm.filter_groups.enable=true, or leave it out"
+        )
+    staleness = algorithm.filter_groups.max_staleness
+    if staleness != FilterGroups().max_staleness and not filtered:
+        yield (
+            f"algorithm.filter_groups.max_staleness={staleness} bounds the age of groups that dynamic sampling leaves over,"
+            " and it is off; set algorithm.filter_groups.enable=true, or leave it out"
         )
     ratio = algorithm.replay.ratio
     if ratio and int(size * ratio) == 0:

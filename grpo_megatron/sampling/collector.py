@@ -1,19 +1,21 @@
-"""Collectors: where a step's samples come from. Every variant of data source is one small class; they are stacked.
+"""Collectors bring the samples of a step. Each data source is one small class; wrappers take another collector `c`.
 
-    PolicyCollector             n samples of the next prompts, from the policy as it is now
-    InitialModelCollector(c)    the same from the model of the run's start (RFT: the SFT model answers, the policy learns)
-    FileCollector          responses that somebody else wrote (SFT), chosen and rejected ones (DPO)
-    DynamicSampling(c)    rounds of c until every group has different rewards (DAPO's dynamic sampling)      filtering.py
-    Replay(c)       groups of earlier steps beside those of c                                          replay.py
+    PolicyCollector             n samples of each of the next prompts, from the current policy
+    InitialModelCollector(c)    c, while the engine holds the model that the run started from (RFT)
+    FileCollector               responses read from a file (SFT), or chosen and rejected ones (DPO)
+    EmptyCollector              nothing, in a run without training steps
+    DynamicSampling(c)          rounds of c until every group has different rewards (DAPO)        dynamic.py
+    Replay(c)                   groups of earlier steps beside those of c                         replay.py
 
-A group is the list of this rollout block's samples of one prompt; it may be empty here and not elsewhere. Every rank
-holds the same number of groups in the same order, so decisions that are made from the gathered table fit all of them.
-`state` is what a resumed run needs to go on with the same groups.
+`sampling/build.py` stacks them as the config asks. Every rank holds the same number of groups in the same order, so that
+a decision made from the gathered table is the same on all ranks. `state` is what a resumed run needs to continue with
+the same groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_megatron.algo.advantages import informative_groups
@@ -26,48 +28,58 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.types import Prompt, Sample
 
-Group = list[Sample]
 State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt that this rank's rollout block holds: all of them, some, or none.
+
+    `version` is the step for which they were drawn. Every rank knows it, also where `samples` is empty.
+    """
+
+    version: int
+    samples: list[Sample]
 
 
 class Collector(Protocol):
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        """Up to `count` groups for step `step`. Collective; the engine is awake and holds the weights of `step`."""
+        """Up to `count` groups for step `step`. Collective. The engine is awake and holds the weights of `step`."""
 
     def epoch(self) -> float:
         """Passes over the data that are complete."""
 
     def state(self) -> State:
-        """Collective: what `load_state` needs, the same on every rank; plain JSON."""
+        """What `load_state` needs: plain JSON, the same on every rank. Collective."""
 
     def load_state(self, state: State) -> None: ...
 
 
-def number(groups: Sequence[Group]) -> list[Sample]:
-    """The samples of all groups; `prompt_index` becomes the group's place."""
-    for place, group in enumerate(groups):
-        for sample in group:
-            sample.prompt_index = place
-    return [sample for group in groups for sample in group]
+def numbered_samples(groups: Sequence[Group]) -> list[Sample]:
+    """The samples of all groups, in order. Sets each sample's `prompt_index` to the index of its group."""
+    for index, group in enumerate(groups):
+        for sample in group.samples:
+            sample.prompt_index = index
+    return [sample for group in groups for sample in group.samples]
 
 
-def by_prompt(samples: Sequence[Sample], count: int) -> list[Group]:
-    """`count` groups of the samples, by their prompt_index."""
-    groups: list[Group] = [[] for _ in range(count)]
+def groups_by_prompt(samples: Sequence[Sample], count: int, version: int) -> list[Group]:
+    """`count` groups of the samples, by `prompt_index`. A prompt without samples on this rank gets an empty group."""
+    groups = [Group(version, []) for _ in range(count)]
     for sample in samples:
-        groups[sample.prompt_index].append(sample)
+        groups[sample.prompt_index].samples.append(sample)
     return groups
 
 
-def informative(groups: Sequence[Group], mesh: Mesh) -> list[Group]:
-    """The groups with different rewards, seen over all ranks. Numbers their samples. Collective."""
-    table = gather_groups(number(groups), mesh)
-    kept = sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
-    return [groups[place] for place in kept]
+def select_informative(groups: Sequence[Group], mesh: Mesh) -> list[Group]:
+    """The groups whose rewards differ, over the samples of all ranks. Numbers the samples. Collective."""
+    table = gather_groups(numbered_samples(groups), mesh)
+    selected = sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
+    return [groups[index] for index in selected]
 
 
 class PolicyCollector:
-    """The next prompts of the data, answered by whatever weights the engine holds."""
+    """The next prompts of the data, answered by the weights that the engine holds."""
 
     def __init__(
         self,
@@ -79,43 +91,52 @@ class PolicyCollector:
         greedy: bool = False,
     ) -> None:
         self.generator, self.prompts, self.data, self.rollout, self.greedy = generator, prompts, data, rollout, greedy
-        self.position = 0
-        self.last_round = (-1, 0)  # step, rounds drawn for it
+        self.cursor = 0  # prompts taken from the data so far
+        self.step, self.num_rounds = -1, 0  # the last step drawn for, and how many times
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        start, self.position = self.position, self.position + count
-        rounds = self.last_round[1] if self.last_round[0] == step else 0
-        self.last_round = (step, rounds + 1)
+        if step != self.step:
+            self.step, self.num_rounds = step, 0
+        prompts = self.prompts.items_from(self.cursor, count)
         samples = self.generator.draw(
-            self.prompts.items_from(start, count),
+            prompts,
             self.rollout.n,
-            draw_id=step + (rounds << 32),  # a prompt that comes again in another round is drawn anew
+            draw_id=step + (self.num_rounds << 32),  # a prompt that returns in a later round gets new seeds
             version=step,
             max_tokens=self.data.max_response_length,
             temperature=self.rollout.temperature,
             greedy=self.greedy,
             metrics=metrics,
         )
-        return by_prompt(samples, count)
+        self.cursor += count
+        self.num_rounds += 1
+        return groups_by_prompt(samples, count, version=step)
 
     def epoch(self) -> float:
-        return self.position / len(self.prompts.items)
+        return self.cursor / len(self.prompts.items)
 
     def state(self) -> State:
-        return {"position": self.position}
+        return {"cursor": self.cursor}
 
     def load_state(self, state: State) -> None:
-        self.position = state["position"]
+        self.cursor = state["cursor"]
 
 
 class InitialModelCollector:
-    """`inner`, with the engine holding the initial model: `hand_over(step)` streams it there, checked."""
+    """`inner`, with the engine holding the initial model.
 
-    def __init__(self, inner: Collector, hand_over: Callable[[int, Metrics], None]) -> None:
-        self.inner, self.hand_over = inner, hand_over
+    `sync_initial(step, metrics)` streams that model into the engine and probes it. Once per step is enough: the engine
+    keeps these weights until the next step's rollout begins, however many rounds of dynamic sampling a step takes.
+    """
+
+    def __init__(self, inner: Collector, sync_initial: Callable[[int, Metrics], None]) -> None:
+        self.inner, self.sync_initial = inner, sync_initial
+        self.synced_step: int | None = None
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        self.hand_over(step, metrics)
+        if step != self.synced_step:
+            self.sync_initial(step, metrics)
+            self.synced_step = step
         return self.inner.groups(step, count, metrics)
 
     def epoch(self) -> float:
@@ -129,30 +150,44 @@ class InitialModelCollector:
 
 
 class FileCollector:
-    """Groups that were read: each entry is a prompt, its responses as token ids, and their rewards."""
+    """Groups read from a file: each entry is a prompt, its responses as token ids, and their rewards."""
 
     def __init__(self, entries: Sampler[OfflineGroup], mesh: Mesh) -> None:
-        self.entries, self.mesh, self.position = entries, mesh, 0
+        self.entries, self.mesh = entries, mesh
+        self.cursor = 0  # entries taken so far
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        start, self.position = self.position, self.position + count
-        groups: list[Group] = []
-        for place, (prompt, responses, rewards) in enumerate(self.entries.items_from(start, count)):
-            held = place % self.mesh.num_rollout_blocks == self.mesh.rollout_block
-            groups.append(
-                [
-                    Sample(prompt, place, index, ids, [0.0] * len(ids), "stop", step, reward=reward)
-                    for index, (ids, reward) in enumerate(zip(responses, rewards, strict=True))
-                    if held
-                ]
+        groups = [Group(step, []) for _ in range(count)]
+        for index, (prompt, responses, rewards) in enumerate(self.entries.items_from(self.cursor, count)):
+            if index % self.mesh.num_rollout_blocks != self.mesh.rollout_block:
+                continue
+            groups[index].samples.extend(
+                Sample(prompt, index, i, ids, [0.0] * len(ids), "stop", step, reward=reward)
+                for i, (ids, reward) in enumerate(zip(responses, rewards, strict=True))
             )
+        self.cursor += count
         return groups
 
     def epoch(self) -> float:
-        return self.position / len(self.entries.items)
+        return self.cursor / len(self.entries.items)
 
     def state(self) -> State:
-        return {"position": self.position}
+        return {"cursor": self.cursor}
 
     def load_state(self, state: State) -> None:
-        self.position = state["position"]
+        self.cursor = state["cursor"]
+
+
+class EmptyCollector:
+    """Stands in where a run has no training steps, so that no prompts were read."""
+
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        return []
+
+    def epoch(self) -> float:
+        return 0.0
+
+    def state(self) -> State:
+        return {}
+
+    def load_state(self, state: State) -> None: ...

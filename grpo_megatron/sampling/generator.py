@@ -1,8 +1,8 @@
-"""Generator: prompts -> samples -> rewards, this rollout block's share.
+"""Generator: prompts -> samples -> rewards, for this rollout block's share of them.
 
-The requests, prompt by prompt and sample by sample, are cut into equal runs, one a block: a prompt's samples stay
-together (and share its cached prefix) except where a cut falls. Every draw has a seed of its own, so the cuts change
-nothing but where a sample is made.
+The requests are ordered by prompt, then by sample, and cut into one contiguous run per rollout block, of nearly equal
+length. So a prompt's samples stay together and share its cached prefix, except where a cut falls. Every request has its
+own seed: the cuts decide only where a sample is drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from grpo_megatron.types import GREEDY, Prompt, Sample
 
 
 class Generator:
-    """Draws and reward_metrics n samples of every prompt, spread over the rollout blocks. Serves training and evaluation."""
+    """Draws and rewards n samples of every prompt, spread over the rollout blocks. Serves training and validation.
+
+    `pool` is None on ranks that are not the leader of their rollout block.
+    """
 
     def __init__(self, engine: RolloutEngine, pool: RewardPool | None, tokenizer: Any, mesh: Mesh, seed: int) -> None:
         self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, seed
@@ -37,27 +40,28 @@ class Generator:
         greedy: bool = False,
         metrics: Metrics,
     ) -> list[Sample]:
-        """This block's samples, in (prompt, index) order; scored on the block's leader only.
+        """This block's samples, in (prompt, index) order. Collective. Only the block's leader knows their rewards.
 
-        `draw_id` (the step) and the prompt's uid seed the draws; a prompt that comes twice in `prompts` is drawn anew.
-        `greedy`: one greedy response more of every prompt, with index `GREEDY`.
+        `draw_id` (the step) and the prompt's uid seed the draws. A prompt that is in `prompts` twice gets different
+        seeds. `greedy` adds one greedy response per prompt, with index `GREEDY`. `version` is that of the engine's
+        weights. Raises RankError on every rank when the reward workers of any rank cannot run at all.
         """
         indices = ([GREEDY] if greedy else []) + list(range(n))
         requests = [(p, i) for p in range(len(prompts)) for i in indices]
         blocks, block = self.mesh.num_rollout_blocks, self.mesh.rollout_block
-        mine = requests[block * len(requests) // blocks : (block + 1) * len(requests) // blocks]
-        seeds = self._uids(prompts)
+        local_requests = requests[block * len(requests) // blocks : (block + 1) * len(requests) // blocks]
+        uids = _distinct_uids(prompts)
         with metrics.phase("gen"):
             completions = self.engine.generate(
                 [
                     Request(
                         prompt_ids=prompts[p].prompt_ids,
-                        seed=sample_seed(self.seed, draw_id, seeds[p], i),
+                        seed=sample_seed(self.seed, draw_id, uids[p], i),
                         max_tokens=max_tokens,
                         temperature=0.0 if i == GREEDY else temperature,
                         top_p=1.0 if i == GREEDY else top_p,
                     )
-                    for p, i in mine
+                    for p, i in local_requests
                 ],
                 version,
             )
@@ -71,24 +75,16 @@ class Generator:
                     finish_reason=completion.finish_reason,
                     version=version,
                 )
-                for (p, i), completion in zip(mine, completions, strict=True)
+                for (p, i), completion in zip(local_requests, completions, strict=True)
             ]
         with metrics.phase("reward"):
             problem = None
             try:
                 self._score(samples)
-            except RuntimeError as error:  # the workers cannot run at all: no rank may go on
+            except RuntimeError as error:  # the workers cannot run at all: every rank must stop
                 problem = str(error)
             self.mesh.agree(problem)
         return samples
-
-    def _uids(self, prompts: Sequence[Prompt]) -> list[str]:
-        seen: Counter[str] = Counter()
-        uids = []
-        for prompt in prompts:
-            uids.append(f"{prompt.uid}#{seen[prompt.uid]}")
-            seen[prompt.uid] += 1
-        return uids
 
     def _score(self, samples: list[Sample]) -> None:
         if self.pool is None:
@@ -108,9 +104,10 @@ class Generator:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        """(end in the text, reward) -> (token that completes it, reward): the last of the shortest run with that text.
+        """(end of the step in the text, reward) -> (index of the token that completes it, reward).
 
-        Steps that end within one token are one step, with their mean reward.
+        That token is the last of the shortest run of tokens whose text reaches the end. Steps that end within one token
+        become one step, with their mean reward.
         """
         ids, low = sample.response_ids, 0
         rewards: dict[int, list[float]] = {}
@@ -126,10 +123,22 @@ class Generator:
         return [(token, sum(values) / len(values)) for token, values in rewards.items()]
 
 
-def score_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
-    """Means of whatever the rewards reported beside the score; failures of the rewards themselves."""
+def _distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
+    """Each prompt's uid with its number of earlier occurrences in the list."""
+    seen: Counter[str] = Counter()
+    uids = []
+    for prompt in prompts:
+        uids.append(f"{prompt.uid}#{seen[prompt.uid]}")
+        seen[prompt.uid] += 1
+    return uids
+
+
+def record_reward_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    """Means of what the reward functions reported besides the reward, and the shares of samples that they failed on."""
     for sample in samples:
-        for name, value in sample.reward_metrics.items() if sample.index != GREEDY else ():
+        if sample.index == GREEDY:
+            continue
+        for name, value in sample.reward_metrics.items():
             if name == "ok":
                 metrics.mean("reward/failed_ratio", 1.0 - value, 1)
             elif name == "timeout":

@@ -1,92 +1,50 @@
-"""Replay: groups of earlier steps beside the fresh ones, never older than `max_staleness` steps.
+"""Replay: groups of earlier steps beside fresh ones, never drawn more than `max_staleness` steps ago.
 
-Each step up to `ratio` of the batch comes from the buffer, the oldest groups first, each at most once; the rest is
-fresh. Fresh groups with different rewards enter the buffer; what is too old, or too many, leaves it. The ratio of the
-surrogate is taken against the training engine's log-probabilities at the start of the update; how far those are from
-the weights that drew a sample is what the rollout correction weighs, for old samples as for fresh ones.
+Up to `ratio` of each batch comes from the buffer: the oldest groups first, each at most once. The rest is fresh. Fresh
+groups with different rewards enter the buffer. Groups leave it when they are too old, or when it holds more than `size`.
+
+The ratio of the surrogate loss is taken against the training engine's log-probabilities at the start of the update. The
+rollout correction weighs how far those are from the log-probabilities that a sample was drawn with, for old and fresh
+samples alike.
 """
 
 from __future__ import annotations
 
-import base64
-from dataclasses import asdict, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import replace
 
 from grpo_megatron.config import ReplayConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sampling.collector import Collector, Group, State, informative
-from grpo_megatron.types import Prompt, Sample
+from grpo_megatron.sampling.collector import Collector, Group, State, select_informative
+from grpo_megatron.sampling.stored import pack_groups, unpack_groups
 
 
 class Replay:
     def __init__(self, inner: Collector, replay: ReplayConfig, mesh: Mesh) -> None:
         self.inner, self.replay, self.mesh = inner, replay, mesh
-        self.buffer: list[tuple[int, Group]] = []  # (step it was drawn for, group), oldest first
+        self.buffer: list[Group] = []  # in order of arrival
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        self.buffer = [(s, group) for s, group in self.buffer if step - s <= self.replay.max_staleness]
-        taken = self.buffer[: int(count * self.replay.ratio)]
-        self.buffer = self.buffer[len(taken) :]
-        fresh = self.inner.groups(step, count - len(taken), metrics)
-        metrics.constant("train/replayed_groups", len(taken))
-        metrics.constant("train/replay_staleness_max", max((step - s for s, _ in taken), default=0))
-        kept = [(step, [replace(sample) for sample in group]) for group in informative(fresh, self.mesh)]  # copies
-        self.buffer = (self.buffer + kept)[-self.replay.size :]
-        return [group for _, group in taken] + fresh
+        usable = [group for group in self.buffer if step - group.version <= self.replay.max_staleness]
+        num_replayed = min(len(usable), int(count * self.replay.ratio))
+        replayed, waiting = usable[:num_replayed], usable[num_replayed:]
+        fresh = self.inner.groups(step, count - num_replayed, metrics)
+        metrics.constant("train/replayed_groups", num_replayed)
+        metrics.constant("train/replay_staleness_max", max((step - group.version for group in replayed), default=0))
+        # Copies: the step renumbers the samples that it trains on.
+        arriving = [
+            Group(group.version, [replace(sample) for sample in group.samples])
+            for group in select_informative(fresh, self.mesh)
+        ]
+        self.buffer = (waiting + arriving)[-self.replay.size :]
+        return replayed + fresh
 
     def epoch(self) -> float:
         return self.inner.epoch()
 
     def state(self) -> State:
-        groups = gather_state([group for _, group in self.buffer], self.mesh)
-        return {"inner": self.inner.state(), "steps": [s for s, _ in self.buffer], "groups": groups}
+        return {"inner": self.inner.state(), "groups": pack_groups(self.buffer, self.mesh)}
 
     def load_state(self, state: State) -> None:
         self.inner.load_state(state["inner"])
-        groups = share_out(state["groups"], self.mesh)
-        self.buffer = list(zip(state["steps"], groups, strict=True))
-
-
-def gather_state(groups: list[Group], mesh: Mesh) -> list[list[dict[str, Any]]]:
-    """Collective: every group whole, as plain JSON, the same on every rank."""
-    mine = [[pack_sample(s) for s in group] for group in groups] if mesh.is_block_leader else [[] for _ in groups]
-    everyone = mesh.all_gather(mine)
-    whole = [[s for part in everyone for s in part[place]] for place in range(len(groups))]
-    return [sorted(group, key=lambda s: s["index"]) for group in whole]
-
-
-def share_out(groups: list[list[dict[str, Any]]], mesh: Mesh) -> list[Group]:
-    """This block's part of gathered groups: whole groups, in turn over the blocks of whatever layout there is now."""
-    mine = [place % mesh.num_rollout_blocks == mesh.rollout_block for place in range(len(groups))]
-    return [[unpack_sample(s) for s in group] if held else [] for held, group in zip(mine, groups, strict=True)]
-
-
-def pack_sample(sample: Sample) -> dict[str, Any]:
-    """Plain JSON. Long columns travel as base64: numbers in text would be ten times the size."""
-    out = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-    out["prompt"] = asdict(sample.prompt)
-    out["response_ids"] = _text(np.asarray(sample.response_ids, dtype="<i4"))
-    out["rollout_logprobs"] = _text(np.asarray(sample.rollout_logprobs, dtype="<f8"))
-    out["loss_mask"] = _text(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
-    return out
-
-
-def unpack_sample(packed: dict[str, Any]) -> Sample:
-    prompt = dict(packed["prompt"])
-    prompt["prompt_ids"] = tuple(prompt["prompt_ids"])
-    columns = {
-        "prompt": Prompt(**prompt),
-        "response_ids": np.frombuffer(base64.b64decode(packed["response_ids"]), dtype="<i4").tolist(),
-        "rollout_logprobs": np.frombuffer(base64.b64decode(packed["rollout_logprobs"]), dtype="<f8").tolist(),
-        "steps": [(int(token), float(reward)) for token, reward in packed["steps"]],
-    }
-    bits = np.frombuffer(base64.b64decode(packed["loss_mask"]), dtype=np.uint8)
-    columns["loss_mask"] = np.unpackbits(bits, count=len(columns["response_ids"])).tolist()
-    return Sample(**{**packed, **columns})
-
-
-def _text(array: np.ndarray[Any, Any]) -> str:
-    return base64.b64encode(array.tobytes()).decode()
+        self.buffer = unpack_groups(state["groups"], self.mesh)

@@ -1,11 +1,13 @@
-"""Colocation: policy and engine share a device. Who owns its memory when, and the checked hand-over of weights.
+"""Colocation: policy and engine share a device. Decides who holds its memory when, and syncs weights with a check.
 
-Entering `rollout()`: the optimizer leaves the device (`actor.megatron.offload_optimizer`), the engine's weights wake, the
-policy is streamed into them, its KV cache wakes last, when the stream's copies are gone; then a probe: a fixed text must
-get the same log-probabilities from the engine as from the policy, or the run stops. Leaving it: the engine sleeps, then
-the optimizer comes back. From its construction to the first rollout the engine sleeps too. Before either side grows, what
-torch's allocator only keeps is given back to the device: the engine's memory is of another pool.
-On CPU sleeping frees nothing, but the same calls are made in the same order. Not run on a GPU yet.
+Entering `rollout()`:
+  1. The optimizer states and gradients are offloaded (`actor.megatron.offload_optimizer`).
+  2. The engine's weights wake up, and the policy's weights are streamed into them.
+  3. The engine's KV cache wakes up. It comes last, when the stream's buckets are freed.
+  4. A probe: a fixed text must get the same log-probabilities from engine and policy, or the run stops.
+Leaving it, the engine sleeps, then the optimizer is onloaded. The engine also sleeps from its construction to the first
+rollout. Before either side grows, torch's cached but unused memory is released, because the engine's memory comes from
+another pool. On CPU sleeping frees nothing, but the same calls are made in the same order. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.types import Batch
 
-# Largest healthy mean |difference| of the probe, with room: about 1e-6 in float32, 0.01 to 0.02 in bfloat16 on text.
-# Stale or half-pushed weights show 0.2 and more.
+# Upper bounds on the probe's mean |difference|. A healthy engine shows about 1e-6 in float32, 0.01 to 0.02 in bfloat16
+# on text; stale or half-synced weights show 0.2 and more.
 DEFAULT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 PROBE_SEQUENCES, PROBE_LENGTH = 2, 32
 
 
 class WeightSource(Protocol):
-    """A model that the engine can hold: the policy, or the reference."""
+    """A model whose weights the engine can hold: the policy or the reference."""
 
     def hf_weights(self, bucket_megabytes: int) -> Iterator[list[tuple[str, Tensor]]]: ...
 
@@ -55,9 +57,9 @@ class Colocation:
 
     @contextlib.contextmanager
     def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
-        """The engine holds the policy's present weights, as `version`, and may generate. Collective.
+        """Inside, the engine holds the policy's current weights as `version` and may generate. Collective.
 
-        Raises RankError on every rank when the weights could not be handed over whole or the probe disagrees.
+        Raises RankError on every rank when the sync is incomplete on any rank or the probe disagrees.
         """
         with metrics.phase("update_weights"):
             self.policy.offload()
@@ -73,33 +75,36 @@ class Colocation:
         self.policy.device.empty_cache()
         self.policy.onload()
 
-    def hand_over(self, source: WeightSource, version: int, metrics: Metrics) -> None:
-        """Other weights into the awake engine: `source` draws the samples until `rollout` is entered again. Collective."""
+    def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
+        """Stream another model into the awake engine, which holds it until `rollout` is entered again. Collective."""
         with metrics.phase("update_weights"):
             self.engine.load_weights(source.hf_weights(self.bucket_megabytes), version)
         with metrics.phase("probe"):
             self.probe(metrics, source)
 
     def probe(self, metrics: Metrics, source: WeightSource | None = None) -> None:
-        """Compare the engine with `source` (the policy) on a fixed text at temperature 1. Collective. Raises RankError."""
+        """Compare the engine with `source` (None: the policy) on a fixed text at temperature 1. Collective.
+
+        Raises RankError.
+        """
         expected = (source or self.policy).logprobs(self.probe_batch, temperature=1.0)
-        scored = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in self.probe_batch.tokens]))
-        difference = (scored - expected).abs()
-        mean, worst = difference.mean().item(), difference.max().item()
+        measured = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in self.probe_batch.tokens]))
+        difference = (measured - expected).abs()
+        mean, largest = difference.mean().item(), difference.max().item()
         metrics.max("rollout/probe_logp_diff_mean", mean)
-        metrics.max("rollout/probe_logp_diff_max", worst)
+        metrics.max("rollout/probe_logp_diff_max", largest)
         problem = None
-        if not mean <= self.tolerance:  # NaN is a failure too
+        if not mean <= self.tolerance:  # also true for NaN
             problem = (
                 f"after the weight sync the engine's log-probabilities of a fixed text differ from the policy's by "
-                f"{mean:.3g} on average (at most {worst:.3g}), more than rollout.probe_tolerance={self.tolerance:g}: "
+                f"{mean:.3g} on average (at most {largest:.3g}), more than rollout.probe_tolerance={self.tolerance:g}: "
                 "the engine does not hold the policy's weights"
             )
         self.mesh.agree(problem)
 
 
 def _probe_batch(vocab_size: int, length: int) -> Batch:
-    """Random but fixed tokens: the first is the prompt, the others are scored."""
+    """Random but fixed tokens: the first of each sequence is the prompt, the others get log-probabilities."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (PROBE_SEQUENCES, length), generator=generator)
     shape = (PROBE_SEQUENCES, length - 1)

@@ -1,9 +1,9 @@
-"""References: the frozen copy of the policy that a run measures against or draws from, and its renewal.
+"""References: the frozen model that a run measures its KL against or draws from, and its renewal.
 
-It starts as `ref.path`, or the model that the run starts from (after the warm-up). Iterative GRPO (DeepSeekMath,
-arXiv 2402.03300, algorithm 1) makes it the present policy every `algorithm.iteration_steps` steps, and keeps it in
-`output_dir/iterations/step_000040/` as a Hugging Face folder, so that a run that stops within an iteration goes on with
-the same one. Folders that no checkpoint needs any more are removed.
+It starts as `ref.path`, or as the model that the run starts from (after the warm-up). Iterative GRPO (DeepSeekMath,
+arXiv:2402.03300, algorithm 1) replaces it by the current policy every `algorithm.iteration_steps` steps. Each time a copy
+is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, so that a run that stops within an iteration
+continues with the same reference. Copies that no checkpoint needs are removed.
 """
 
 from __future__ import annotations
@@ -12,68 +12,85 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
+
 from grpo_megatron.algo.needs import needs_reference, reads_reference
-from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, ConfigError, ModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.reference import NoReference, Reference
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.types import Batch
 
 
 class References:
-    """Build on every rank at the same point. `start` is the model that step 0 starts from."""
+    """Build on every rank at the same point, after the warm-up. Raises ConfigError if a resumed run lacks its copy.
+
+    `start` is the reference of step 0. `folder` holds the copies of renewed references.
+    """
 
     def __init__(
-        self, config: Config, arch: Architecture, mesh: Mesh, device: Device, *, start: Path, first_step: int
+        self,
+        model: ModelConfig,
+        actor: ActorConfig,
+        algorithm: AlgorithmConfig,
+        arch: Architecture,
+        mesh: Mesh,
+        device: Device,
+        cadence: Cadence,
+        *,
+        start: Path,
+        folder: Path,
+        first_step: int,
+        temperature: float,
     ) -> None:
-        self.every = config.algorithm.iteration_steps
-        self.folder, self.mesh = config.trainer.output_dir / "iterations", mesh
-        self.initial: Reference | NoReference = NoReference()
-        if needs_reference(config.algorithm, config.actor):
-            self.initial = Reference(
-                self._path_at(first_step) or config.ref.path or start,
-                config.model,
-                config.actor,
-                arch,
-                mesh,
-                device,
-                temperature=config.rollout.temperature,
-            )
-        # a reference that is only drawn from is not scored
-        self.scored = self.initial if reads_reference(config.algorithm, config.actor) else NoReference()
+        self.mesh, self.cadence, self.folder = mesh, cadence, folder
+        self.is_read = reads_reference(algorithm, actor)
+        self.reference: Reference | NoReference = NoReference()
+        if needs_reference(algorithm, actor):
+            path = self._copy_for(first_step) or start
+            self.reference = Reference(path, model, actor, arch, mesh, device, temperature=temperature)
+
+    def logprobs(self, batch: Batch) -> Tensor | None:
+        """None where nothing reads them, even if the run draws from the reference. Collective."""
+        return self.reference.logprobs(batch) if self.is_read else None
+
+    def weight_source(self) -> Reference:
+        """The reference as a model to draw from (algorithm.source=initial)."""
+        assert isinstance(self.reference, Reference)
+        return self.reference
 
     def is_due(self, step: int) -> bool:
-        """Whether an outer iteration begins before step `step`, for a reference that there is."""
-        if self.every is None or isinstance(self.initial, NoReference):
-            return False
-        return step > 0 and step % self.every == 0
+        """Whether there is a reference and it is renewed before step `step`."""
+        return isinstance(self.reference, Reference) and self.cadence.renews_reference_before(step)
 
     def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None], oldest_checkpoint: int) -> None:
-        """Become `policy` and keep a copy, when it is due. Collective.
+        """Take the policy's weights and keep a copy of them. Collective.
 
-        `oldest_checkpoint` is the number of steps of the oldest one that a run may still resume from.
+        `oldest_checkpoint`: steps done in the oldest checkpoint that a run may still resume from.
         """
-        assert self.every is not None
-        self.initial.copy_from(policy)
-        save_hf(self._folder(step))
+        self.reference.copy_from(policy)
+        save_hf(self._copy_of(step))
         if self.mesh.rank == 0:
-            needed = oldest_checkpoint // self.every * self.every
-            for old in self.folder.glob("step_*"):
-                if int(old.name.removeprefix("step_")) < needed:
-                    shutil.rmtree(old, ignore_errors=True)
+            oldest_needed = self.cadence.iteration_start(oldest_checkpoint)
+            for copy in self.folder.glob("step_*"):
+                if int(copy.name.removeprefix("step_")) < oldest_needed:
+                    shutil.rmtree(copy, ignore_errors=True)
 
-    def _path_at(self, first_step: int) -> Path | None:
-        """The copy that step `first_step` needs, None for the run's start or where it is made anew. Raises ConfigError."""
-        if self.every is None or first_step < self.every or first_step % self.every == 0:
+    def _copy_for(self, first_step: int) -> Path | None:
+        """The copy that step `first_step` continues with. None: it is the start's, or it is renewed before that step."""
+        start = self.cadence.iteration_start(first_step)
+        if start in (0, first_step):
             return None
-        path = self._folder(first_step // self.every * self.every)
-        if not path.is_dir():
+        copy = self._copy_of(start)
+        if not copy.is_dir():
             raise ConfigError(
-                f"step {first_step} continues the outer iteration that began at step {path.name.removeprefix('step_')},"
-                f" and its reference {str(path)!r} is gone; put it back, or set trainer.resume_mode=disable"
+                f"step {first_step} continues the outer iteration that began at step {copy.name.removeprefix('step_')},"
+                f" and its reference {str(copy)!r} is gone; put it back, or set trainer.resume_mode=disable"
             )
-        return path
+        return copy
 
-    def _folder(self, step: int) -> Path:
+    def _copy_of(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"

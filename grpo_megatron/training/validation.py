@@ -1,4 +1,4 @@
-"""Evaluator: held-out problems on the live engine, with the task's own reward. Draws do not change from step to step."""
+"""Validator: held-out problems on the live engine, with the task's own reward. Every validation draws with the same seeds."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.types import Prompt, Sample
 
-VALIDATION_DRAW = -1  # a step number that training never has: evaluation draws the same way every time
+VALIDATION_DRAW = -1  # a draw id that no training step has
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What every rank gets to know of one evaluated sample."""
+class ValidationRow:
+    """What every rank learns about one sample."""
 
     prompt_index: int
     index: int
     source: str
-    value: float  # `acc` if the reward reports it, else the reward; NaN if it failed
+    value: float  # `acc` if the reward function reports it, else the reward; NaN if it failed
     is_acc: bool
-    length: int
+    length: int  # response tokens
     truncated: bool
-    scores: tuple[tuple[str, float], ...]
-    example: tuple[str, str, str] | None  # prompt, response, gold answer: of the first few only
+    reward_metrics: tuple[tuple[str, float], ...]
+    example: tuple[str, str, str] | None  # prompt, response, answer; only of the first few prompts
 
 
-class Evaluator:
+class Validator:
     def __init__(
         self,
         generator: Generator,
@@ -47,8 +47,8 @@ class Evaluator:
         self.output_dir, self.num_logged_samples = output_dir, num_logged_samples
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
-        """Draw, score, and return the `val-core/...` and `val-aux/...` metrics, the same on every rank. Collective."""
-        inner = Metrics()  # its generation seconds belong to `testing`, not to the step's `gen`
+        """Draw, grade, and return the `val-core/...` and `val-aux/...` metrics, the same on every rank. Collective."""
+        discarded = Metrics()  # generation here counts as `testing`, not as the step's `gen`
         with metrics.phase("testing"):
             samples = self.generator.draw(
                 self.prompts,
@@ -58,22 +58,22 @@ class Evaluator:
                 max_tokens=self.max_tokens,
                 temperature=self.val.temperature,
                 top_p=self.val.top_p,
-                metrics=inner,
+                metrics=discarded,
             )
-            answers = self._gather(samples)
+            rows = self._gather(samples)
         if self.mesh.rank == 0 and self.num_logged_samples:
-            self._write_examples(version, answers)
-        return summarize(answers, self.val.n)
+            self._write_examples(version, rows)
+        return summarize(rows, self.val.n)
 
-    def _gather(self, samples: Sequence[Sample]) -> list[Answer]:
-        mine = [self._answer(sample) for sample in samples] if self.mesh.is_block_leader else []
-        answers = [answer for part in self.mesh.all_gather(mine) for answer in part]
-        return sorted(answers, key=lambda a: (a.prompt_index, a.index))
+    def _gather(self, samples: Sequence[Sample]) -> list[ValidationRow]:
+        local_rows = [self._row(sample) for sample in samples] if self.mesh.is_block_leader else []
+        rows = [row for rows_of_rank in self.mesh.all_gather(local_rows) for row in rows_of_rank]
+        return sorted(rows, key=lambda row: (row.prompt_index, row.index))
 
-    def _answer(self, sample: Sample) -> Answer:
-        shown = sample.prompt_index < self.num_logged_samples and sample.index == 0
+    def _row(self, sample: Sample) -> ValidationRow:
+        is_logged = sample.prompt_index < self.num_logged_samples and sample.index == 0
         extra = {k: v for k, v in sample.reward_metrics.items() if k not in ("acc", "ok", "timeout")}
-        return Answer(
+        return ValidationRow(
             prompt_index=sample.prompt_index,
             index=sample.index,
             source=sample.prompt.source,
@@ -81,41 +81,46 @@ class Evaluator:
             is_acc="acc" in sample.reward_metrics,
             length=len(sample.response_ids),
             truncated=sample.finish_reason == "length",
-            scores=tuple(sorted(extra.items())),
-            example=(sample.prompt.text, sample.text, sample.prompt.answer) if shown else None,
+            reward_metrics=tuple(sorted(extra.items())),
+            example=(sample.prompt.text, sample.text, sample.prompt.answer) if is_logged else None,
         )
 
-    def _write_examples(self, version: int, answers: Sequence[Answer]) -> None:
+    def _write_examples(self, version: int, rows: Sequence[ValidationRow]) -> None:
         folder = self.output_dir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
-        parts = [
-            f"--- prompt\n{a.example[0]}\n--- response ({a.length} tokens{', truncated' if a.truncated else ''}, "
-            f"scored {a.value:g})\n{a.example[1]}\n--- gold answer\n{a.example[2]}\n"
-            for a in answers
-            if a.example is not None
-        ]
+        parts = []
+        for row in rows:
+            if row.example is None:
+                continue
+            prompt, response, answer = row.example
+            about = f"{row.length} tokens{', truncated' if row.truncated else ''}, scored {row.value:g}"
+            parts.append(f"--- prompt\n{prompt}\n--- response ({about})\n{response}\n--- reference answer\n{answer}\n")
         (folder / f"step_{version:06d}.txt").write_text("\n".join(parts))
 
 
-def summarize(answers: Sequence[Answer], n: int) -> dict[str, float]:
+def summarize(rows: Sequence[ValidationRow], n: int) -> dict[str, float]:
     """Per source: mean over samples, unbiased pass@n for 0/1 values, lengths, truncation, failures of the reward.
 
-    A sample whose reward failed counts as wrong (0), and is reported.
+    A sample whose reward failed counts as wrong (0), and as a failure.
     """
-    out: dict[str, float] = {}
-    for source in sorted({a.source for a in answers}):
-        mine = [a for a in answers if a.source == source]
-        kind = "acc" if any(a.is_acc for a in mine) else "reward"
-        values = [0.0 if math.isnan(a.value) else a.value for a in mine]
-        out[f"val-core/{source}/{kind}/mean@{n}"] = sum(values) / len(values)
-        if n > 1 and set(values) <= {0.0, 1.0}:
-            solved = {a.prompt_index for a, value in zip(mine, values, strict=True) if value}
-            out[f"val-core/{source}/{kind}/pass@{n}"] = len(solved) / len({a.prompt_index for a in mine})
-        aux = f"val-aux/{source}"
-        out[f"{aux}/response_length/mean"] = sum(a.length for a in mine) / len(mine)
-        out[f"{aux}/truncated_ratio"] = sum(a.truncated for a in mine) / len(mine)
-        out[f"{aux}/reward_failed_ratio"] = sum(math.isnan(a.value) for a in mine) / len(mine)
-        for name in sorted({name for a in mine for name, _ in a.scores}):
-            reported = [value for a in mine for key, value in a.scores if key == name]
-            out[f"{aux}/{name}/mean"] = sum(reported) / len(reported)
-    return out
+    metrics: dict[str, float] = {}
+    for source in sorted({row.source for row in rows}):
+        metrics |= _summarize_source(source, [row for row in rows if row.source == source], n)
+    return metrics
+
+
+def _summarize_source(source: str, rows: Sequence[ValidationRow], n: int) -> dict[str, float]:
+    kind = "acc" if any(row.is_acc for row in rows) else "reward"
+    values = [0.0 if math.isnan(row.value) else row.value for row in rows]
+    core, aux = f"val-core/{source}/{kind}", f"val-aux/{source}"
+    metrics = {f"{core}/mean@{n}": sum(values) / len(values)}
+    if n > 1 and set(values) <= {0.0, 1.0}:
+        solved = {row.prompt_index for row, value in zip(rows, values, strict=True) if value}
+        metrics[f"{core}/pass@{n}"] = len(solved) / len({row.prompt_index for row in rows})
+    metrics[f"{aux}/response_length/mean"] = sum(row.length for row in rows) / len(rows)
+    metrics[f"{aux}/truncated_ratio"] = sum(row.truncated for row in rows) / len(rows)
+    metrics[f"{aux}/reward_failed_ratio"] = sum(math.isnan(row.value) for row in rows) / len(rows)
+    for name in sorted({name for row in rows for name, _ in row.reward_metrics}):
+        reported = [dict(row.reward_metrics)[name] for row in rows if name in dict(row.reward_metrics)]
+        metrics[f"{aux}/{name}/mean"] = sum(reported) / len(reported)
+    return metrics

@@ -1,4 +1,4 @@
-"""The supervised warm-up before GRPO: the same `Policy.update`, with the negative log-likelihood as its loss."""
+"""The supervised warm-up before GRPO: the same `Policy.update` with the negative log-likelihood as its loss."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.types import Batch
 
 SupervisedExample = tuple[list[int], list[int]]  # prompt ids, response ids with the end-of-sequence token
+NUM_NOTES = 10  # lines of progress per warm-up
+WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, which GRPO and its reference start from
 
 
 def warm_up(
@@ -23,9 +25,12 @@ def warm_up(
     rows: Sequence[SupervisedExample],
     sft: SftConfig,
     actor: ActorConfig,
-    report: Callable[[int, dict[str, float]], None],
+    note: Callable[[str], None],
 ) -> None:
-    """`sft.steps` supervised updates, rows in file order. Collective. `report(step, metrics)` after each."""
+    """`sft.steps` supervised updates, rows in file order. Sets its own optimizer. Collective.
+
+    `note(text)` shows progress, about ten times.
+    """
     policy.set_optimizer(sft.optim, sft.steps)
     sampler = Sampler(rows, sft.train_batch_size, shuffle=False)
     loss = supervised_loss(actor)
@@ -35,10 +40,16 @@ def warm_up(
             batch = _batch(sampler.batch(step), actor, policy)
             sums, constants = policy.update(batch, loss)
         record_update(metrics, sums, constants, policy.mesh.is_first_replica_rank)
-        report(step, metrics.reduce(policy.mesh.all_gather))
+        reduced = metrics.reduce(policy.mesh.all_gather)
+        if (step + 1) % max(1, sft.steps // NUM_NOTES) == 0 or step + 1 == sft.steps:
+            note(
+                f"warm-up {step + 1:5d}/{sft.steps}  loss {reduced['actor/pg_loss']:.4f}  "
+                f"lr {reduced['actor/lr']:.2e}  {reduced['timing_s/step']:.2f} s/step"
+            )
 
 
 def supervised_loss(actor: ActorConfig) -> LossFunction:
+    """The mean negative log-likelihood, without an entropy bonus."""
     plain = actor.model_copy(update={"entropy_coeff": 0.0})
 
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, MetricSums]:
@@ -48,27 +59,30 @@ def supervised_loss(actor: ActorConfig) -> LossFunction:
 
 
 def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[str, float], contributes: bool) -> None:
-    """An update's sums, one dict an optimizer step, into the step's metrics: token means, and means over the steps."""
-    mine = metrics.when(contributes)
-    for one in sums:
-        for name, part in one.items():
+    """Record what `Policy.update` returned: token means, and sums averaged over the optimizer steps.
+
+    `sums` has one dict per optimizer step. `contributes`: on one rank per replica.
+    """
+    local = metrics.when(contributes)
+    for step_sums in sums:
+        for name, part in step_sums.items():
             if part.num_tokens is None:
-                mine.sum(name, part.total / len(sums))
+                local.sum(name, part.total / len(sums))
             else:
-                mine.mean(name, part.total, part.num_tokens)
+                local.mean(name, part.total, part.num_tokens)
     for name, value in constants.items():
         metrics.constant(name, value)
 
 
-def _batch(pairs: Sequence[SupervisedExample], actor: ActorConfig, policy: Policy) -> Batch:
-    """Every rank has all rows: its own share is cut out, nothing is sent."""
-    plan = supervised_plan([(len(p), len(r)) for p, r in pairs], actor, policy.mesh.dp)
+def _batch(examples: Sequence[SupervisedExample], actor: ActorConfig, policy: Policy) -> Batch:
+    """This data-parallel rank's share. Every rank has all examples, so nothing is sent."""
+    plan = supervised_plan([(len(p), len(r)) for p, r in examples], actor, policy.mesh.dp)
     rows = sorted(row for row, dp_rank in plan.owner().items() if dp_rank == policy.mesh.dp_rank)
     return build_batch(
         rows,
         plan,
         policy.mesh.dp_rank,
-        tokens=[torch.tensor([*pairs[row][0], *pairs[row][1]]) for row in rows],
-        prompt_lengths=[len(pairs[row][0]) for row in rows],
-        rollout_logprobs=[torch.zeros(len(pairs[row][1])) for row in rows],
+        tokens=[torch.tensor([*examples[row][0], *examples[row][1]]) for row in rows],
+        prompt_lengths=[len(examples[row][0]) for row in rows],
+        rollout_logprobs=[torch.zeros(len(examples[row][1])) for row in rows],
     )

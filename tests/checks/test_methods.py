@@ -76,6 +76,7 @@ CASES = {
         "algorithm.dupo=true compares the samples of a prompt, and rollout.n=1",
     ),
     "rounds of nothing": ({"data": {"gen_batch_size": 8}}, "set algorithm.filter_groups.enable=true"),
+    "bound on nothing": ({"algorithm": {"filter_groups": {"max_staleness": 2}}}, "max_staleness=2 bounds the age"),
     "less than one group": (
         {"data": {"train_batch_size": 4}, "algorithm": {"replay": {"ratio": 0.2}}},
         "set it to 0.25 or more",

@@ -76,7 +76,7 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
     result: dict[str, Any] = {"samples": drawn, "rank": trainer.mesh.rank, "leader": trainer.mesh.is_block_leader}
     close = trainer.close
 
-    def last_look(*, alone: bool = False) -> None:
+    def keep_then_close() -> None:
         if keep_weights:
             result["weights"] = {n: t.clone() for bucket in trainer.policy.hf_weights(1) for n, t in bucket}
             result["optimizer"] = [
@@ -85,9 +85,9 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
                 for state in one.optimizer.state.values()
             ]
             result["first_step"] = trainer.first_step
-        close(alone=alone)
+        close()
 
-    trainer.close = last_look  # type: ignore[method-assign]
+    trainer.close = keep_then_close  # type: ignore[method-assign]
     with _no_curves():
         trainer.run()
     return result
@@ -113,8 +113,9 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Returns, per config, the plans and tables of its steps (the same on every rank) and its final weights; or the
     message of what it raised.
     """
-    from grpo_megatron import trainer as module
+    from grpo_megatron import trainer as trainer_module
     from grpo_megatron.parallel import mesh as mesh_module
+    from grpo_megatron.training import build
 
     built: dict[str, Any] = {}
 
@@ -128,9 +129,9 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     results = []
     with (
-        mock.patch.object(module, "build_engine", once("engine", module.build_engine)),
-        mock.patch.object(module, "build_mesh", once("mesh", module.build_mesh)),
-        mock.patch.object(module, "destroy_mesh", lambda: None),
+        mock.patch.object(build, "build_engine", once("engine", build.build_engine)),
+        mock.patch.object(build, "build_mesh", once("mesh", build.build_mesh)),
+        mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
     ):
         for raw in raws:
             if "engine" in built:

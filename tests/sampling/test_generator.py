@@ -1,11 +1,80 @@
-"""Steps of the text -> tokens of the response."""
+"""Seeds of the draws, their cut over the rollout blocks, and steps of the text -> tokens of the response."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from grpo_megatron.sampling.generator import Generator
-from grpo_megatron.types import Prompt, Sample
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.rollout.engine import Completion, Request, sample_seed
+from grpo_megatron.sampling.generator import Generator, record_reward_metrics
+from grpo_megatron.types import GREEDY, Prompt, Sample
+from tests.sampling.fakes import LoneMesh, prompt
+
+
+class FakeEngine:
+    """Answers every request with its seed; notes requests and versions."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.versions: list[int] = []
+
+    def generate(self, requests: list[Request], version: int) -> list[Completion]:
+        self.requests += requests
+        self.versions.append(version)
+        return [Completion([request.seed % 100], [-1.0], "stop") for request in requests]
+
+
+def draw(numbers: list[int], n: int = 2, mesh: Any = None, **changes: Any) -> tuple[list[Sample], FakeEngine]:
+    engine: Any = FakeEngine()
+    generator = Generator(engine, None, None, mesh or LoneMesh(), seed=9)
+    arguments: dict[str, Any] = {"draw_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7, **changes}
+    return generator.draw([prompt(i) for i in numbers], n, metrics=Metrics(), **arguments), engine
+
+
+def test_a_seed_is_of_the_run_the_draw_the_prompt_and_the_sample() -> None:
+    _, engine = draw([3, 5])
+    assert [r.seed for r in engine.requests] == [
+        sample_seed(9, 4, f"p/{i}#0", index) for i in (3, 5) for index in (0, 1)
+    ]
+    assert engine.versions == [4] and {r.temperature for r in engine.requests} == {0.7}
+
+
+def test_other_steps_other_rounds_and_repeated_prompts_draw_anew() -> None:
+    seeds = [r.seed for draw_id in (0, 1, 1 + (1 << 32)) for r in draw([3, 5, 3], draw_id=draw_id)[1].requests]
+    assert len(set(seeds)) == 3 * 6
+
+
+def test_samples_carry_the_version_they_were_drawn_with() -> None:
+    samples, _ = draw([3, 5], draw_id=-1, version=6)
+    assert [(s.prompt_index, s.index, s.version) for s in samples] == [(0, 0, 6), (0, 1, 6), (1, 0, 6), (1, 1, 6)]
+
+
+def test_a_greedy_response_is_one_more() -> None:
+    samples, engine = draw([3], greedy=True, top_p=0.9)
+    assert [s.index for s in samples] == [GREEDY, 0, 1]
+    assert [(r.temperature, r.top_p) for r in engine.requests] == [(0.0, 1.0), (0.7, 0.9), (0.7, 0.9)]
+
+
+def test_the_cut_over_blocks_changes_nothing_but_the_place() -> None:
+    """Nine requests over two and over four blocks: 4 + 5 and 2 + 2 + 2 + 3."""
+    whole, _ = draw([1, 2, 3], n=3)
+    for blocks, sizes in ((2, [4, 5]), (4, [2, 2, 2, 3])):
+        parts = [draw([1, 2, 3], n=3, mesh=LoneMesh(blocks, rank))[0] for rank in range(blocks)]
+        assert [len(part) for part in parts] == sizes
+        assert [sample for part in parts for sample in part] == whole
+
+
+def test_reward_metrics_are_means_without_the_greedy_response() -> None:
+    samples, _ = draw([3], greedy=True)
+    for sample, ok in zip(samples, (0.0, 1.0, 0.0), strict=True):
+        sample.reward_metrics = {"ok": ok, "timeout": 1.0 - ok, "acc": ok}
+    metrics = Metrics()
+    record_reward_metrics(metrics, samples)
+    assert metrics.reduce() == {
+        "reward/failed_ratio": 0.5,
+        "reward/timeout_ratio": 0.5,
+        "reward/acc/mean": 0.5,
+    }
 
 
 class Letters:

@@ -1,0 +1,76 @@
+"""Stored groups: samples that wait for a later step, as plain JSON in a checkpoint.
+
+A checkpoint holds every group whole, whichever ranks held its samples. After a resume, whole groups are dealt to the
+rollout blocks in turn, so that the layout may have changed.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sampling.collector import Group
+from grpo_megatron.types import Prompt, Sample
+
+PackedGroup = dict[str, Any]
+
+
+def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
+    """Every group with the samples of all ranks, as plain JSON, the same on every rank. Collective."""
+    local = [_pack_samples(group.samples) if mesh.is_block_leader else [] for group in groups]
+    ranks = mesh.all_gather(local)
+    packed = []
+    for index, group in enumerate(groups):
+        samples = [sample for groups_of_rank in ranks for sample in groups_of_rank[index]]
+        packed.append({"version": group.version, "samples": sorted(samples, key=lambda sample: sample["index"])})
+    return packed
+
+
+def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
+    """The inverse of `pack_groups`: every num_rollout_blocks-th group is whole in this block, the others are empty."""
+    groups = [Group(entry["version"], []) for entry in packed]
+    for index in range(mesh.rollout_block, len(packed), mesh.num_rollout_blocks):
+        groups[index].samples.extend(_unpack_sample(sample) for sample in packed[index]["samples"])
+    return groups
+
+
+def _pack_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    return [_pack_sample(sample) for sample in samples]
+
+
+def _pack_sample(sample: Sample) -> dict[str, Any]:
+    """Long columns travel as base64: as JSON numbers they would be several times the size."""
+    packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
+    packed["prompt"] = asdict(sample.prompt)
+    packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))
+    packed["rollout_logprobs"] = _to_base64(np.asarray(sample.rollout_logprobs, dtype="<f8"))
+    packed["loss_mask"] = _to_base64(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
+    return packed
+
+
+def _unpack_sample(packed: dict[str, Any]) -> Sample:
+    prompt = dict(packed["prompt"])
+    prompt["prompt_ids"] = tuple(prompt["prompt_ids"])
+    columns: dict[str, Any] = {
+        "prompt": Prompt(**prompt),
+        "response_ids": _from_base64(packed["response_ids"], "<i4"),
+        "rollout_logprobs": _from_base64(packed["rollout_logprobs"], "<f8"),
+        "steps": [(int(token), float(reward)) for token, reward in packed["steps"]],
+    }
+    bits = np.array(_from_base64(packed["loss_mask"], "u1"), dtype=np.uint8)
+    columns["loss_mask"] = np.unpackbits(bits, count=len(columns["response_ids"])).tolist()
+    return Sample(**{**packed, **columns})
+
+
+def _to_base64(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _from_base64(text: str, dtype: str) -> list[Any]:
+    values: list[Any] = np.frombuffer(base64.b64decode(text), dtype=dtype).tolist()
+    return values

@@ -1,0 +1,143 @@
+"""Builds the parts of a run that need more than one section of the config. The trainer puts them together."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import Tensor
+
+from grpo_megatron.algo.kl import kl_penalties
+from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import ActorConfig, Config
+from grpo_megatron.device import Device
+from grpo_megatron.models.families import hf_shapes
+from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
+from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
+from grpo_megatron.observability.flops import peaks
+from grpo_megatron.observability.sinks import Sinks
+from grpo_megatron.parallel.mesh import Mesh, build_mesh
+from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
+from grpo_megatron.training.references import References
+from grpo_megatron.training.report import StepReport, model_shape
+from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
+from grpo_megatron.training.warm_up import WARMUP_FOLDER
+
+
+def join_world(config: Config, device: Device) -> Mesh:
+    """The mesh of the configured layout. Collective."""
+    megatron = config.actor.megatron
+    return build_mesh(
+        device,
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        cp=megatron.context_parallel_size,
+        rollout_tp=config.rollout.tensor_model_parallel_size,
+        seed=config.trainer.seed,
+        timeout_s=config.trainer.timeout_s,
+    )
+
+
+def start_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
+    """The engine, awake and without usable weights. Collective."""
+    return build_engine(
+        config.rollout,
+        config.model.path,
+        mesh,
+        device,
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        eos_token_ids=[checked.tokenizer.eos_token_id],
+        expected=hf_shapes(checked.arch),
+    )
+
+
+def build_colocation(config: Config, policy: Policy, engine: RolloutEngine, mesh: Mesh) -> Colocation:
+    """Puts the engine to sleep. Collective."""
+    return Colocation(
+        policy,
+        engine,
+        mesh,
+        tolerance=config.rollout.probe_tolerance or DEFAULT_TOLERANCE[config.model.dtype],
+        bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
+        max_length=config.data.max_prompt_length + config.data.max_response_length,
+    )
+
+
+def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:
+    """Reward workers that have passed their self-test, before any step is paid for. `opened` will close them.
+
+    Raises RuntimeError when they fail the test.
+    """
+    reward = config.reward
+    pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs)
+    opened.callback(pool.close)
+    pool.self_test(sorted({prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)}))
+    return pool
+
+
+def build_reward_model(config: Config, mesh: Mesh, device: Device) -> NoRewardModel:
+    """None, a frozen one, or one that learns after each outer iteration. Collective."""
+    section, dtype, actor = config.reward_model, config.model.dtype, config.actor
+    if section.path is None:
+        return NoRewardModel()
+    if config.algorithm.iteration_steps is None:
+        return FrozenReward(section, FrozenRewardModel(section, dtype, actor, mesh, device), actor)
+    return LearningReward(
+        section,
+        RewardModel(section, dtype, actor, mesh, device),
+        actor,
+        iteration_steps=config.algorithm.iteration_steps,
+        total_steps=config.trainer.total_training_steps,
+        seed=config.trainer.seed,
+    )
+
+
+def build_references(
+    config: Config, checked: Checked, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
+) -> References:
+    """Collective. After a warm-up the policy starts from its result, and so does the reference."""
+    output_dir = config.trainer.output_dir
+    policy_start = output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
+    return References(
+        config.model,
+        config.actor,
+        config.algorithm,
+        checked.arch,
+        mesh,
+        device,
+        cadence,
+        start=config.ref.path or policy_start,
+        folder=output_dir / "iterations",
+        first_step=first_step,
+        temperature=config.rollout.temperature,
+    )
+
+
+def build_loss(actor: ActorConfig) -> LossFunction:
+    policy_loss = policy_losses.get(actor.loss_mode)
+    penalty = kl_penalties.get(actor.kl_loss_type) if actor.use_kl_loss else None
+
+    def loss(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
+        return total_loss(inputs, actor, policy_loss, penalty)
+
+    return loss
+
+
+def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks) -> StepReport:
+    shape = model_shape(checked.arch)
+    return StepReport(
+        config.data,
+        config.actor,
+        policy.mesh,
+        policy.device,
+        sinks,
+        shape=shape,
+        peaks=peaks(config, policy.device.name, shape.num_layers),
+        multiple=policy.multiple,
+    )

@@ -1,0 +1,90 @@
+"""StepReport: all metrics of a step in one exchange between the ranks, then to the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_megatron.config import ActorConfig, DataConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.observability.flops import ModelShape, mfu_metrics
+from grpo_megatron.observability.metrics import Metrics, group_table_metrics, throughput
+from grpo_megatron.observability.sinks import Sinks
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sampling.generator import record_reward_metrics
+from grpo_megatron.types import Batch, GroupTable, Plan, Sample
+
+
+class StepReport:
+    """`peaks`: the arguments of `mfu_metrics` about the device. Packed micro-batches are padded to `multiple` tokens."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        actor: ActorConfig,
+        mesh: Mesh,
+        device: Device,
+        sinks: Sinks,
+        *,
+        shape: ModelShape,
+        peaks: Mapping[str, Any],
+        multiple: int,
+    ) -> None:
+        self.mesh, self.device, self.sinks = mesh, device, sinks
+        self.shape, self.peaks, self.multiple = shape, peaks, multiple
+        self.max_response_length, self.num_epochs = data.max_response_length, actor.ppo_epochs
+        self.kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
+
+    def log(
+        self,
+        step: int,
+        metrics: Metrics,
+        samples: Sequence[Sample],
+        table: GroupTable,
+        plan: Plan,
+        batch: Batch,
+        *,
+        epoch: float,
+    ) -> None:
+        """Complete the step's `metrics`, reduce them over the ranks and write them. Collective."""
+        self._record_batch(metrics.when(self.mesh.is_first_replica_rank), batch)
+        record_reward_metrics(metrics.when(self.mesh.is_block_leader), samples)
+        group_table_metrics(metrics, table, self.max_response_length)
+        for name, value in {**plan.metrics, **self.device.memory_gib()}.items():
+            if name.startswith("perf/"):
+                metrics.max(name, value)
+            else:
+                metrics.constant(name, value)
+        metrics.constant("training/global_step", step)
+        metrics.constant("training/epoch", epoch)
+        metrics.constant("actor/kl_coef", self.kl_coef)
+        reduced = metrics.reduce(self.mesh.all_gather)
+        self.sinks.log(step, reduced | self._speed(reduced, table))
+
+    def _record_batch(self, metrics: Metrics, batch: Batch) -> None:
+        metrics.mean_of("critic/advantages/mean", batch.advantages[batch.response_mask])
+        micro_batches = [rows for mini in batch.mini_batches for rows in mini]
+        padding = sum(-sum(batch.lengths[row] for row in rows) % self.multiple for rows in micro_batches)
+        metrics.mean("perf/padding_ratio", padding, padding + sum(batch.lengths))
+
+    def _speed(self, reduced: Mapping[str, float], table: GroupTable) -> dict[str, float]:
+        lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
+        num_devices = self.mesh.world_size
+        tokens = throughput(reduced, sum(lengths), num_devices)
+        return tokens | mfu_metrics(
+            reduced, self.shape, lengths, num_devices=num_devices, num_epochs=self.num_epochs, **self.peaks
+        )
+
+
+def model_shape(arch: Architecture) -> ModelShape:
+    """The numbers that FLOP depend on. In a mixture of experts: the experts that one token passes through."""
+    return ModelShape(
+        hidden_size=arch.hidden_size,
+        num_layers=arch.num_layers,
+        num_heads=arch.num_attention_heads,
+        num_kv_heads=arch.num_query_groups,
+        head_dim=arch.head_dim,
+        ffn_size=arch.ffn_hidden_size * (arch.experts_per_token or 1),
+        vocab_size=arch.vocab_size,
+    )

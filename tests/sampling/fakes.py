@@ -1,0 +1,106 @@
+"""Stand-ins for tests in one process: a mesh of one rank, a collector with known rewards, a generator without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.sampling.collector import Group, State
+from grpo_megatron.types import GREEDY, Prompt, Sample
+
+
+class LoneMesh(Mesh):
+    """A world of one without process groups. `world_size` blocks may be pretended to, for cuts that send nothing."""
+
+    def __init__(self, world_size: int = 1, rank: int = 0) -> None:
+        sizes = {"tp": 1, "pp": 1, "dp": world_size, "ep": 1, "rollout_tp": 1}
+        places = {"tp_rank": 0, "pp_rank": 0, "dp_rank": rank}
+        groups = {"control": None, "tp_group": None, "pp_group": None, "ep_group": None}
+        super().__init__(world_size=world_size, rank=rank, **sizes, **places, **groups)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def agree(self, problem: str | None) -> None:
+        if problem is not None:
+            raise RankError(problem)
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None: ...
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(f"p/{number}", (number,), f"question {number}", "answer", "task", "reward")
+
+
+class ScriptedCollector:
+    """Prompt number p of the endless sequence gets the rewards `script[p % len(script)]`. Notes what was requested."""
+
+    def __init__(self, script: Sequence[tuple[float, ...]], mesh: Mesh) -> None:
+        self.script, self.mesh, self.cursor = list(script), mesh, 0
+        self.requests: list[tuple[int, int]] = []  # step, count
+
+    def groups(self, step: int, count: int, metrics: Any) -> list[Group]:
+        self.requests.append((step, count))
+        groups = []
+        for number in range(self.cursor, self.cursor + count):
+            rewards = self.script[number % len(self.script)]
+            held = range(self.mesh.rollout_block, len(rewards), self.mesh.num_rollout_blocks)
+            samples = [
+                Sample(
+                    prompt=prompt(number),
+                    prompt_index=number - self.cursor,
+                    index=i,
+                    response_ids=[number, i],
+                    rollout_logprobs=[-0.1, -0.2],
+                    finish_reason="stop",
+                    version=step,
+                    reward=rewards[i],
+                )
+                for i in held
+            ]
+            groups.append(Group(step, samples))
+        self.cursor += count
+        return groups
+
+    def epoch(self) -> float:
+        return self.cursor / len(self.script)
+
+    def state(self) -> State:
+        return {"cursor": self.cursor}
+
+    def load_state(self, state: State) -> None:
+        self.cursor = state["cursor"]
+
+
+class FakeGenerator:
+    """Answers each prompt with `reward(number of the draw, prompt, index)`; notes every draw."""
+
+    def __init__(
+        self, reward: Callable[[Prompt, int, int], float] = lambda prompt, index, draw_id: float(index)
+    ) -> None:
+        self.reward = reward
+        self.draws: list[dict[str, Any]] = []
+
+    def draw(
+        self, prompts: Sequence[Prompt], n: int, *, greedy: bool = False, metrics: Any, **arguments: Any
+    ) -> list[Sample]:
+        self.draws.append({"uids": [p.uid for p in prompts], "n": n, "greedy": greedy, **arguments})
+        indices = [*([GREEDY] if greedy else []), *range(n)]
+        return [
+            Sample(
+                prompt=p,
+                prompt_index=place,
+                index=index,
+                response_ids=[1, 2 + index],
+                rollout_logprobs=[-1.0, -1.0],
+                finish_reason="stop",
+                version=arguments["version"],
+                reward=self.reward(p, index, arguments["draw_id"]),
+            )
+            for place, p in enumerate(prompts)
+            for index in indices
+        ]

@@ -1,0 +1,254 @@
+"""What each collector brings at which step: prompts, seeds, versions, and how old a group may become."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config import DataConfig, ReplayConfig, RolloutConfig
+from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.sampling.collector import (
+    FileCollector,
+    Group,
+    InitialModelCollector,
+    PolicyCollector,
+    groups_by_prompt,
+    numbered_samples,
+)
+from grpo_megatron.sampling.dynamic import DynamicSampling
+from grpo_megatron.sampling.replay import Replay
+from grpo_megatron.sampling.stored import pack_groups, unpack_groups
+from grpo_megatron.types import Sample
+from tests.sampling.fakes import FakeGenerator, LoneMesh, ScriptedCollector, prompt
+
+MIXED, EQUAL = (1.0, 0.0), (1.0, 1.0)  # rewards of an informative group, and of one that is not
+
+
+def numbers(groups: list[Group]) -> list[int]:
+    """The number of each group's prompt."""
+    return [group.samples[0].prompt.prompt_ids[0] for group in groups]
+
+
+def collect(collector: Any, steps: range, count: int) -> list[tuple[list[Group], dict[str, float]]]:
+    """(groups, metrics) per step. Every sample must have the version of its group."""
+    out = []
+    for step in steps:
+        metrics = Metrics()
+        groups = collector.groups(step, count, metrics)
+        assert all(sample.version == group.version for group in groups for sample in group.samples)
+        out.append((groups, metrics.reduce()))
+    return out
+
+
+def ages(collected: list[tuple[list[Group], dict[str, float]]], first: int = 0) -> list[list[int]]:
+    """Per step the ages of its groups, in steps, without repetition."""
+    return [sorted({step - g.version for g in groups}) for step, (groups, _) in enumerate(collected, first)]
+
+
+def column(collected: list[tuple[list[Group], dict[str, float]]], name: str) -> list[float]:
+    return [metrics[name] for _, metrics in collected]
+
+
+# -- the policy, the initial model, a file -----------------------------------------------------------------------------
+
+
+def policy_collector(generator: Any, num_prompts: int = 5) -> PolicyCollector:
+    sampler = Sampler([prompt(i) for i in range(num_prompts)], 2, shuffle=False)
+    return PolicyCollector(generator, sampler, DataConfig(max_response_length=7), RolloutConfig(n=3, temperature=0.5))
+
+
+def test_each_step_draws_its_own_prompts_with_its_own_seeds_and_weights() -> None:
+    generator = FakeGenerator()
+    collector = policy_collector(generator)
+    collect(collector, range(3), count=2)
+    assert [draw["uids"] for draw in generator.draws] == [["p/0", "p/1"], ["p/2", "p/3"], ["p/4", "p/0"]]
+    assert [draw["draw_id"] for draw in generator.draws] == [0, 1, 2]  # the step seeds the draws
+    assert [draw["version"] for draw in generator.draws] == [0, 1, 2]  # and the engine holds its weights
+    assert generator.draws[0]["temperature"] == 0.5 and generator.draws[0]["max_tokens"] == 7
+    assert collector.epoch() == 6 / 5
+
+
+def test_rounds_of_one_step_have_seeds_of_their_own() -> None:
+    generator = FakeGenerator()
+    collector = policy_collector(generator)
+    for step in (0, 0, 3, 3, 3, 4):
+        collector.groups(step, 2, Metrics())
+    assert [draw["draw_id"] for draw in generator.draws] == [0, 1 << 32, 3, 3 + (1 << 32), 3 + (2 << 32), 4]
+    assert [draw["version"] for draw in generator.draws] == [0, 0, 3, 3, 3, 4]
+
+
+def test_a_resumed_collector_goes_on_with_the_next_prompt() -> None:
+    whole, halves = FakeGenerator(), FakeGenerator()
+    collect(policy_collector(whole), range(4), count=2)
+    first = policy_collector(halves)
+    collect(first, range(2), count=2)
+    second = policy_collector(halves)
+    second.load_state(json.loads(json.dumps(first.state())))
+    collect(second, range(2, 4), count=2)
+    assert halves.draws == whole.draws
+
+
+def test_the_initial_model_is_streamed_once_per_step() -> None:
+    """However many rounds the step takes; and before its first draw, when the engine holds the policy again."""
+    events: list[str] = []
+    inner = ScriptedCollector([MIXED, EQUAL, EQUAL, EQUAL], LoneMesh())
+    draw = inner.groups
+
+    def noted(step: int, count: int, metrics: Any) -> list[Group]:
+        events.append(f"draw {step}")
+        return draw(step, count, metrics)
+
+    inner.groups = noted  # type: ignore[method-assign]
+    initial = InitialModelCollector(inner, lambda step, metrics: events.append(f"sync {step}"))
+    dynamic = DynamicSampling(initial, LoneMesh(), round_size=4, max_rounds=10, max_staleness=1)
+    collect(dynamic, range(2), count=3)  # one informative group per round
+    assert events == ["sync 0", "draw 0", "draw 0", "draw 0", "sync 1", "draw 1", "draw 1", "draw 1"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_is_read_on_and_its_groups_are_dealt_to_the_blocks(rank: int) -> None:
+    entries = [(prompt(i), [[i, 1], [i, 2]], [1.0, 0.0]) for i in range(5)]
+    collector = FileCollector(Sampler(entries, 2, shuffle=False), LoneMesh(2, rank))  # type: ignore[arg-type]
+    collected = collect(collector, range(3), count=2)
+    held = [[bool(group.samples) for group in groups] for groups, _ in collected]
+    assert held == [[rank == 0, rank == 1]] * 3
+    assert [numbers([groups[rank]]) for groups, _ in collected] == [[rank], [2 + rank], [(4 + rank) % 5]]
+    assert [group.version for group in collected[2][0]] == [2, 2]
+    assert [sample.reward for sample in collected[0][0][rank].samples] == [1.0, 0.0]
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+
+def dynamic(script: list[Any], round_size: int, **settings: int) -> tuple[DynamicSampling, ScriptedCollector]:
+    inner = ScriptedCollector(script, LoneMesh())
+    return DynamicSampling(
+        inner, LoneMesh(), round_size=round_size, **{"max_rounds": 3, "max_staleness": 1, **settings}
+    ), inner
+
+
+def test_left_over_groups_never_get_older_than_the_bound() -> None:
+    # Batches of 2, rounds of 8, every group informative. Step 0 leaves six groups: step 1 trains on two of them, one step
+    # old, and at step 2 the other four are dropped. From then on a round is no larger than this batch and the next.
+    collector, inner = dynamic([MIXED], round_size=8)
+    collected = collect(collector, range(6), count=2)
+    assert ages(collected) == [[0], [1], [0], [1], [0], [1]]
+    assert [numbers(groups) for groups, _ in collected] == [[0, 1], [2, 3], [8, 9], [10, 11], [12, 13], [14, 15]]
+    assert column(collected, "train/left_over_staleness_max") == [0, 1, 0, 1, 0, 1]
+    assert column(collected, "train/left_over_groups_dropped") == [0, 0, 4, 0, 0, 0]
+    assert inner.requests == [(0, 8), (2, 4), (4, 4)]
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(0, [[0]] * 4), (2, [[0], [1], [2], [0]]), (9, [[0], [1], [2], [3]])])
+def test_the_bound_is_in_steps(bound: int, expected: list[list[int]]) -> None:
+    collector, _ = dynamic([MIXED], round_size=8, max_staleness=bound)
+    assert ages(collect(collector, range(4), count=2)) == expected
+
+
+def test_oversampling_stays_where_few_groups_are_informative() -> None:
+    """One group in four: ceil((2 missing + 1 step x 2) x 4) = 16 prompts could be used, so the rounds stay at 8."""
+    collector, inner = dynamic([MIXED, EQUAL, EQUAL, EQUAL], round_size=8)
+    collect(collector, range(3), count=2)
+    assert inner.requests == [(0, 8), (1, 8), (2, 8)]
+
+
+def test_a_round_without_an_informative_group_is_followed_by_a_full_one() -> None:
+    collector, inner = dynamic([MIXED] * 8 + [EQUAL] * 4 + [MIXED] * 99, round_size=8)
+    collected = collect(collector, range(3), count=2)
+    assert inner.requests == [(0, 8), (2, 4), (2, 8)]
+    assert column(collected, "train/num_gen_batches") == [1, 0, 2]
+
+
+def test_rounds_that_bring_nothing_end() -> None:
+    collector, inner = dynamic([EQUAL], round_size=3)
+    collected = collect(collector, range(2), count=2)
+    assert [groups for groups, _ in collected] == [[], []]
+    assert column(collected, "train/num_gen_batches") == [3, 3]
+    assert column(collected, "train/batch_fill_ratio") == [0, 0]
+    assert len(inner.requests) == 6
+
+
+@pytest.mark.parametrize("resume_at", [1, 2, 3])
+def test_dynamic_sampling_resumes_as_if_never_stopped(resume_at: int) -> None:
+    """Left-over groups keep their age, and the next round its size."""
+    script = [MIXED, MIXED, EQUAL]
+    whole, _ = dynamic(script, round_size=9)
+    expected = collect(whole, range(5), count=2)
+    first, _ = dynamic(script, round_size=9)
+    collect(first, range(resume_at), count=2)
+    second, _ = dynamic(script, round_size=9)
+    second.load_state(json.loads(json.dumps(first.state())))
+    resumed = collect(second, range(resume_at, 5), count=2)
+    assert [(numbers(g), [x.version for x in g], m) for g, m in resumed] == [
+        (numbers(g), [x.version for x in g], m) for g, m in expected[resume_at:]
+    ]
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def test_replay_never_uses_a_group_older_than_the_bound() -> None:
+    # Batches of 4, of which one is replayed: step 0 leaves four groups in the buffer, more than two steps can use up.
+    # At step 3 those that are left are three steps old and gone; the next ones are step 1's three.
+    collector = Replay(
+        ScriptedCollector([MIXED], LoneMesh()), ReplayConfig(ratio=0.25, size=99, max_staleness=2), LoneMesh()
+    )
+    collected = collect(collector, range(6), count=4)
+    assert [groups[0].version for groups, _ in collected] == [0, 0, 0, 1, 2, 3]
+    assert column(collected, "train/replay_staleness_max") == [0, 1, 2, 2, 2, 2]
+    assert column(collected, "train/replayed_groups") == [0, 1, 1, 1, 1, 1]
+
+
+def test_replay_keeps_the_newest_when_it_is_full() -> None:
+    collector = Replay(
+        ScriptedCollector([MIXED], LoneMesh()), ReplayConfig(ratio=0.5, size=3, max_staleness=2), LoneMesh()
+    )
+    collected = collect(collector, range(3), count=4)
+    assert [numbers(groups) for groups, _ in collected] == [[0, 1, 2, 3], [1, 2, 4, 5], [3, 4, 6, 7]]
+
+
+def test_the_age_of_a_replayed_group_counts_from_its_draw() -> None:
+    """Not from the step that trained on it first, which for a left-over group of dynamic sampling is a later one."""
+    inner, _ = dynamic([MIXED], round_size=8)
+    collector = Replay(inner, ReplayConfig(ratio=0.25, size=99, max_staleness=2), LoneMesh())
+    collected = collect(collector, range(8), count=4)
+    assert max(age for step in ages(collected) for age in step) == 2
+    for step, (groups, metrics) in enumerate(collected):
+        replayed = groups[: int(metrics["train/replayed_groups"])]
+        assert metrics["train/replay_staleness_max"] == max((step - g.version for g in replayed), default=0)
+
+
+@pytest.mark.parametrize("resume_at", [1, 3])
+def test_replay_resumes_as_if_never_stopped(resume_at: int) -> None:
+    def build() -> Replay:
+        return Replay(
+            ScriptedCollector([MIXED, EQUAL], LoneMesh()), ReplayConfig(ratio=0.5, size=9, max_staleness=2), LoneMesh()
+        )
+
+    expected = collect(build(), range(5), count=4)
+    first, second = build(), build()
+    collect(first, range(resume_at), count=4)
+    second.load_state(json.loads(json.dumps(first.state())))
+    resumed = collect(second, range(resume_at, 5), count=4)
+    assert [(numbers(g), m) for g, m in resumed] == [(numbers(g), m) for g, m in expected[resume_at:]]
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_grouped_by_prompt_and_numbered_by_group() -> None:
+    samples = [Sample(prompt(7 + i), i, 0, [1], [0.0], "stop", 4) for i in (0, 2)]
+    groups = groups_by_prompt(samples, 3, version=4)
+    assert [len(group.samples) for group in groups] == [1, 0, 1] and {g.version for g in groups} == {4}
+    assert [s.prompt_index for s in numbered_samples([groups[2], groups[1], groups[0]])] == [0, 2]
+
+
+def test_a_stored_group_comes_back_as_it_was() -> None:
+    """Bit for bit, in a layout of two blocks, of which the second holds it whole."""
+    sample = Sample(prompt(3), 1, 2, [5, 6], [-0.1, -1e-17], "length", 8, "text", 0.3, {"acc": 1.0}, [(1, 0.5)])
+    packed = json.loads(json.dumps(pack_groups([Group(8, []), Group(8, [sample])], LoneMesh())))
+    assert unpack_groups(packed, LoneMesh(2, 0)) == [Group(8, []), Group(8, [])]
+    assert unpack_groups(packed, LoneMesh(2, 1)) == [Group(8, []), Group(8, [sample])]
