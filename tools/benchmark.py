@@ -50,7 +50,7 @@ def random_model(folder: Path, gigabytes: float) -> int:
     import torch
 
     from grpo_megatron.convert.folder import output_folder
-    from grpo_megatron.convert.shards import header, plan
+    from grpo_megatron.convert.shards import plan_shards, safetensors_header
     from grpo_megatron.models.families import architecture_of, hf_shapes
 
     layers = max(1, round((gigabytes * 1e9 - 4 * 32000 * 4096) / 354e6))
@@ -60,8 +60,8 @@ def random_model(folder: Path, gigabytes: float) -> int:
     weight_map: dict[str, str] = {}
     with output_folder(folder, int(gigabytes * 1e9)) as partial:
         (partial / "config.json").write_text(json.dumps(config))
-        for name, held in plan(shapes, torch.bfloat16, 1 << 30).items():
-            start = header(held, torch.bfloat16)
+        for name, held in plan_shards(shapes, torch.bfloat16, 1 << 30).items():
+            start = safetensors_header(held, torch.bfloat16)
             size = sum(torch.Size(shape).numel() for shape in held.values()) * 2
             weight_map |= dict.fromkeys(held, name)
             with (partial / name).open("wb") as file:

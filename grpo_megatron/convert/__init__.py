@@ -1,20 +1,29 @@
 """Hugging Face safetensors <-> Megatron-Core distributed checkpoints, on a CPU, in bounded memory, without a model.
 
-span.py              a tensor in a file, read in blocks of rows
-hf.py, megatron.py   the two sources: what they hold, checked, as streams of Hugging Face tensors
-shards.py, chunks.py the two writers
-keys.py              where a row of the weight table lives in a distributed checkpoint
-folder.py manifest.py what makes an output trustworthy: written beside, hashed, renamed
-conversion.py comparison.py inspection.py cli.py   the four commands
+cli.py          the command line: to-megatron, to-hf, verify, inspect
+conversion.py   to-megatron and to-hf
+comparison.py   verify
+inspection.py   inspect
+source.py       a model in either format as Hugging Face tensors; hf.py and megatron.py are its two kinds
+span.py         one tensor in a file, read in blocks of rows
+archive.py      the torch archives of which a distributed checkpoint's files consist
+contents.py     the table of contents of a distributed checkpoint, unpickled safely
+keys.py         names and shapes of the tensors in a distributed checkpoint
+rows.py         which rows of a Megatron tensor are which rows of its Hugging Face tensors
+shards.py       writes Hugging Face shards; chunks.py writes a distributed checkpoint
+output.py       the files that both write, hashed while they are written
+tokenizers.py   the files that are copied with the weights, and whether the tokenizer fits the model
+folder.py       the output folder: complete or absent (storage/atomic.py)
+progress.py     bytes done and bytes per second
 """
 
 from __future__ import annotations
 
 
 class ConvertError(ValueError):
-    """Something the user can change: the message names it, and all of its kind. Nothing was written."""
+    """A mistake that the user can correct. The message names every mistake of the same kind. Nothing was written."""
 
 
-def listed(heading: str, problems: list[str]) -> ConvertError:
+def listing_error(heading: str, problems: list[str]) -> ConvertError:
     """One error that names every problem."""
     return ConvertError(heading + "".join(f"\n  {problem}" for problem in problems))

@@ -1,4 +1,4 @@
-"""One torch archive (a zip file with a tensor in it) somewhere in a file: what is around its elements, where they lie."""
+"""A torch archive (a zip file that holds one tensor) at some offset of a file: where the elements of the tensor are."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.span import Span, as_bytes, blocks
+from grpo_megatron.convert.span import Span, as_bytes, row_blocks
 
-FRAMED_BYTES = 32 << 20
+FRAMED_BYTES = 32 << 20  # larger tensors are not compared with `archive_frame`, which makes the whole archive in memory
 
 
 class _View(io.RawIOBase):
-    """One archive within a file."""
+    """One archive within a file, as a file."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -67,11 +67,13 @@ def _data_start(view: _View, info: zipfile.ZipInfo) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the elements of a tensor. Without checksums it is the same for all such
-    tensors, so that their elements can go from file to file without passing through torch.save."""
+def archive_frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """The bytes that torch.save writes before and after the elements of a tensor of this shape and dtype.
+
+    Without checksums they do not depend on the elements, so that elements can be copied from file to file without torch.save.
+    """
     checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # the manifest's sha256 says more
+    torch.serialization.set_crc32_options(False)  # the manifest's sha256 is stronger
     try:
         whole = io.BytesIO()
         torch.save(torch.zeros(shape, dtype=dtype), whole)
@@ -91,13 +93,13 @@ def _is_framed(file: Any, start: int, length: int, frame: tuple[bytes, bytes]) -
     return bool(file.read(len(after)) == after)
 
 
-def locate(path: Path, start: int, length: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Span:
-    """The elements of the archive. Its structure is read, its data is not. Raises ConvertError."""
+def locate_tensor(path: Path, start: int, length: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Span:
+    """The elements of the archive. Only its structure is read. Raises ConvertError when it is damaged."""
     nbytes = math.prod(sizes) * dtype.itemsize
     try:
         with path.open("rb") as file:
-            if nbytes <= FRAMED_BYTES:  # most often it is to the byte what torch makes of such a tensor
-                expected = frame(sizes, dtype)
+            if nbytes <= FRAMED_BYTES:  # the common and fast case: the archive has exactly torch's bytes
+                expected = archive_frame(sizes, dtype)
                 if length == nbytes + sum(map(len, expected)) and _is_framed(file, start, length, expected):
                     return Span(path, start + len(expected[0]), dtype, sizes)
             view = _View(file, start, length)
@@ -114,12 +116,12 @@ def locate(path: Path, start: int, length: int, sizes: tuple[int, ...], dtype: t
     return Span(path, offset, tensor.dtype, sizes)
 
 
-def is_sound(path: Path, start: int, length: int, span: Span) -> bool:
-    """Whether the archive's checksum is that of its data (or was left out by the writer)."""
+def has_valid_checksum(path: Path, start: int, length: int, span: Span) -> bool:
+    """Whether the archive's checksum agrees with its data. True as well when the writer left the checksum out."""
     with path.open("rb") as file:
         expected = _data_entry(_View(file, start, length)).CRC
     flat = replace(span, dtype=torch.uint8, shape=(span.nbytes,))
     crc = 0
-    for first, last in blocks(flat.shape):
+    for first, last in row_blocks(flat.shape):
         crc = zlib.crc32(as_bytes(flat.rows(first, last)), crc)
     return not expected or crc == expected

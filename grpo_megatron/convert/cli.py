@@ -1,4 +1,7 @@
-"""The command line: to-megatron, to-hf, verify, inspect. Exit codes: 0; 1 verify found a difference; 2 a clear error."""
+"""The command line: to-megatron, to-hf, verify, inspect.
+
+Exit codes: 0; 1 verify has found a difference; 2 an error; 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ import sys
 from pathlib import Path
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.comparison import compare, different_settings, table
-from grpo_megatron.convert.conversion import check_layout, open_source, to_hf, to_megatron
-from grpo_megatron.convert.inspection import describe
+from grpo_megatron.convert.comparison import compare_models, comparison_table, different_settings
+from grpo_megatron.convert.conversion import check_model_layout, open_source, to_hf, to_megatron
+from grpo_megatron.convert.inspection import describe_model
 from grpo_megatron.convert.source import FLOATS, Source
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.storage import StorageError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-PICKLE_HELP = "read *.bin weights: unpickling can run code that their author put there, so only if you trust the author"
+PICKLE_HELP = "read *.bin weights: unpickling can run code of their author, whom you must trust"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hf.add_argument("source", type=Path, metavar="CKPT")
     hf.add_argument("target", type=Path, metavar="OUT")
     hf.add_argument(
-        "--shard-size", type=_bytes, default=5 << 30, metavar="SIZE", help="of a file, such as 5G (default)"
+        "--shard-size", type=_bytes, default=5 << 30, metavar="SIZE", help="of one file, for example 5G (default)"
     )
     _add_hf(hf)
     for command in (megatron, hf):
-        command.add_argument("--dtype", choices=FLOATS, help="default: the dtype that the tensors have")
+        command.add_argument("--dtype", choices=FLOATS, help="default: the dtype of the stored tensors")
         command.add_argument("--force", action="store_true", help="replace an output that this tool has written")
-        command.add_argument("--no-hashes", action="store_true", help="believe the input without comparing its sha256")
+        command.add_argument("--no-hashes", action="store_true", help="do not compare the input with its sha256")
     verify = commands.add_parser("verify", help="compare two models, Hugging Face or Megatron, tensor by tensor")
     verify.add_argument("a", type=Path, metavar="A")
     verify.add_argument("b", type=Path, metavar="B")
@@ -58,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_hf(parser: argparse.ArgumentParser) -> None:
-    text = "config.json and tokenizer of a checkpoint that has none of its own"
+    text = "folder with config.json and tokenizer, for a checkpoint without them"
     parser.add_argument("--hf", type=Path, metavar="DIR", help=text)
 
 
@@ -75,8 +78,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what parsed arguments say; returns the exit code. Errors are printed, once."""
+def _run(args: argparse.Namespace) -> int:
+    """Run the chosen command. Returns the exit code; errors are printed."""
     try:
         if args.action == "to-megatron":
             to_megatron(
@@ -105,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
             return _verify(sources[0], sources[1], not args.no_hashes, args.quiet)
         else:
             source = open_source(args.source, hf=args.hf, allow_pickle=args.allow_pickle)
-            check_layout(source.arch, args.tp, args.pp, args.ep)
-            print(describe(source, args.hashes))
+            check_model_layout(source.arch, args.tp, args.pp, args.ep)
+            print(describe_model(source, args.hashes))
     except (ConvertError, StorageError, UnsupportedModel) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -119,8 +122,8 @@ def run(args: argparse.Namespace) -> int:
 def _verify(a: Source, b: Source, hashes: bool, quiet: bool) -> int:
     settings = different_settings(a, b)
     with a.checked(hashes), b.checked(hashes):
-        tensors, structure = compare(a, b, quiet)
-    print(table(tensors))
+        tensors, structure = compare_models(a, b, quiet)
+    print(comparison_table(tensors))
     for line in [*settings, *structure]:
         print(line)
     differing = sum(not tensor.is_equal for tensor in tensors)
@@ -132,6 +135,8 @@ def _verify(a: Source, b: Source, hashes: bool, quiet: bool) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("convert_hf", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "convert_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    return _run(parser.parse_args(argv))

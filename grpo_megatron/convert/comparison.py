@@ -1,4 +1,4 @@
-"""verify: two models, each in any form and layout, compared tensor by tensor in Hugging Face terms."""
+"""verify: compares two models, each in any format and layout, tensor by tensor under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.convert.progress import Progress
-from grpo_megatron.convert.source import Source, short
+from grpo_megatron.convert.source import Source, dtype_name
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass
-class Compared:
-    """One tensor. `differing` elements of `count`; bits are compared where the dtypes agree, else values."""
+class TensorComparison:
+    """One tensor of both models: `differing` of `count` elements. Equal dtypes: bits are compared, otherwise values."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,33 +45,34 @@ class Compared:
 
 
 def different_settings(a: Source, b: Source) -> list[str]:
-    """Architecture fields in which two models differ."""
+    """The architecture fields that differ."""
     pairs = ((f.name, getattr(a.arch, f.name), getattr(b.arch, f.name)) for f in fields(a.arch))
     return [f"{name}: {left!r} != {right!r}" for name, left, right in pairs if left != right]
 
 
-def compare(a: Source, b: Source, quiet: bool = False) -> tuple[list[Compared], list[str]]:
-    """(tensors of both with the same shape, names and shapes in which they differ)."""
+def compare_models(a: Source, b: Source, quiet: bool = False) -> tuple[list[TensorComparison], list[str]]:
+    """(the tensors that both models have with the same shape, the differences in names and shapes)."""
     left, right = a.shapes(), b.shapes()
     structure = [f"only in {a.folder}: {name}" for name in left if name not in right]
     structure += [f"only in {b.folder}: {name}" for name in right if name not in left]
     both = [name for name in left if name in right]
     structure += [f"{n}: shape {list(left[n])} != {list(right[n])}" for n in both if left[n] != right[n]]
-    out: list[Compared] = []
-    with Progress("verify", sum(x.num_bytes(x.dtypes[next(iter(x.dtypes))]) for x in (a, b)), quiet) as progress:
+    out: list[TensorComparison] = []
+    total = sum(source.num_bytes(next(iter(source.dtypes.values()))) for source in (a, b))
+    with Progress("verify", total, quiet) as progress:
         for name in both:
             if left[name] != right[name]:
                 continue
-            out.append(Compared(name, left[name], (a.dtypes[name], b.dtypes[name])))
-            for ours, theirs in zip(a.blocks(name, left[name]), b.blocks(name, left[name]), strict=True):
-                out[-1].add(ours, theirs)
-                progress.add(ours.nbytes + theirs.nbytes)
+            out.append(TensorComparison(name, left[name], (a.dtypes[name], b.dtypes[name])))
+            for block_a, block_b in zip(a.blocks(name, left[name]), b.blocks(name, left[name]), strict=True):
+                out[-1].add(block_a, block_b)
+                progress.add(block_a.nbytes + block_b.nbytes)
     return out, structure
 
 
-def table(tensors: list[Compared]) -> str:
-    """A line for each kind of tensor (layers and experts together), and one for each tensor that differs."""
-    groups: dict[str, list[Compared]] = {}
+def comparison_table(tensors: list[TensorComparison]) -> str:
+    """One line per kind of tensor (all layers and experts together), and one per tensor that differs."""
+    groups: dict[str, list[TensorComparison]] = {}
     for tensor in tensors:
         groups.setdefault(re.sub(r"\.\d+\.", ".*.", tensor.name), []).append(tensor)
     lines = [("tensor", "number", "shape", "dtype", "result")]
@@ -79,16 +80,14 @@ def table(tensors: list[Compared]) -> str:
         wrong = [t for t in group if not t.is_equal]
         result = "equal" if not wrong else f"{len(wrong)} of {len(group)} differ"
         lines.append((name, str(len(group)), str(list(group[0].shape)), _dtypes(group[0]), result))
-        for t in wrong:
-            how = (
-                f"{t.differing} of {t.count} elements, largest {t.largest:.3g}"
-                if t.differing
-                else "values equal, dtypes not"
-            )
-            lines.append((f"  {t.name}", "", str(list(t.shape)), _dtypes(t), how))
+        for tensor in wrong:
+            difference = "values equal, dtypes not"
+            if tensor.differing:
+                difference = f"{tensor.differing} of {tensor.count} elements, largest {tensor.largest:.3g}"
+            lines.append((f"  {tensor.name}", "", str(list(tensor.shape)), _dtypes(tensor), difference))
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in lines)
 
 
-def _dtypes(tensor: Compared) -> str:
-    return "/".join(dict.fromkeys(short(dtype) for dtype in tensor.dtypes))
+def _dtypes(tensor: TensorComparison) -> str:
+    return "/".join(dict.fromkeys(dtype_name(dtype) for dtype in tensor.dtypes))

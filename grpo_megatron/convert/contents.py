@@ -1,6 +1,6 @@
-"""The table of contents of a distributed checkpoint (.metadata): a pickle, read without running anything of it.
+"""The table of contents of a distributed checkpoint (.metadata). It is a pickle, read without running code from it.
 
-The unpickler knows the plain records of torch.distributed.checkpoint and refuses every other name.
+The unpickler accepts the plain records of torch.distributed.checkpoint and refuses every other name.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ _KNOWN_NAMES = {
 }  # fmt: skip
 
 
-class _Stand:
-    """In place of Megatron-Core's own classes in older files; nothing of theirs is needed."""
+class _Placeholder:
+    """Replaces Megatron-Core's own classes, which older files contain and the reader does not need."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "megatron.core.dist_checkpointing.strategies.torch" and name.startswith("MCore"):
-            return _Stand
+            return _Placeholder
         if (module, name) in _KNOWN_NAMES:
             return super().find_class(module, name)
         if module in _KNOWN:
             found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:  # classes of that file, not what it imports
+            if isinstance(found, type) and found.__module__ == module:  # defined in that module, not imported by it
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a table of contents")
 
 
 def read_contents(path: Path) -> Any:
-    """torch's Metadata: sizes, dtypes, and where every chunk lies. Raises ConvertError."""
+    """torch's Metadata: sizes and dtypes of the tensors, and the file and offset of every chunk. Raises ConvertError."""
     try:
         found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        found.state_dict_metadata.items(), found.storage_data.items()
+        for table in (found.state_dict_metadata, found.storage_data):
+            if not isinstance(table, dict):
+                raise TypeError(f"a table is {type(table).__name__}, not a dict")
     except Exception as error:
         raise ConvertError(f"{path}: not a readable table of contents ({type(error).__name__}: {error})") from error
     return found

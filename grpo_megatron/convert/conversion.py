@@ -1,4 +1,4 @@
-"""The two conversions. Everything is checked before the first byte is written, the input's hashes while it is moved."""
+"""The two conversions. All checks come before the first byte is written; only the input's hashes are compared meanwhile."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.convert import ConvertError, chunks, shards, tokenizers
+from grpo_megatron.convert import ConvertError
+from grpo_megatron.convert.chunks import write_chunks
 from grpo_megatron.convert.folder import check_target, output_folder
 from grpo_megatron.convert.hf import HFFolder
 from grpo_megatron.convert.megatron import FORMAT_FILE, TRAINER_FILE, MegatronFolder
 from grpo_megatron.convert.progress import Progress
-from grpo_megatron.convert.source import Source, short
+from grpo_megatron.convert.shards import write_shards
+from grpo_megatron.convert.source import Source, dtype_name
+from grpo_megatron.convert.tokenizers import check_tokenizer, copy_companions
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.storage.atomic import is_partial
 from grpo_megatron.storage.manifest import write_manifest
 
-OVERHEAD_BYTES = 64 << 20  # tokenizer, tables of contents
+OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
 
 
 def open_source(folder: Path, *, hf: Path | None = None, allow_pickle: bool = False) -> Source:
-    """Whatever `folder` is. Raises ConvertError, UnsupportedModel."""
+    """The model in `folder`, in either format. Raises ConvertError, UnsupportedModel."""
     if not folder.is_dir():
         raise ConvertError(f"{str(folder)!r} is not a folder")
     if is_partial(folder):
-        raise ConvertError(f"{str(folder)!r} is what an interrupted conversion has left; convert again, or remove it")
+        raise ConvertError(f"{str(folder)!r} was left by an interrupted conversion; convert again, or remove it")
     if (folder / FORMAT_FILE).exists() or (folder / "state" / FORMAT_FILE).exists():
         return MegatronFolder(folder, hf)
     if (folder / "config.json").exists():
@@ -36,8 +39,8 @@ def open_source(folder: Path, *, hf: Path | None = None, allow_pickle: bool = Fa
     raise ConvertError(f"{str(folder)!r} is neither a Hugging Face folder nor a Megatron-Core checkpoint{hint}")
 
 
-def layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -> list[str]:
-    """Why the model cannot be cut so; empty when it can."""
+def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -> list[str]:
+    """Why the model cannot be divided over such a layout; empty when it can."""
     wanted = (
         ("tp", tp, "num_attention_heads", arch.num_attention_heads),
         ("tp", tp, "the MLP's intermediate size", arch.ffn_hidden_size),
@@ -53,10 +56,10 @@ def layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -
     return found
 
 
-def check_layout(arch: Architecture, tp: int, pp: int, ep: int) -> None:
-    problems = layout_problems(arch, tp, pp, ep)
+def check_model_layout(arch: Architecture, tp: int, pp: int, ep: int) -> None:
+    problems = model_layout_problems(arch, tp, pp, ep)
     if problems:
-        sizes = [n for n in range(1, 65) if not layout_problems(arch, tp=n)]
+        sizes = [n for n in range(1, 65) if not model_layout_problems(arch, tp=n)]
         raise ConvertError(f"{'; '.join(problems)} (tp can be {', '.join(map(str, sizes))})")
 
 
@@ -73,21 +76,22 @@ def to_megatron(
 ) -> None:
     """Hugging Face folder -> distributed checkpoint, with config.json and tokenizer in its folder hf/.
 
-    `layout` (tp, pp, ep) is only checked: the result loads at any. Raises ConvertError, StorageError, UnsupportedModel.
+    `layout` (tp, pp, ep) is only checked: the result can be loaded in any layout. Raises ConvertError, StorageError,
+    UnsupportedModel.
     """
     check_target(target, source, force)
     model = open_source(source, allow_pickle=allow_pickle)
     if not isinstance(model, HFFolder):
         raise ConvertError(f"{str(source)!r} is a Megatron-Core checkpoint already; to-hf converts it")
-    check_layout(model.arch, *layout)
-    tokenizers.check(model.hf_folder, model.arch.vocab_size)
+    check_model_layout(model.arch, *layout)
+    check_tokenizer(model.hf_folder, model.arch.vocab_size)
     wanted = model.dtype(dtype)
     total = model.num_bytes(wanted)
     with output_folder(target, total + OVERHEAD_BYTES) as folder:
         with model.checked(check_hashes):
             with Progress("to-megatron", total, quiet) as progress:
-                hashes = chunks.write(model, folder, wanted, progress)
-            _carry(model, folder / "hf", wanted)
+                hashes = write_chunks(model, folder, wanted, progress)
+            _copy_config(model, folder / "hf", wanted)
         write_manifest(folder, "megatron", hashes)
 
 
@@ -107,23 +111,23 @@ def to_hf(
     model = open_source(source, hf=hf)
     if not isinstance(model, MegatronFolder):
         raise ConvertError(f"{str(source)!r} is a Hugging Face folder already; to-megatron converts it")
-    tokenizers.check(model.hf_folder, model.arch.vocab_size)
+    check_tokenizer(model.hf_folder, model.arch.vocab_size)
     wanted = model.dtype(dtype)
     total = model.num_bytes(wanted)
     with output_folder(target, total + OVERHEAD_BYTES) as folder:
         with model.checked(check_hashes):
             with Progress("to-hf", total, quiet) as progress:
-                hashes = shards.write(model, folder, wanted, shard_bytes, progress)
-            _carry(model, folder, wanted)
+                hashes = write_shards(model, folder, wanted, shard_bytes, progress)
+            _copy_config(model, folder, wanted)
         write_manifest(folder, "hf", hashes)
 
 
-def _carry(model: Source, target: Path, dtype: torch.dtype) -> None:
-    """config.json and what travels with it. The file is the source's own to the byte unless its dtype is now wrong."""
+def _copy_config(model: Source, target: Path, dtype: torch.dtype) -> None:
+    """config.json, tokenizer and the like. config.json is copied byte by byte, unless its dtype has changed."""
     target.mkdir(exist_ok=True)
     text = (model.hf_folder / "config.json").read_bytes()
     key = "dtype" if "dtype" in model.config else "torch_dtype"
-    if model.config.get(key) not in (None, short(dtype)):
-        text = (json.dumps({**model.config, key: short(dtype)}, indent=2) + "\n").encode()
+    if model.config.get(key) not in (None, dtype_name(dtype)):
+        text = (json.dumps({**model.config, key: dtype_name(dtype)}, indent=2) + "\n").encode()
     (target / "config.json").write_bytes(text)
-    tokenizers.copy_companions(model.hf_folder, target)
+    copy_companions(model.hf_folder, target)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a source: headers and index checked against each other and against the weight table."""
+"""A Hugging Face folder as a source. Headers and index must agree with each other and with the weight table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from grpo_megatron.convert import ConvertError, listed
-from grpo_megatron.convert.source import FLOATS, Source, short
-from grpo_megatron.convert.span import Resident, Span, blocks
+from grpo_megatron.convert import ConvertError, listing_error
+from grpo_megatron.convert.source import FLOATS, Source, dtype_name
+from grpo_megatron.convert.span import Resident, Span, row_blocks
 from grpo_megatron.models.families import architecture_of, hf_shapes, read_config
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -26,7 +26,7 @@ TORCH_DTYPES = {
 
 
 class HFFolder(Source):
-    """Raises ConvertError or UnsupportedModel, each naming every tensor that is wrong. Reads headers only."""
+    """Reads headers only. Raises ConvertError, which names every tensor that is wrong, or UnsupportedModel."""
 
     kind = "hf"
 
@@ -82,11 +82,13 @@ class HFFolder(Source):
         if index is not None and not problems:
             problems += [f"{t}: the index says {f}, it is in no file" for t, f in index.items() if t not in tensors]
         if problems:
-            raise listed(f"{self.folder}: its safetensors files are not sound:", problems)
+            raise listing_error(
+                f"{self.folder}: its safetensors files are damaged or do not belong together:", problems
+            )
         return tensors
 
     def _index(self) -> dict[str, str] | None:
-        path = self.folder / INDEX
+        path = self.folder / INDEX_FILE
         if not path.exists():
             return None
         try:
@@ -100,7 +102,7 @@ class HFFolder(Source):
         return dict(weight_map)
 
     def _pickled(self, allowed: bool) -> dict[str, Span | Resident] | None:
-        if (self.folder / INDEX).exists() or any(self.folder.glob("*.safetensors")):
+        if (self.folder / INDEX_FILE).exists() or any(self.folder.glob("*.safetensors")):
             return None
         files = sorted([*self.folder.glob("pytorch_model*.bin"), *self.folder.glob("pytorch_model*.pt")])
         if not files:
@@ -108,11 +110,11 @@ class HFFolder(Source):
         if not allowed:
             raise ConvertError(
                 f"{self.folder} has only pickled weights ({', '.join(p.name for p in files)}), and unpickling can run code"
-                " that its author put there: get the safetensors, or pass --allow-pickle if you trust the author"
+                " of their author: get the safetensors, or pass --allow-pickle if you trust the author"
             )
         tensors: dict[str, Span | Resident] = {}
         for file in files:
-            try:  # torch's restricted unpickler all the same: it knows tensors and containers only
+            try:  # with torch's restricted unpickler, which accepts tensors and containers only
                 held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
                 tensors.update({name: Resident(tensor) for name, tensor in held.items()})
             except (RuntimeError, pickle.UnpicklingError, AttributeError, OSError, EOFError) as error:
@@ -120,7 +122,7 @@ class HFFolder(Source):
         self.num_files = len(files)
         return tensors
 
-    # -- the census ----------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         expected = hf_shapes(self.arch)
@@ -132,16 +134,16 @@ class HFFolder(Source):
             if tensor is not None and tensor.shape != shape:
                 problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
             if tensor is not None and tensor.dtype not in FLOATS.values():
-                problems.append(f"{name} has dtype {short(tensor.dtype)}, supported: {', '.join(FLOATS)}")
+                problems.append(f"{name} has dtype {dtype_name(tensor.dtype)}, supported: {', '.join(FLOATS)}")
         if problems:
-            raise listed(f"{self.folder} does not hold the model of its config.json:", problems)
+            raise listing_error(f"{self.folder} does not hold the model of its config.json:", problems)
         if self.arch.tied and "lm_head.weight" in self.tensors:
             self._check_tied_head()
 
     def _check_tied_head(self) -> None:
         head, embedding = self.tensors["lm_head.weight"], self.tensors["model.embed_tokens.weight"]
         same = head.shape == embedding.shape
-        same = same and all(torch.equal(head.rows(*block), embedding.rows(*block)) for block in blocks(head.shape))
+        same = same and all(torch.equal(head.rows(*block), embedding.rows(*block)) for block in row_blocks(head.shape))
         if not same:
             raise ConvertError(
                 f"{self.folder}: config.json ties the embeddings, but lm_head.weight differs from"

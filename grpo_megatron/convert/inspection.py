@@ -1,20 +1,20 @@
-"""inspect: what a folder holds, from headers alone, or with every hash checked."""
+"""inspect: describes the model in a folder from headers alone, or with every hash compared."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from grpo_megatron.convert import tokenizers
-from grpo_megatron.convert.conversion import layout_problems
+from grpo_megatron.convert.conversion import model_layout_problems
 from grpo_megatron.convert.folder import format_bytes
-from grpo_megatron.convert.source import Source, short
+from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.storage.manifest import MANIFEST_FILE, Verification, read_manifest
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
 
 
-def describe(source: Source, hashes: bool = False) -> str:
-    """Some fifteen lines. With `hashes` every file is read; raises ConvertError for one that has changed."""
+def describe_model(source: Source, hashes: bool = False) -> str:
+    """About fifteen lines of text. With `hashes` every file is read; raises StorageError for files that have changed."""
     arch = source.arch
     rope = f"theta {arch.rope_theta:g}"
     rope += f", llama3 x{arch.rope_factor:g}" if arch.rope_factor else ""
@@ -30,28 +30,28 @@ def describe(source: Source, hashes: bool = False) -> str:
         "attention": f"{arch.num_attention_heads} heads of {arch.head_dim}, {arch.num_query_groups} key-value groups",
         "rope": rope,
         "vocabulary": f"{arch.vocab_size} (stored padded to {arch.padded_vocab_size(1)} by tp 1)",
-        "dtype": ", ".join(f"{short(dtype)} ({count} tensors)" for dtype, count in counts),
+        "dtype": ", ".join(f"{dtype_name(dtype)} ({count} tensors)" for dtype, count in counts),
         "layout": source.layout,
-        "can be cut": f"tp {_sizes(source, 'tp')}; pp {_sizes(source, 'pp')}",
+        "can be divided": f"tp {_sizes(source, 'tp')}; pp {_sizes(source, 'pp')}",
         "on disk": format_bytes(stored),
-        "travels along": ", ".join(p.name for p in tokenizers.companions(source.hf_folder)) or "nothing",
+        "copied along": ", ".join(p.name for p in tokenizers.companions(source.hf_folder)) or "nothing",
     }
     if arch.num_experts:
-        lines["experts"] = f"{arch.num_experts} a layer; ep {_sizes(source, 'ep')}"
+        lines["experts"] = f"{arch.num_experts} per layer; ep {_sizes(source, 'ep')}"
     lines["hashes"] = _hashes(source, hashes)
     width = max(map(len, lines))
     return "\n".join(f"{key.ljust(width)}  {text}" for key, text in lines.items())
 
 
 def _sizes(source: Source, axis: str) -> str:
-    return ", ".join(str(n) for n in range(1, 129) if not layout_problems(source.arch, **{axis: n}))
+    return ", ".join(str(n) for n in range(1, 129) if not model_layout_problems(source.arch, **{axis: n}))
 
 
 def _hashes(source: Source, check: bool) -> str:
     files = read_manifest(source.folder)
     if files is None:
         if check and source.check_content():
-            return f"no {MANIFEST_FILE}; checksums of all parts agree"
+            return f"no {MANIFEST_FILE}; checksums of all chunks agree"
         return f"no {MANIFEST_FILE}: nothing to compare with"
     if check:
         Verification(source.folder).finish()

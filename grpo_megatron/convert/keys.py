@@ -1,8 +1,8 @@
-"""Where a row of the weight table lives in a Megatron-Core distributed checkpoint.
+"""The key, and the index in its tensor, of a row of the weight table in a Megatron-Core distributed checkpoint.
 
 Megatron stacks layers (and experts): decoder.layers.7.mlp.linear_fc2.weight [h, f] is index 7 of the tensor
-decoder.layers.mlp.linear_fc2.weight [layers, h, f]. A norm has the name that Transformer Engine gives it, whichever
-modules have written it. Checkpoints of models whose layers differ have one tensor a layer instead; both are read.
+decoder.layers.mlp.linear_fc2.weight [layers, h, f]. A norm has the name that Transformer Engine gives it, even when other
+modules have written it. Models whose layers differ have one tensor per layer instead. Both forms can be read.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Place:
 
 
 def whole_shape(row: WeightRow, arch: Architecture) -> tuple[int, ...]:
-    """Megatron's shape of a row over all ranks; a vocabulary has no padding here."""
+    """The shape of a row's Megatron tensor over all ranks, without the padding of a vocabulary."""
     return row.hf_shapes(arch)[0] if isinstance(row, Vocabulary) else row.local_shape(arch, 1)
 
 
 def places(row: WeightRow, arch: Architecture) -> list[Place]:
-    """Where the bound row may be, the place that Megatron-Core writes today first."""
+    """Every place where the row may be. The first is the one that the current Megatron-Core writes."""
     layered = _LAYER.match(row.megatron)
     if layered is None:
         return [Place(row.megatron)]
@@ -53,17 +53,20 @@ def places(row: WeightRow, arch: Architecture) -> list[Place]:
 
 
 def written_places(row: WeightRow, arch: Architecture) -> list[Place]:
-    """Where a converted checkpoint has the row. A mixture's second norm has two names: local specs ask for one of them,
-    Transformer Engine's for the other."""
-    here = places(row, arch)
+    """The places where a converted checkpoint stores the row.
+
+    The second norm of an MoE layer is stored under two names: local specs read one of them, Transformer Engine's specs
+    the other.
+    """
+    known = places(row, arch)
     is_norm = row.megatron.endswith(".pre_mlp_layernorm.weight")
-    return here[:2] if is_norm and arch.num_experts else here[:1]
+    return known[:2] if is_norm and arch.num_experts else known[:1]
 
 
-def extra_states(rows: list[WeightRow], arch: Architecture) -> list[str]:
-    """Objects that modules ask for beside their weights. They hold FP8 scales; a converted checkpoint has none to tell.
+def extra_state_keys(rows: list[WeightRow], arch: Architecture) -> list[str]:
+    """Keys of the objects that modules read besides their weights: FP8 scales, which are empty after a conversion.
 
-    Local specs ask for those of the linears; the rest is what Transformer Engine's modules are known to ask for.
+    Local specs read those of the linear layers; Transformer Engine's modules also read the others.
     """
     found: dict[str, None] = {}
     for row in rows:

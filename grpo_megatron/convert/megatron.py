@@ -1,7 +1,7 @@
-"""A Megatron-Core distributed checkpoint as a source, converted or written by training in any layout.
+"""A Megatron-Core distributed checkpoint as a source: converted, or written by training in any layout.
 
-The tensors are read where they lie, chunk by chunk, without Megatron and without a model. The table of contents
-is read by contents.py, which unpickles nothing but torch's own records.
+The tensors are read from the files chunk by chunk, without Megatron and without a model. contents.py reads the table of
+contents and unpickles only torch's own records.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from grpo_megatron.convert import ConvertError, listed
-from grpo_megatron.convert.archive import is_sound, locate
+from grpo_megatron.convert import ConvertError, listing_error
+from grpo_megatron.convert.archive import has_valid_checksum, locate_tensor
 from grpo_megatron.convert.contents import read_contents
 from grpo_megatron.convert.keys import Place, places, whole_shape
 from grpo_megatron.convert.rows import megatron_runs
-from grpo_megatron.convert.source import FLOATS, Source, short
-from grpo_megatron.convert.span import Memory, Span
+from grpo_megatron.convert.source import FLOATS, Source, dtype_name
+from grpo_megatron.convert.span import ReusedMemory, Span
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.mapping import Vocabulary, WeightRow
 
@@ -33,7 +33,7 @@ FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """Part of a stored tensor: `offsets` and `sizes` include the stacked axes."""
+    """A stored part of a tensor. `offsets` and `sizes` include the stacked axes; `start` and `length` are bytes in the file."""
 
     key: str
     offsets: tuple[int, ...]
@@ -44,8 +44,10 @@ class _Chunk:
 
 
 class MegatronFolder(Source):
-    """`folder`: a distributed checkpoint, or a training step that holds one in state/. `hf`: where config.json and the
-    tokenizer are, when not in the checkpoint itself. Raises ConvertError that names every wrong tensor."""
+    """`folder` is a distributed checkpoint, or a training step that has one in state/.
+
+    `hf` has config.json and the tokenizer, if the checkpoint does not. Raises ConvertError, which names every wrong tensor.
+    """
 
     kind = "megatron"
 
@@ -69,10 +71,10 @@ class MegatronFolder(Source):
                 self._chunks.setdefault(where.fqn, []).append(chunk)
         self._where: dict[str, Place] = {}
         self._spans: dict[_Chunk, Span] = {}
-        self._columns = Memory()
+        self._columns = ReusedMemory()
         self._owners = {name: (row, part) for row in self.rows for part, name in enumerate(row.hf)}
         self._check()
-        self._parts = self._parts_of_layers()
+        self._layer_chunks = self._chunks_by_layer()
 
     def _find_hf(self) -> Path:
         if (self.folder / "hf" / "config.json").exists():
@@ -104,11 +106,11 @@ class MegatronFolder(Source):
         offsets = tuple(where.offset) if where.offset is not None else (0,) * len(sizes)
         if Path(info.relative_path).name != info.relative_path:
             raise ConvertError(
-                f"{self.data_folder}: {where.fqn} is said to be in {info.relative_path!r}, outside the folder"
+                f"{self.data_folder}: {where.fqn} is in {info.relative_path!r} according to .metadata, outside the folder"
             )
         return _Chunk(where.fqn, offsets, sizes, self.data_folder / info.relative_path, info.offset, info.length)
 
-    # -- the census ----------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         problems: list[str] = []
@@ -121,8 +123,8 @@ class MegatronFolder(Source):
             used |= {p.key for p in places(row, self.arch)}
             self._where[row.megatron] = place
             problems += self._wrong_shape(row, place)
-        ours = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer."))}
-        problems += [f"unexpected {key}" for key in sorted(ours - used)]
+        of_model = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer."))}
+        problems += [f"unexpected {key}" for key in sorted(of_model - used)]
         for path, end in self._ends().items():
             size = path.stat().st_size if path.exists() else -1
             if size < end:
@@ -130,7 +132,7 @@ class MegatronFolder(Source):
                     f"missing file {path.name}" if size < 0 else f"{path.name} is truncated: {size} of {end} bytes"
                 )
         if problems:
-            raise listed(
+            raise listing_error(
                 f"{self.folder} does not hold the model of {self.hf_folder / 'config.json'}:", _unique(problems)
             )
         self.num_files = len(self._ends())
@@ -140,32 +142,35 @@ class MegatronFolder(Source):
             self.dtypes.update(dict.fromkeys(row.hf, dtype))
         wrong = {d for d in self.dtypes.values() if d not in FLOATS.values()}
         if wrong:
-            raise ConvertError(f"{self.folder}: dtype {', '.join(map(short, wrong))}; supported: {', '.join(FLOATS)}")
+            raise ConvertError(
+                f"{self.folder}: dtype {', '.join(map(dtype_name, wrong))}; supported: {', '.join(FLOATS)}"
+            )
         self.layout = self._layout()
 
     def _wrong_shape(self, row: WeightRow, place: Place) -> list[str]:
         size, wanted = tuple(self._sizes[place.key].size), (*place.stack, *whole_shape(row, self.arch))
         compared = size
         if isinstance(row, Vocabulary) and len(size) == len(wanted) and size[0] >= wanted[0]:
-            compared = (wanted[0], *size[1:])  # padding of the layout that wrote it
+            compared = (wanted[0], *size[1:])  # without the padding of the layout that wrote it
         if compared != wanted:
             return [f"{place.key} has shape {list(size)}, expected {list(wanted)}"]
         volume = sum(torch.Size(chunk.sizes).numel() for chunk in self._chunks.get(place.key, []))
         if volume != torch.Size(size).numel():
-            return [f"{place.key} has parts of {volume} elements in all, expected {torch.Size(size).numel()}"]
+            return [f"{place.key} has chunks of {volume} elements in total, expected {torch.Size(size).numel()}"]
         return []
 
-    def _parts_of_layers(self) -> dict[tuple[str, tuple[int, ...]], list[_Chunk]]:
-        """(key, index along the stacked axes) -> chunks that hold something of it."""
-        parts: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
+    def _chunks_by_layer(self) -> dict[tuple[str, tuple[int, ...]], list[_Chunk]]:
+        """(key, index along the stacked axes) -> the chunks that overlap it."""
+        found: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
         for key, depth in {place.key: len(place.stack) for place in self._where.values()}.items():
             for chunk in self._chunks[key]:
                 ranges = (range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
                 for index in itertools.product(*ranges):
-                    parts.setdefault((key, index), []).append(chunk)
-        return parts
+                    found.setdefault((key, index), []).append(chunk)
+        return found
 
     def _ends(self) -> dict[Path, int]:
+        """File -> the byte after its last chunk: the least size that it can have."""
         ends: dict[Path, int] = {}
         for place in self._where.values():
             for chunk in self._chunks.get(place.key, []):
@@ -175,7 +180,7 @@ class MegatronFolder(Source):
     def _layout(self) -> str:
         cut = Counter(len(self._chunks[p.key]) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
         objects = "with optimizer" if any(key.startswith("optimizer") for key in self._sizes) else "weights only"
-        return f"{self.num_files} files, {objects}, up to {max(cut)} parts a tensor; loads at any layout"
+        return f"{self.num_files} files, {objects}, up to {max(cut)} chunks per tensor; loads in any layout"
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -187,10 +192,10 @@ class MegatronFolder(Source):
             done += high - low
 
     def _fill(self, place: Place, first: int, last: int, out: Tensor) -> None:
-        """Rows of a whole Megatron tensor, gathered from the chunks that have them."""
+        """Read rows of a Megatron tensor of all ranks from the chunks that overlap them."""
         depth = len(place.stack)
         filled = 0
-        for chunk in self._parts.get((place.key, place.index), []):
+        for chunk in self._layer_chunks.get((place.key, place.index), []):
             low, high = chunk.offsets[depth], chunk.offsets[depth] + chunk.sizes[depth]
             a, b = max(first, low), min(last, high)
             if a >= b:
@@ -202,18 +207,18 @@ class MegatronFolder(Source):
             span, start = self._rows_of(chunk, place.index)
             if target.is_contiguous():
                 span.read_into(start + a - low, start + b - low, target)
-            else:  # a tensor-parallel rank's columns
+            else:  # columns of a tensor-parallel rank
                 columns = self._columns.tensor(tuple(target.shape), span.dtype)
                 span.read_into(start + a - low, start + b - low, columns)
                 target.copy_(columns)
             filled += target.numel()
         if filled != out.numel():
             raise ConvertError(
-                f"{self.folder}: the parts of {place.key} leave gaps or overlap at rows {first} to {last}"
+                f"{self.folder}: the chunks of {place.key} leave gaps or overlap at rows {first} to {last}"
             )
 
     def _rows_of(self, chunk: _Chunk, index: tuple[int, ...]) -> tuple[Span, int]:
-        """A chunk, which may span several layers (and experts), as rows; and the first row of this layer."""
+        """A chunk, which may span several layers (and experts), as rows; and the row at which this layer begins."""
         span = self._span(chunk)
         flat = 0
         for i, offset, size in zip(index, chunk.offsets, chunk.sizes, strict=False):
@@ -225,23 +230,23 @@ class MegatronFolder(Source):
     def _span(self, chunk: _Chunk) -> Span:
         if chunk not in self._spans:
             dtype = self._sizes[chunk.key].properties.dtype
-            self._spans[chunk] = locate(chunk.path, chunk.start, chunk.length, chunk.sizes, dtype)
+            self._spans[chunk] = locate_tensor(chunk.path, chunk.start, chunk.length, chunk.sizes, dtype)
         return self._spans[chunk]
 
     def check_content(self) -> bool:
-        """Every part's checksum: finds flipped bits without a manifest."""
+        """Compare every chunk's checksum, which finds flipped bits without a manifest."""
         if self.hf_folder == self.folder / "hf":
             raise ConvertError(
-                f"{self.folder} has lost its manifest.json, and no other checksums; believe it with --no-hashes"
+                f"{self.folder} has lost its manifest.json and has no other checksums; --no-hashes reads it unchecked"
             )
         problems = [
             f"{chunk.path.name}: the checksum of {key} at byte {chunk.start} differs"
             for key in {place.key: None for place in self._where.values()}
             for chunk in self._chunks[key]
-            if not is_sound(chunk.path, chunk.start, chunk.length, self._span(chunk))
+            if not has_valid_checksum(chunk.path, chunk.start, chunk.length, self._span(chunk))
         ]
         if problems:
-            raise listed(f"{self.folder} is damaged:", problems)
+            raise listing_error(f"{self.folder} is damaged:", problems)
         return True
 
 

@@ -1,9 +1,9 @@
-"""The files of a conversion: read here, write here, hash beside. Three things happen to every block of a few MiB:
+"""The files of a conversion, hashed by a thread while they are written. Every block of a few MiB goes through a cycle:
 
-    take a free block -> read into it -> write it -> sha256 in a thread -> free again
+    take a free block -> read into it -> write it -> sha256 in the thread -> free again
 
-Nothing is copied or taken anew, and while one block is hashed the next is read and written. hashlib, read and write all
-release Python's lock.
+Memory is neither copied nor allocated again. While the thread hashes one block, the next is read and written: hashlib,
+read and write all release Python's global interpreter lock.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.convert.progress import Progress
-from grpo_megatron.convert.span import Memory, as_bytes
+from grpo_megatron.convert.span import ReusedMemory, as_bytes
 
-NUM_BLOCKS = 4  # between the writer and the hash
-WRITE_BYTES = (
-    256 << 10
-)  # larger single writes cost up to six times the processor time: the kernel looks for larger pages
-FLUSH_BYTES = 64 << 20  # how much may wait before the disk is told to start
+NUM_BLOCKS = 4  # in the cycle
+# Larger single writes take up to six times the processor time (measured): the kernel looks for larger pages.
+WRITE_BYTES = 256 << 10
+FLUSH_BYTES = 64 << 20  # after so many bytes the kernel is told to start writing them to the disk
 
 
 class Output:
-    """Files of one folder, in turn. `hashes` (name -> sha256) is complete when the `with` ends."""
+    """Writes the files of one folder, one after the other. `hashes` (name -> sha256) is complete when the `with` ends."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self.hashes: dict[str, str] = {}
         self._folder, self._progress = folder, progress
-        self._free: queue.SimpleQueue[Memory] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[ReusedMemory] = queue.SimpleQueue()
         for _ in range(NUM_BLOCKS):
-            self._free.put(Memory())
+            self._free.put(ReusedMemory())
         self._written: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hash, daemon=True)
         self._file: Any = None
@@ -55,7 +54,7 @@ class Output:
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[None]:
-        """What is written within goes to this new file."""
+        """Within, everything is written to this new file."""
         with (self._folder / name).open("xb", buffering=0) as self._file:
             self._sha, self._size, self._flushed = hashlib.sha256(), 0, 0
             yield
@@ -66,13 +65,13 @@ class Output:
         return self._size
 
     def write(self, data: bytes) -> None:
-        """A header, or anything else that is small."""
+        """Write a header, or other small data."""
         self._write(memoryview(data))
         self._written.put((self._sha, data, None))
 
     @contextlib.contextmanager
     def block(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
-        """An uninitialised tensor to fill within; at the end it is written, and is no longer the caller's."""
+        """An uninitialised tensor to fill within the block. Then it is written, and its memory is used again."""
         memory = self._free.get()
         tensor = memory.tensor(shape, dtype)
         yield tensor
@@ -90,7 +89,7 @@ class Output:
             self._flush()
 
     def _flush(self) -> None:
-        """Let the disk begin. Otherwise it would idle until the end, which waits for it."""
+        """Let the disk start writing. Otherwise it is idle until the final fsync, which waits for all of it."""
         count = self._size - self._flushed
         os.posix_fadvise(self._file.fileno(), self._flushed, count, os.POSIX_FADV_DONTNEED)
         self._flushed = self._size

@@ -1,4 +1,4 @@
-"""Bytes moved and bytes per second: a bar on a terminal, a line now and then in a log."""
+"""Bytes done and bytes per second: a bar on a terminal, one line per 15 seconds in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source: a checked model, whichever way it is stored, as Hugging Face tensors of which any rows can be read."""
+"""Source: a checked model in either format, as Hugging Face tensors of which any rows can be read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.span import Memory, blocks
+from grpo_megatron.convert.span import ReusedMemory, row_blocks
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.mapping import WeightRow
 from grpo_megatron.models.weights import bound_rows
@@ -24,7 +24,7 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Source(ABC):
-    """`folder` is what the user named, `data_folder` where the weights are, `hf_folder` where config.json is."""
+    """`folder` is the path that the user gave; `data_folder` has the weights, `hf_folder` has config.json."""
 
     kind: str
     folder: Path
@@ -32,24 +32,24 @@ class Source(ABC):
     hf_folder: Path
     arch: Architecture
     config: dict[str, Any]
-    dtypes: dict[str, torch.dtype]  # of every tensor that is stored
+    dtypes: dict[str, torch.dtype]  # as stored, of every Hugging Face tensor
     num_files: int
     layout: str
 
     @property
     def rows(self) -> list[WeightRow]:
-        """The whole model's, in stream order."""
+        """The weight table rows of the whole model, in stream order."""
         return list(bound_rows(self.arch).values())
 
     def __init__(self) -> None:
-        self._stored, self._block = Memory(), Memory()
+        self._stored, self._block = ReusedMemory(), ReusedMemory()
 
     @abstractmethod
     def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
         """Read rows first to last-1 of a Hugging Face tensor into contiguous memory of the stored dtype."""
 
     def read(self, name: str, first: int, last: int, out: Tensor) -> None:
-        """`fill`, and the cast when `out` has another dtype."""
+        """`fill`, with a cast if `out` has another dtype."""
         if out.dtype == self.dtypes[name]:
             self.fill(name, first, last, out)
             return
@@ -58,12 +58,12 @@ class Source(ABC):
         out.copy_(stored)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every Hugging Face tensor, in stream order."""
+        """Shape of every Hugging Face tensor, in stream order."""
         return {name: shape for row in self.rows for name, shape in zip(row.hf, row.hf_shapes(self.arch), strict=True)}
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The whole tensor in `span.blocks`. Each is gone when the next one comes."""
-        for first, last in blocks(shape):
+        """The whole tensor, block by block (`row_blocks`). All blocks share one memory: the next one overwrites this one."""
+        for first, last in row_blocks(shape):
             out = self._block.tensor((last - first, *shape[1:]), self.dtypes[name])
             self.fill(name, first, last, out)
             yield out
@@ -73,28 +73,28 @@ class Source(ABC):
         """Look for damage without a manifest; False where the format has no checksums. Raises ConvertError."""
 
     def dtype(self, wanted: str | None = None) -> torch.dtype:
-        """The dtype of the result. Raises ConvertError when the tensors have several and none is `wanted`."""
+        """The dtype of the result: `wanted`, or that of the tensors. Raises ConvertError when these have several."""
         if wanted is not None:
             return FLOATS[wanted]
         counts = Counter(self.dtypes.values()).most_common()
         if len(counts) > 1:
             rare = [name for name, dtype in self.dtypes.items() if dtype == counts[-1][0]]
-            shown = ", ".join(f"{short(dtype)} {count}" for dtype, count in counts)
+            shown = ", ".join(f"{dtype_name(dtype)} {count}" for dtype, count in counts)
             raise ConvertError(
-                f"{self.folder}: tensors have several dtypes ({shown}; {rare[0]} is {short(counts[-1][0])});"
+                f"{self.folder}: tensors have several dtypes ({shown}; {rare[0]} is {dtype_name(counts[-1][0])});"
                 " choose one with --dtype"
             )
         return counts[0][0]
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Of all Hugging Face tensors in `dtype`."""
+        """Size of all Hugging Face tensors in `dtype`."""
         return sum(math.prod(shape) for shape in self.shapes().values()) * dtype.itemsize
 
     @contextlib.contextmanager
     def checked(self, wanted: bool = True) -> Iterator[None]:
-        """Hashes are compared in a thread while the caller works; raises StorageError at the end when one differs.
+        """Compare the hashes in a thread during the block. Raises StorageError at its end when one differs.
 
-        Without a manifest, what can be checked is checked before.
+        Without a manifest the format's own checksums are compared before the block. `wanted` False: nothing is compared.
         """
         if not wanted:
             yield
@@ -109,5 +109,5 @@ class Source(ABC):
             verification.stop()
 
 
-def short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""A contiguous tensor somewhere in a file. Nothing is read until rows are taken, and only those rows are.
+"""A contiguous tensor at some offset of a file, of which rows are read on request.
 
-Plain reads into memory that is used again, not a memory map: pages of a map count as memory of the process (a 70B model
-has 140 GB of them), and memory that is taken anew for every block costs more than the reading.
+It uses plain reads into memory that is used again, not a memory map. The pages of a map count as memory of the process:
+a 70B model has 140 GB of them. Allocating memory for every block would take longer than reading the block.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from grpo_megatron.convert import ConvertError
 
-BLOCK_ELEMENTS = 1 << 21  # what moves at once: 4 MiB of bfloat16, so that a few of them stay in the processor's cache
+BLOCK_ELEMENTS = 1 << 21  # 4 MiB of bfloat16: a few blocks fit into the processor's cache
 
 
-def blocks(shape: tuple[int, ...], elements: int = 0) -> Iterator[tuple[int, int]]:
-    """(first, last) row of each block of a tensor of this shape; never less than one row."""
+def row_blocks(shape: tuple[int, ...], elements: int = 0) -> Iterator[tuple[int, int]]:
+    """(first row, last row + 1) of each block of a tensor of this shape. A block has at least one row."""
     step = max(1, (elements or BLOCK_ELEMENTS) // max(1, math.prod(shape[1:])))
     for first in range(0, shape[0], step):
         yield first, min(first + step, shape[0])
@@ -33,22 +33,24 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class Memory:
-    """Room for one tensor at a time, taken once and used again."""
+class ReusedMemory:
+    """Memory for one tensor at a time, which is allocated once and used again."""
 
     def __init__(self) -> None:
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Contiguous, with anything in it. It replaces the one before."""
+        """A contiguous, uninitialised tensor. It overwrites the previous one."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if len(self._room) < nbytes:
-            self._room = torch.empty(nbytes, dtype=torch.uint8)
-        return self._room[:nbytes].view(dtype).view(shape)
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
 class Span:
+    """A contiguous tensor at `offset` of a file."""
+
     path: Path
     offset: int
     dtype: torch.dtype
@@ -59,14 +61,14 @@ class Span:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read_into(self, first: int, last: int, out: Tensor) -> None:
-        """Rows first to last-1 into contiguous memory of this dtype. Raises ConvertError when the file ends before."""
+        """Read rows first to last-1 into a contiguous tensor of this dtype. Raises ConvertError when the file is too short."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         view, done = as_bytes(out), 0
         assert len(view) == (last - first) * row_bytes and out.dtype == self.dtype
         try:
             with self.path.open("rb", buffering=0) as file:
                 start = file.seek(self.offset + first * row_bytes)
-                # for the disk: what is wanted next is most often what comes next in the file
+                # most often the next read is of the next bytes: let the disk read them ahead
                 os.posix_fadvise(file.fileno(), start + len(view), len(view), os.POSIX_FADV_WILLNEED)
                 while done < len(view) and (count := file.readinto(view[done:])):
                     done += count
@@ -76,12 +78,12 @@ class Span:
             raise ConvertError(f"{self.path}: truncated, {len(view) - done} bytes short at byte {self.offset}")
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows first to last-1 in memory of their own."""
+        """Rows first to last-1, in new memory."""
         out = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype)
         self.read_into(first, last, out)
         return out
 
-    # What a weight table row asks of a Hugging Face tensor.
+    # The methods of a safetensors slice that a weight table row uses.
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -95,7 +97,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Resident:
-    """A tensor of an unpickled file (memory-mapped by torch), with a Span's face."""
+    """A tensor of an unpickled file, memory-mapped by torch, with the interface of a Span."""
 
     tensor: Tensor
 

@@ -1,4 +1,4 @@
-"""What travels with the weights (tokenizer, chat template, generation config, licence), and whether its ids fit."""
+"""The files that are copied with the weights (tokenizer, chat template, generation config, licence); a tokenizer check."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.convert import ConvertError, listed
+from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.storage.manifest import MANIFEST_FILE
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx", ".distcp", ".npz"}
-CODE = {".py", ".pyc", ".so", ".sh"}  # never carried: a loader with trust_remote_code would run it
+CODE = {".py", ".pyc", ".so", ".sh"}  # never copied: a loader with trust_remote_code would run it
 
 
 def companions(folder: Path) -> list[Path]:
-    """Files that are neither weights nor code, config.json excepted (its dtype may change)."""
+    """Files that are neither weights nor code. config.json is not among them: its dtype may change."""
     skipped = WEIGHTS | CODE
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
     files += sorted((folder / "chat_templates").glob("*.jinja"))  # where transformers puts named templates
-    own = {"config.json", MANIFEST_FILE, "trainer.json", "metadata.json"}
-    return [p for p in files if p.suffix not in skipped and p.name not in own and not p.name.endswith(".index.json")]
+    written_anew = {"config.json", MANIFEST_FILE, "trainer.json", "metadata.json"}
+    return [
+        p
+        for p in files
+        if p.suffix not in skipped and p.name not in written_anew and not p.name.endswith(".index.json")
+    ]
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -30,8 +34,8 @@ def copy_companions(source: Path, target: Path) -> None:
         shutil.copyfile(path, copy)
 
 
-def check(folder: Path, vocab_size: int) -> None:
-    """Raise ConvertError unless every tokenizer id of the folder has a row of the embedding. No tokenizer is fine."""
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raise ConvertError unless every tokenizer id has a row of the embedding. A folder without a tokenizer passes."""
     problems = []
     for name, read in (("tokenizer.json", _fast), ("added_tokens.json", _added), ("tokenizer.model", _sentencepiece)):
         path = folder / name
@@ -42,7 +46,7 @@ def check(folder: Path, vocab_size: int) -> None:
                     f"{name} has id {largest}, the embedding has {vocab_size} rows (vocab_size of config.json)"
                 )
     if problems:
-        raise listed(f"the tokenizer in {str(folder)!r} does not fit the model:", problems)
+        raise listing_error(f"the tokenizer in {str(folder)!r} does not fit the model:", problems)
 
 
 def _json(path: Path) -> Any:

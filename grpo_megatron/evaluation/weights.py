@@ -15,7 +15,7 @@ import torch
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
-from grpo_megatron.convert.source import Source, short
+from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.types import WeightBucket
 
@@ -64,7 +64,7 @@ def stream(source: Source, dtype: str, device: torch.device, bucket_bytes: int) 
 def fingerprint(source: Source) -> str:
     """sha256 over config.json, the dtypes, and every weight file's name, size, beginning and end."""
     digest = hashlib.sha256((source.hf_folder / "config.json").read_bytes())
-    digest.update(repr(sorted((name, short(dtype)) for name, dtype in source.dtypes.items())).encode())
+    digest.update(repr(sorted((name, dtype_name(dtype)) for name, dtype in source.dtypes.items())).encode())
     files = [p for p in source.data_folder.iterdir() if p.suffix in (".safetensors", ".distcp")]
     for path in sorted(files):
         size = path.stat().st_size

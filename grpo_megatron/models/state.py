@@ -1,6 +1,6 @@
 """Policy and optimizer as Megatron-Core sharded state, and back. A checkpoint can be read in any tp x pp x dp layout.
 
-`save` is `dist_checkpointing.save` in its own steps. Megatron's rank 0 writes common.pt, .metadata and metadata.json
+`save_sharded` is `dist_checkpointing.save` in its own steps. Megatron's rank 0 writes common.pt, .metadata and metadata.json
 between collectives. An error there (a full disk) would end these collectives on rank 0 only, and the other ranks would
 wait until the timeout. Here such an error is kept until the last collective is over, and then raised on every rank.
 """
@@ -86,7 +86,7 @@ class _Writer(TorchDistSaveShardedStrategy):
         results.put(outcome)
 
 
-def save(policy: Policy, folder: Path) -> None:
+def save_sharded(policy: Policy, folder: Path) -> None:
     """Collective: write weights, optimizer and every rank's random state into the empty `folder`.
 
     Raises RankError on every rank when the disk of any rank refuses.
@@ -115,8 +115,8 @@ def save(policy: Policy, folder: Path) -> None:
             raise writer.failure
 
 
-def load(policy: Policy, folder: Path, *, same_world: bool) -> None:
-    """Collective: the inverse of `save`. Random states are restored if the world has the size it had (`same_world`)."""
+def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
+    """Collective: the inverse of `save_sharded`. Random states are restored if the world has the size it had (`same_world`)."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     with policy.device.megatron():

@@ -1,18 +1,20 @@
-"""Checkpoints: one directory a step, complete or absent, and believed only when it is what it was when written.
+"""Checkpoints: one folder per saved step. It is complete or absent, and it is verified before a run resumes from it.
 
     output_dir/checkpoints/step_000020/
         state/          Megatron-Core distributed checkpoint: policy, optimizer, random state of every rank
-        trainer.json    step, schedule, config, world
+        reward_model/   the same for a reward model that learns (training/reward_model.py)
+        trainer.json    step, learning-rate schedule, config, world size
         manifest.json   size and sha256 of every file above; written last
 
-Everything is written to a hidden sibling that is renamed when every rank is done, so a directory with the final name is
-complete. The data position is the step: samplers are pure functions of it.
+All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/atomic.py). The cursor in the
+data is not stored: it follows from the step.
 
-Damage (a lost, short or changed file) is looked for before a run resumes. A damaged checkpoint is renamed to
-step_000020.damaged, with a warning, and the one before it is taken. Hashing is shared: a rank hashes the files that it
-has written, which are still in its page cache, and at a resume every n-th file. sha256 does about 1.5 GB/s a core: of the 1 TB
-of a 70B model with Adam (2 + 12 bytes a parameter) each of 64 ranks has 15 GB, some 10 s at a save, and at a resume the
-file system's time to read the checkpoint once more. trainer.verify_checkpoints=sizes spares the latter.
+Before a run resumes, it looks for lost, truncated and changed files. A damaged checkpoint is renamed to
+step_000020.damaged, with a warning, and the checkpoint before it is used. The ranks share the hashing. At a save, each
+rank hashes the files that it has written, which are still in its page cache. At a resume, rank r of n hashes every n-th
+file. sha256 reads about 1.5 GB/s per core. A 70B model with Adam has 1 TB (2 + 12 bytes per parameter), which is 15 GB
+for each of 64 ranks: about 10 s at a save. A resume reads the whole checkpoint once more from the file system;
+trainer.verify_checkpoints=sizes avoids that.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.models import state as model_state
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage import StorageError
@@ -36,13 +38,13 @@ from grpo_megatron.storage.atomic import PARTIAL, REPLACED, partial_of, publish_
 from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
 
 STEP_FILE = "trainer.json"
-NAME = re.compile(r"step_\d+")
+STEP_FOLDER = re.compile(r"step_\d+")
 DAMAGED = ".damaged"
 log = logging.getLogger(__name__)
 
 
 class Part(Protocol):
-    """Something beside the policy that has a folder of its own in a checkpoint. Both methods are collective."""
+    """Anything besides the policy that saves its state in a checkpoint, in its own folder. Both methods are collective."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -50,15 +52,15 @@ class Part(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one output folder. `keep`: how many of the newest to keep, None for all."""
+    """The checkpoints of one output folder. The newest `keep` are kept; None keeps all."""
 
     def __init__(
         self, output_dir: Path, mesh: Mesh, keep: int | None, verify: Literal["full", "sizes"] = "full"
     ) -> None:
         self.root, self.mesh, self.keep, self.verify = output_dir / "checkpoints", mesh, keep, verify
-        self.last: Path | None = None  # that this run has saved or loaded
+        self.last: Path | None = None  # the last one that this run has saved or loaded
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- finding -------------------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
         """Collective: the newest undamaged checkpoint, None without any. Raises ConfigError when all are damaged."""
@@ -76,19 +78,19 @@ class Checkpoints:
         return None
 
     def _damage(self, path: Path) -> list[str]:
-        """Collective: what differs from the manifest, on every rank the same list; empty when nothing does."""
-        mine: list[str] = []
+        """Collective: the differences from the manifest that any rank has found. The list is the same on every rank."""
+        found: list[str] = []
         try:
             files = read_manifest(path) or {}
             if self.mesh.rank == 0 and not check_sizes(path):
-                mine.append(f"it has no {MANIFEST_FILE}")
+                found.append(f"it has no {MANIFEST_FILE}")
             if self.verify == "full":
                 for name, entry in sorted(files.items())[self.mesh.rank :: self.mesh.world_size]:
                     if sha256_of(path / name) != entry["sha256"]:
-                        mine.append(f"{name} has changed since it was written (sha256)")
+                        found.append(f"{name} has changed since it was written (sha256)")
         except (StorageError, OSError) as error:
-            mine.append(str(error))
-        return list(dict.fromkeys(problem for part in self.mesh.all_gather(mine) for problem in part))
+            found.append(str(error))
+        return list(dict.fromkeys(problem for part in self.mesh.all_gather(found) for problem in part))
 
     def _set_aside(self, path: Path, problems: list[str]) -> None:
         aside = path.with_name(path.name + DAMAGED)
@@ -96,10 +98,11 @@ class Checkpoints:
         for problem in problems[1:]:
             log.warning("  %s", problem)
         with contextlib.suppress(OSError):
-            shutil.rmtree(aside, ignore_errors=True)  # one that was set aside before
+            shutil.rmtree(aside, ignore_errors=True)  # from an earlier resume
             path.rename(aside)
 
     def _seen_by_first_rank(self, look: Callable[[], list[Path]]) -> list[Path]:
+        """Collective: what rank 0 finds. A shared file system may show the other ranks an older state."""
         return self.mesh.broadcast(look() if self.mesh.rank == 0 else [])
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -112,16 +115,17 @@ class Checkpoints:
         run: dict[str, Any] | None = None,
         parts: Sequence[Part] = (),
     ) -> Path:
-        """Collective: write the state after `step` steps, once. Raises RankError on every rank when the disk refuses.
+        """Collective: write the state after `step` steps, unless this run has saved it already. Returns its folder.
 
-        `run` is plain JSON that `run_state` gives back; each of `parts` writes a folder of its own into the checkpoint.
+        `run` is plain JSON, which `run_state` returns. Each of `parts` writes its own folder into the checkpoint.
+        Raises RankError on every rank when the disk of one rank refuses.
         """
         final = self.root / f"step_{step:06d}"
         if final == self.last:
             return final
         partial, task = partial_of(final), f"cannot write checkpoint {final}"
         on_first_rank(self.mesh, task, lambda: self._start(partial))
-        model_state.save(policy, partial / "state")
+        save_sharded(policy, partial / "state")
         for part in parts:
             part.save(partial)
         own_hashes = on_every_rank(self.mesh, task, lambda: self._own_hashes(partial))
@@ -143,14 +147,14 @@ class Checkpoints:
         return {file.relative_to(partial).as_posix(): sha256_of(file) for file in files}
 
     def _start(self, partial: Path) -> None:
-        for ending in (PARTIAL, REPLACED):  # what a run leaves that is killed while it saves
+        for ending in (PARTIAL, REPLACED):  # left by a run that was killed while it saved
             for leftover in self.root.glob(f".step_*{ending}"):
                 shutil.rmtree(leftover, ignore_errors=True)
         (partial / "state").mkdir(parents=True)
 
-    def _publish(self, partial: Path, final: Path, content: dict[str, Any], known: dict[str, str]) -> None:
+    def _publish(self, partial: Path, final: Path, content: dict[str, Any], hashes: dict[str, str]) -> None:
         write_file(partial / STEP_FILE, json.dumps(content, indent=2) + "\n")
-        write_manifest(partial, "training-step", known)  # hashes what is not known: the few small files of rank 0
+        write_manifest(partial, "training-step", hashes)  # `hashes` lacks only the few small files of rank 0
         publish_folder(partial, final)
         if self.keep is not None:
             for old in on_disk(self.root.parent)[: -self.keep]:
@@ -159,10 +163,12 @@ class Checkpoints:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def load(self, path: Path, policy: Policy, parts: Sequence[Part] = ()) -> int:
-        """Collective: restore the policy and the parts. Returns the number of steps it has done."""
-        content = json.loads((path / STEP_FILE).read_text())
+        """Collective: restore the policy and the parts. Returns the number of steps that the checkpoint has done."""
+        content = on_every_rank(
+            self.mesh, f"cannot read checkpoint {path}", lambda: json.loads((path / STEP_FILE).read_text())
+        )
         same_world = content["world_size"] == self.mesh.world_size
-        model_state.load(policy, path / "state", same_world=same_world)
+        load_sharded(policy, path / "state", same_world=same_world)
         policy.load_state(content["policy"])
         for part in parts:
             part.load(path, same_world=same_world)
@@ -171,21 +177,21 @@ class Checkpoints:
 
 
 def run_state(path: Path) -> dict[str, Any]:
-    """What `save` was given as `run`."""
+    """The `run` that was passed to `Checkpoints.save`."""
     return json.loads((path / STEP_FILE).read_text()).get("run", {})  # type: ignore[no-any-return]
 
 
 def on_disk(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    found = (p for p in (output_dir / "checkpoints").glob("step_*") if NAME.fullmatch(p.name))
+    found = (p for p in (output_dir / "checkpoints").glob("step_*") if STEP_FOLDER.fullmatch(p.name))
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def check_same_model(path: Path, config: Config) -> None:
     """Raise ConfigError when the checkpoint was written for another model folder."""
-    theirs = json.loads((path / STEP_FILE).read_text())["config"]["model"]["path"]
-    if Path(theirs) != config.model.path:
+    saved_path = json.loads((path / STEP_FILE).read_text())["config"]["model"]["path"]
+    if Path(saved_path) != config.model.path:
         raise ConfigError(
-            f"{path} was written by a run with model.path={theirs}, this one has model.path={config.model.path}; "
+            f"{path} was written by a run with model.path={saved_path}, this one has model.path={config.model.path}; "
             "set another trainer.output_dir or trainer.resume_mode=disable"
         )

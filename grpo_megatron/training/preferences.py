@@ -1,8 +1,8 @@
-"""Preferences: pairs of responses of which a rule prefers one, what is kept of them, and which make a training batch.
+"""Preferences: pairs of responses of which the rules prefer one; the history of pairs; the batches to train on.
 
 Every rank holds the same pairs and draws the same batches: nothing here communicates. DeepSeekMath, arXiv:2402.03300,
 algorithm 1: after each outer iteration the reward model is trained on its fresh pairs with 10 % replay of earlier ones.
-Departure: the paper does not say which earlier ones; here a bounded history holds a uniform sample of all there were.
+Departure: the paper does not say which earlier pairs; here they come from a bounded uniform sample of all earlier pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_megatron.types import Batch, Plan
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two whole sequences, int32 [prompt + response], that answer one prompt."""
+    """Two responses to one prompt, as whole sequences: int32 [prompt + response]."""
 
     prompt_length: int
     chosen: Tensor
@@ -36,10 +36,10 @@ class PreferencePair:
 
 
 class PairHistory:
-    """At most `size` pairs, a uniform sample of all that were ever added.
+    """At most `size` pairs: a uniform sample of all pairs that were ever added.
 
-    Pair number i has the key random(seed, i), and the smallest keys stay: the order and the cuts of the additions change
-    nothing, and neither does a stop in between.
+    Pair number i has the key random(seed, i), and the pairs with the smallest keys are kept. So it does not matter how
+    the pairs are divided over calls of `add`, nor whether the run stops between them.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -52,31 +52,26 @@ class PairHistory:
 
     @property
     def pairs(self) -> list[PreferencePair]:
-        """In the order in which they came."""
+        """In the order in which they were added."""
         return [pair for _, pair in self._kept]
 
     def add(self, pairs: Sequence[PreferencePair]) -> None:
-        numbered = [*self._kept, *enumerate(pairs, self.num_seen)]
+        candidates = [*self._kept, *enumerate(pairs, self.num_seen)]
         self.num_seen += len(pairs)
-        numbered.sort(key=lambda entry: random.Random(f"{self.seed}/{entry[0]}").random())
-        self._kept = sorted(numbered[: self.size], key=lambda entry: entry[0])
+        candidates.sort(key=lambda entry: random.Random(f"{self.seed}/{entry[0]}").random())
+        self._kept = sorted(candidates[: self.size], key=lambda entry: entry[0])
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
-        kept = [[n, p.prompt_length, p.chosen.tolist(), p.rejected.tolist()] for n, p in self._kept]
+        """Plain numbers, which JSON can hold."""
+        kept = [[i, pair.prompt_length, pair.chosen.tolist(), pair.rejected.tolist()] for i, pair in self._kept]
         return {"num_seen": self.num_seen, "kept": kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.num_seen = state["num_seen"]
-        self._kept = [
-            (
-                number,
-                PreferencePair(
-                    prompt, torch.tensor(chosen, dtype=torch.int32), torch.tensor(rejected, dtype=torch.int32)
-                ),
-            )
-            for number, prompt, chosen, rejected in state["kept"]
-        ]
+        self._kept = []
+        for number, prompt_length, *sequences in state["kept"]:
+            chosen, rejected = (torch.tensor(tokens, dtype=torch.int32) for tokens in sequences)
+            self._kept.append((number, PreferencePair(prompt_length, chosen, rejected)))
 
 
 def mixed_batch(
@@ -91,44 +86,49 @@ def mixed_batch(
 ) -> list[PreferencePair]:
     """The pairs of update number `step` of an outer iteration: a pure function of its arguments.
 
-    Fresh pairs come each once an epoch, in an order of their own every epoch. Replayed ones, `replay_ratio` of all in
-    the long run however small the batch, are drawn from `history` without putting back. With few fresh pairs the batch
-    shrinks. A pair comes twice in one batch only where two epochs meet in it.
+    Each epoch over the fresh pairs has a new order and uses every pair once. Replayed pairs are drawn from `history`
+    without replacement; over many updates they are `replay_ratio` of all pairs, however small the batch. With few fresh
+    pairs the batch is smaller than `size`. A pair is twice in one batch only where one epoch ends and the next begins.
     """
-    size = min(size, max(1, int(len(fresh) / (1 - replay_ratio if history else 1))))
     ratio = replay_ratio if history else 0.0
-    before, after = math.floor(step * size * ratio), math.floor((step + 1) * size * ratio)
-    start, end = step * size - before, (step + 1) * size - after
+    size = min(size, max(1, int(len(fresh) / (1 - ratio))))
+    replayed_before, replayed_after = math.floor(step * size * ratio), math.floor((step + 1) * size * ratio)
+    start, end = step * size - replayed_before, (step + 1) * size - replayed_after
     drawn = Sampler(fresh, size, seed=seed + 1_000_003 * iteration).items_from(start, end - start)
     keys = random.Random(f"{seed}/{iteration}/{step}")
     shuffled = sorted((keys.random(), i) for i in range(len(history)))
-    return drawn + [history[i] for _, i in shuffled[: after - before]]
+    return drawn + [history[i] for _, i in shuffled[: replayed_after - replayed_before]]
 
 
 def pair_batch(pairs: Sequence[PreferencePair], actor: ActorConfig, dp_rank: int, dp: int) -> Batch:
     """This replica's share of the pairs, one mini-batch: rows 2i (chosen) and 2i + 1 (rejected) in one micro-batch.
 
-    A pair is one unit of the plan, as long as both its sequences; the caps are the policy's.
+    The pairs are planned as units, each as long as its two sequences together. The limits of a micro-batch are `actor`'s.
     """
-    sequences = actor.ppo_micro_batch_size_per_gpu
-    caps = actor.model_copy(update={"ppo_micro_batch_size_per_gpu": sequences and max(1, sequences // 2)})
-    units = supervised_plan([(0, len(pair)) for pair in pairs], caps, dp)
+    limit = actor.ppo_micro_batch_size_per_gpu  # in sequences; None: no limit
+    if limit is not None:
+        actor = actor.model_copy(update={"ppo_micro_batch_size_per_gpu": max(1, limit // 2)})
+    pair_plan = supervised_plan([(0, len(pair)) for pair in pairs], actor, dp)
     plan = Plan(
         advantages=[0.0] * (2 * len(pairs)),
         token_weights=[0.0] * (2 * len(pairs)),
-        mini_batches=[
-            [[[row for unit in micro for row in (2 * unit, 2 * unit + 1)] for micro in mini] for mini in schedule]
-            for schedule in units.mini_batches
-        ],
+        mini_batches=[[[_rows(micro) for micro in mini] for mini in minis] for minis in pair_plan.mini_batches],
     )
-    mine = sorted(unit for unit, owner in units.owner().items() if owner == dp_rank)
-    tokens = [tokens.long() for unit in mine for tokens in (pairs[unit].chosen, pairs[unit].rejected)]
-    prompt_lengths = [pairs[unit].prompt_length for unit in mine for _ in range(2)]
+    local_pairs = sorted(pair for pair, owner in pair_plan.owner().items() if owner == dp_rank)
+    tokens, prompt_lengths = [], []
+    for pair in (pairs[i] for i in local_pairs):
+        tokens += [pair.chosen.long(), pair.rejected.long()]
+        prompt_lengths += [pair.prompt_length, pair.prompt_length]
     return build_batch(
-        [row for unit in mine for row in (2 * unit, 2 * unit + 1)],
+        _rows(local_pairs),
         plan,
         dp_rank,
         tokens=tokens,
         prompt_lengths=prompt_lengths,
         rollout_logprobs=[torch.zeros(len(t) - p) for t, p in zip(tokens, prompt_lengths, strict=True)],
     )
+
+
+def _rows(pair_numbers: Sequence[int]) -> list[int]:
+    """The two rows of each pair: 2i (chosen) and 2i + 1 (rejected)."""
+    return [row for number in pair_numbers for row in (2 * number, 2 * number + 1)]

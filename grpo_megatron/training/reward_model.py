@@ -1,8 +1,8 @@
-"""The reward model in the loop: it rewards the step's samples, and learns from them after each outer iteration.
+"""The reward model in the loop: it rewards the samples of each step, and learns from them after each outer iteration.
 
-Iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1). The labels are the rules': of one prompt's samples, those
-with the higher rule-based reward are preferred. Every step its pairs are collected; after `iteration_steps` of them the
-model is continued on the collected pairs with replay of earlier ones.
+Iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1). The labels come from the rule-based reward: of two samples
+of one prompt, the one with the higher reward is preferred. Every step adds its pairs. After `iteration_steps` steps the
+model is trained further on the collected pairs, with replay of earlier ones.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 from grpo_megatron.algo.plan import supervised_plan
 from grpo_megatron.algo.ranking import ranked_pairs, ranking_accuracy
 from grpo_megatron.config import ActorConfig, RewardModelConfig
-from grpo_megatron.models import state as model_state
 from grpo_megatron.models.reward_model import RewardModel, SequenceScorer
+from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.parallel.disk import on_first_rank
+from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.exchange import exchange, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.training.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
 from grpo_megatron.types import GroupTable, Sample
 
-FOLDER, PAIRS = "reward_model", "pairs.json"
+REWARD_MODEL_FOLDER, PAIRS_FILE = "reward_model", "pairs.json"
 
 
 class NoRewardModel:
-    """Stands in where rules alone give the rewards."""
+    """The rewards are those of the rules alone."""
 
     def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
         return table
@@ -46,13 +46,13 @@ class NoRewardModel:
 
 
 class FrozenReward(NoRewardModel):
-    """A reward model that nothing is learnt by: one trained elsewhere."""
+    """A frozen reward model."""
 
     def __init__(self, config: RewardModelConfig, model: SequenceScorer, actor: ActorConfig) -> None:
         self.config, self.model, self.actor = config, model, actor
 
     def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
-        """The table with the model's rewards. Collective; step is not looked at."""
+        """The table with the model's rewards. Collective; `step` is not used."""
         labels = table.raw_reward or table.reward
         pairs = pairs_of(table, labels, self.config.max_pairs_per_group)
         with metrics.phase("reward_model"):
@@ -62,7 +62,7 @@ class FrozenReward(NoRewardModel):
 
 
 class LearningReward(FrozenReward):
-    """The reward model of iterative GRPO. `model` has its optimizer set for the whole run."""
+    """The reward model of iterative GRPO. Its learning-rate schedule covers the whole run of `total_steps`."""
 
     model: RewardModel
 
@@ -82,23 +82,23 @@ class LearningReward(FrozenReward):
         model.set_optimizer(config.optim, max(1, total_steps // iteration_steps * config.steps))
         model.offload()
         self.history = PairHistory(config.history_size, seed)
-        self.fresh = self._no_pairs()
+        self.fresh = self._new_pairs()
 
     @contextlib.contextmanager
     def _learning(self) -> Iterator[None]:
-        """The optimizer's states are on the device, where `actor.megatron.offload_optimizer` keeps them off it."""
+        """Within, the optimizer's state is on the device, also if `actor.megatron.offload_optimizer` is set."""
         self.model.onload()
         yield
         self.model.offload()
 
-    def _no_pairs(self) -> PairHistory:
-        """Of an iteration's own pairs, as many as its updates could look at."""
+    def _new_pairs(self) -> PairHistory:
+        """An empty collection for the pairs of one iteration: as many as its updates can use."""
         return PairHistory(self.config.steps * self.config.train_batch_size, self.seed)
 
     def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
-        """Keep the step's pairs, labelled by `table`'s rewards; then the table with the model's. Collective.
+        """Add the step's pairs, labelled by the rewards of `table`; return the table with the model's rewards. Collective.
 
-        Before `start_iteration` the table stays as it is.
+        Before `start_iteration` the table is returned unchanged.
         """
         labels = table.raw_reward or table.reward
         pairs = gather_pairs(samples, table, pairs_of(table, labels, self.config.max_pairs_per_group), self.mesh)
@@ -109,9 +109,9 @@ class LearningReward(FrozenReward):
         return super().reward(step, samples, table, metrics)
 
     def learn(self, step: int, metrics: Metrics) -> None:
-        """After the last step of an outer iteration: train on its pairs and on history, then make them history.
+        """After the last step of an outer iteration: train on its pairs and the history, then add them to the history.
 
-        Collective. Without any fresh pair (no prompt told its samples apart) nothing is trained.
+        Collective. Nothing is trained if there is no fresh pair: for each prompt all rewards were equal.
         """
         config, fresh, history = self.config, self.fresh.pairs, self.history.pairs
         iteration = step // self.iteration_steps
@@ -130,43 +130,45 @@ class LearningReward(FrozenReward):
                 batch = pair_batch(pairs, self.actor, self.mesh.dp_rank, self.mesh.dp)
                 updates.append(self.model.update_pairs(batch, len(pairs)))
         self.history.add(fresh)
-        self.fresh = self._no_pairs()
+        self.fresh = self._new_pairs()
         for name in updates[0] if updates else ():
-            values = [one[name] for one in updates]
+            values = [metric_values[name] for metric_values in updates]
             metrics.constant(name, sum(values) / len(values))
             metrics.constant(f"{name}/first", values[0])
             metrics.constant(f"{name}/last", values[-1])
 
     def save(self, folder: Path) -> None:
         """Collective: model, optimizer and pairs into a new folder inside the existing `folder`. Raises RankError."""
-        target = folder / FOLDER
+        target = folder / REWARD_MODEL_FOLDER
         content = {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
 
         def write() -> None:
             target.mkdir()
-            (target / PAIRS).write_text(json.dumps(content))
+            (target / PAIRS_FILE).write_text(json.dumps(content))
 
         on_first_rank(self.mesh, f"cannot write checkpoint {target}", write)
         with self._learning():
-            model_state.save(self.model, target / "state")
+            save_sharded(self.model, target / "state")
 
     def load(self, folder: Path, *, same_world: bool) -> None:
         """Collective: the inverse of `save`, in any layout."""
-        target = folder / FOLDER
+        target = folder / REWARD_MODEL_FOLDER
+        content = on_every_rank(
+            self.mesh, f"cannot read checkpoint {target}", lambda: json.loads((target / PAIRS_FILE).read_text())
+        )
         with self._learning():
-            model_state.load(self.model, target / "state", same_world=same_world)
-        held = json.loads((target / PAIRS).read_text())
-        self.model.load_state(held["model"])
-        self.history.load_state(held["history"])
-        self.fresh.load_state(held["fresh"])
+            load_sharded(self.model, target / "state", same_world=same_world)
+        self.model.load_state(content["model"])
+        self.history.load_state(content["history"])
+        self.fresh.load_state(content["fresh"])
 
     def save_hf(self, target: Path, tokenizer_path: Path) -> None:
-        """Collective: the model as a folder that `reward_model.path` can name."""
+        """Collective: write the model as a Hugging Face folder, which `reward_model.path` accepts."""
         self.model.save_hf(target, tokenizer_path)
 
 
 def pairs_of(table: GroupTable, labels: Sequence[float], limit: int | None) -> list[tuple[int, int]]:
-    """(chosen, rejected) rows of every group; rows without a response are in none."""
+    """(chosen, rejected) rows of every group. Rows without a response are left out."""
     return [
         pair
         for group in table.groups()
@@ -177,21 +179,22 @@ def pairs_of(table: GroupTable, labels: Sequence[float], limit: int | None) -> l
 def gather_pairs(
     samples: Sequence[Sample], table: GroupTable, pairs: Sequence[tuple[int, int]], mesh: Mesh
 ) -> list[PreferencePair]:
-    """Collective: the tokens of the rows in `pairs`, from whoever holds them to every rank."""
-    held = {(s.prompt_index, s.index): s for s in samples}
-    wanted = sorted({row for pair in pairs for row in pair})
-    mine = {}
-    for row in (row for row in wanted if table.holder[row] == mesh.rank):
-        sample = held[table.prompt_index[row], table.index[row]]
-        mine[row] = torch.tensor([*sample.prompt.prompt_ids, *sample.response_ids], dtype=torch.int32).numpy()
-    tokens = {row: torch.as_tensor(array) for part in mesh.all_gather(mine) for row, array in part.items()}
+    """Collective: the tokens of the rows in `pairs`, gathered on every rank from the ranks that hold them."""
+    local_samples = {(sample.prompt_index, sample.index): sample for sample in samples}
+    local_tokens = {}
+    for row in sorted({row for pair in pairs for row in pair}):
+        if table.holder[row] != mesh.rank:
+            continue
+        sample = local_samples[table.prompt_index[row], table.index[row]]
+        local_tokens[row] = torch.tensor([*sample.prompt.prompt_ids, *sample.response_ids], dtype=torch.int32).numpy()
+    tokens = {row: torch.as_tensor(array) for part in mesh.all_gather(local_tokens) for row, array in part.items()}
     return [PreferencePair(table.prompt_length[best], tokens[best], tokens[worst]) for best, worst in pairs]
 
 
 def score_samples(
     model: SequenceScorer, samples: Sequence[Sample], table: GroupTable, actor: ActorConfig
 ) -> list[float]:
-    """Collective: the model's score of every row of the table, on every rank; the rows are balanced by length."""
+    """Collective: the model's score of every row of the table, on every rank. The ranks share the rows by length."""
     mesh = model.mesh
     lengths = [(0, p + r) for p, r in zip(table.prompt_length, table.response_length, strict=True)]
     plan = supervised_plan(lengths, actor, mesh.dp)
@@ -201,10 +204,10 @@ def score_samples(
 
 
 def with_scores(table: GroupTable, scores: Sequence[float], config: RewardModelConfig) -> GroupTable:
-    """The table rewarded by the model: coefficient x score, in place of the rule's reward or added to it.
+    """The table with the model's rewards: coefficient x score, instead of the rule's reward or added to it.
 
-    A penalty that is in the reward and not in `table.raw_reward` stays. A row that the rules could not score has a reward
-    now if the rule's is replaced.
+    Penalties, which are in the reward but not in `table.raw_reward`, are kept. If the rule's reward is replaced, a row
+    that has none (NaN) gets a reward.
     """
     labels = table.raw_reward or table.reward
     added = [config.coefficient * score for score in scores]
@@ -223,7 +226,7 @@ def with_scores(table: GroupTable, scores: Sequence[float], config: RewardModelC
 def _record(
     metrics: Metrics, scores: Sequence[float], labels: Sequence[float], pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """What every rank knows already."""
+    """Metrics that are the same on every rank without communication."""
     known = [label for label in labels if label == label]
     if scores:
         metrics.constant("reward_model/score/mean", sum(scores) / len(scores))

@@ -57,7 +57,7 @@ def trained(folder: Path, step: Path, tp: int, pp: int, dtype: str) -> dict[str,
     if policy.mesh.rank == 0:
         (step / "state").mkdir(parents=True)
     dist.barrier()
-    state.save(policy, step / "state")
+    state.save_sharded(policy, step / "state")
     return {n: t.clone() for bucket in policy.hf_weights(1) for n, t in bucket}
 
 

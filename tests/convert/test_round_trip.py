@@ -13,7 +13,7 @@ import torch
 from grpo_megatron.convert import chunks, span
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.rows import hf_runs, megatron_runs
-from grpo_megatron.convert.span import blocks
+from grpo_megatron.convert.span import row_blocks
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
 from tests import tiny
@@ -96,7 +96,7 @@ def test_pieces_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", size)
         for row in model.rows:
             whole = row.shard(read, model.arch, 0, 1)
-            cut = list(chunks.pieces(row, model.arch))
+            cut = list(chunks.cut_into_chunks(row, model.arch))
             assert [p.first for p in cut] == [sum(p.shape[0] for p in cut[:i]) for i in range(len(cut))]
             made = [
                 read(row.hf[part])[first:last]
@@ -114,7 +114,7 @@ def test_pieces_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.M
 
 def test_blocks_cover_every_row_once() -> None:
     for shape in ((7,), (1, 1 << 25), (3, 1 << 23), (100003, 300)):
-        rows = [r for first, last in blocks(shape) for r in range(first, last)]
+        rows = [r for first, last in row_blocks(shape) for r in range(first, last)]
         assert rows == list(range(shape[0]))
 
 

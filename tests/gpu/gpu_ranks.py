@@ -154,11 +154,11 @@ def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[st
     first = build(folder, megatron)
     two_updates(first)
     checkpoint.mkdir()
-    state.save(first, checkpoint)
+    state.save_sharded(first, checkpoint)
     at_save = inner_state(first)
     kind = type(each_optimizer(first.optimizer)[0].optimizer).__module__
     second = build(folder, megatron)
-    state.load(second, checkpoint, same_world=True)
+    state.load_sharded(second, checkpoint, same_world=True)
     second.load_state(first.state())
     restored = inner_state(second)
     out = {

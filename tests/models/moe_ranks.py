@@ -142,11 +142,11 @@ def checkpointed(
     batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
     policy = build(folder, device, mesh)
     if load_from is not None:
-        state.load(policy, load_from, same_world=False)
+        state.load_sharded(policy, load_from, same_world=False)
     else:
         policy.update(batch, loss)
     before = stream(policy)
     if save_to is not None:
-        state.save(policy, save_to)
+        state.save_sharded(policy, save_to)
     policy.update(batch, loss)
     return {"before": before, "after": stream(policy)}
