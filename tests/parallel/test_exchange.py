@@ -63,7 +63,9 @@ def test_masks_travel_as_spans_and_only_where_there_is_a_zero(alone: dict) -> No
     unmasked, masked = alone["loss_spans"]
     assert unmasked == []
     for sample, spans in zip(exchange_ranks.draw(5, 3), masked, strict=True):
-        assert [t for start, end in spans for t in range(start, end)] == [t for t, m in enumerate(sample.loss_mask) if m]
+        assert [t for start, end in spans for t in range(start, end)] == [
+            t for t, m in enumerate(sample.loss_mask) if m
+        ]
         assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans))  # the longest runs
     assert masked[1] == [] and masked[0] == [(0, len(exchange_ranks.draw(5, 3)[0].response_ids))]
 
