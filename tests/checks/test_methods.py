@@ -1,4 +1,7 @@
-"""Combinations of algorithms that could not mean what they say are refused, with the remedy."""
+"""Combinations of algorithms that could not mean what they say are refused, with the remedy.
+
+A user's own functions are checked by the facts that they declare, like the registered ones.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators
+from grpo_megatron.algo.losses import LossInputs, LossMetrics, policy_losses
+from grpo_megatron.algo.needs import is_corrected, needs_old_logprobs, reads_reference
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.config import Config
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config
+from grpo_megatron.types import GroupTable
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "methods"
 
@@ -46,7 +54,10 @@ CASES = {
         {"actor": {**DPO, "ppo_max_token_len_per_gpu": 4000}, "algorithm": {"adv_estimator": "best_worst"}},
         "2 x (data.max_prompt_length + data.max_response_length) = 6144",
     ),
-    "ratio of foreign samples": ({"algorithm": {"source": "initial"}}, "actor.loss_mode=vanilla needs the policy's"),
+    "ratio of foreign samples": (
+        {"algorithm": {"source": "initial"}},
+        "actor.loss_mode=vanilla needs the policy's; set loss_mode=dpo or sft",
+    ),
     "two starts": (
         {"algorithm": {"source": "initial"}, "actor": {"loss_mode": "sft"}, "ref": {"path": "other"}},
         "ref.path names another",
@@ -57,7 +68,7 @@ CASES = {
     ),
     "rewards of a file": (
         {"algorithm": {"source": "file"}, "actor": {"loss_mode": "sft"}},
-        "set adv_estimator=constant",
+        "set adv_estimator=constant (SFT), or best_worst with actor.loss_mode=dpo",
     ),
     "pairs for sft": (
         {"algorithm": {"source": "file", "adv_estimator": "best_worst"}, "actor": {"loss_mode": "sft"}},
@@ -103,3 +114,116 @@ def test_refused_with_the_reason(name: str) -> None:
 
 def test_the_defaults_are_sound() -> None:
     assert problems() == []
+
+
+# -- the user's own functions -----------------------------------------------------------------------------------------
+
+
+@policy_losses.declare(
+    is_likelihood=True, paired=True, needs_reference=True, aggregation=("seq-mean-token-mean", "seq-mean-token-sum")
+)
+def preference_loss(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    raise NotImplementedError
+
+
+def undeclared_loss(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    raise NotImplementedError
+
+
+@advantage_estimators.declare(compares_group=True, makes_pairs=True, ignores_token_penalties=True)
+def pairs(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    raise NotImplementedError
+
+
+@advantage_estimators.declare(needs_rewards=False)
+def without_rewards(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    raise NotImplementedError
+
+
+@advantage_estimators.declare(needs_step_rewards=True, needs_greedy_reward=True)
+def steps_over_greedy(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    raise NotImplementedError
+
+
+def undeclared_estimator(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    raise NotImplementedError
+
+
+def own(function: object) -> str:
+    return f"{__name__}:{function.__name__}"  # type: ignore[attr-defined]
+
+
+PREFERENCE = {"loss_mode": own(preference_loss), "loss_agg_mode": "seq-mean-token-sum"}
+OWN_CASES = {
+    "group of one": (
+        {"rollout": {"n": 1}, "algorithm": {"adv_estimator": own(pairs)}},
+        "compares the samples of a prompt with each other",
+    ),
+    "loss by tokens": (
+        {"actor": {"loss_mode": own(preference_loss)}, "algorithm": {"adv_estimator": own(pairs)}},
+        "set loss_agg_mode=seq-mean-token-mean or seq-mean-token-sum",
+    ),
+    "loss without pairs": ({"actor": PREFERENCE}, "needs pairs, and algorithm.adv_estimator='grpo' makes none"),
+    "no room for a pair": (
+        {"actor": {**PREFERENCE, "ppo_micro_batch_size_per_gpu": 1}, "algorithm": {"adv_estimator": own(pairs)}},
+        "has no room for a pair",
+    ),
+    "rewards of a file": (
+        {
+            "algorithm": {"source": "file", "adv_estimator": own(undeclared_estimator)},
+            "actor": {"loss_mode": "sft"},
+        },
+        "reads responses without rewards",
+    ),
+    "pairs for sft": (
+        {"algorithm": {"source": "file", "adv_estimator": own(pairs)}, "actor": {"loss_mode": "sft"}},
+        "reads pairs",
+    ),
+    "ratio of foreign samples": (
+        {"algorithm": {"source": "initial"}, "actor": {"loss_mode": own(undeclared_loss)}},
+        "needs the policy's",
+    ),
+    "steps of an outcome": (
+        {"algorithm": {"adv_estimator": own(steps_over_greedy)}},
+        "needs rewards of single steps, and the reward 'arithmetic' gives one",
+    ),
+    "unseen penalty": (
+        {"algorithm": {"adv_estimator": own(pairs), "use_kl_in_reward": True}, "actor": PREFERENCE},
+        "algorithm.use_kl_in_reward=true has no effect",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CASES)
+def test_the_users_own_functions_are_checked_by_their_facts(name: str) -> None:
+    sections, message = OWN_CASES[name]
+    found = problems(**sections)
+    assert len(found) == 1 and message in found[0], found
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"adv_estimator": own(pairs)}, "actor": PREFERENCE},
+        {"algorithm": {"adv_estimator": own(pairs), "source": "file"}, "actor": PREFERENCE},
+        {"algorithm": {"adv_estimator": own(without_rewards), "source": "file"}, "actor": {"loss_mode": "sft"}},
+        {"algorithm": {"adv_estimator": own(undeclared_estimator)}, "actor": {"loss_mode": own(undeclared_loss)}},
+        {"rollout": {"n": 1}, "algorithm": {"adv_estimator": own(undeclared_estimator), "use_kl_in_reward": True}},
+        {
+            "algorithm": {"adv_estimator": "no.such:function"},
+            "actor": {"loss_mode": "no.such:loss"},
+        },  # `names` reports them
+    ],
+)
+def test_what_fits_is_accepted(sections: dict[str, Any]) -> None:
+    assert problems(**sections) == []
+
+
+def test_the_trainer_reads_the_same_facts() -> None:
+    algorithm = AlgorithmConfig(rollout_correction={"rollout_is": "token"})  # type: ignore[arg-type]
+    plain, preference = (
+        ActorConfig(use_kl_loss=False, loss_mode=own(loss)) for loss in (undeclared_loss, preference_loss)
+    )
+    for need, expected in ((is_corrected, True), (needs_old_logprobs, True), (reads_reference, False)):
+        assert need(algorithm, plain) is expected
+        assert need(algorithm, preference) is not expected

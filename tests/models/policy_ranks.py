@@ -52,13 +52,27 @@ def share(count: int, dp_rank: int, dp: int) -> list[int]:
     return list(range(count))[dp_rank::dp]
 
 
+KL_COEF, ENTROPY_COEF = 0.1, 0.05
+
+
+def hand_built_loss(
+    logprobs: torch.Tensor, entropy: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """Per token [N], from the formulas: clip 0.2, dual clip 3, k3."""
+    ratio = (logprobs - old).exp()
+    surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    surrogate = torch.where(advantages < 0, surrogate.minimum(-3 * advantages), surrogate)
+    k3 = (ref - logprobs).exp() - 1 - (ref - logprobs)
+    return surrogate + KL_COEF * k3 - ENTROPY_COEF * entropy
+
+
 def loss(inputs: Any) -> Any:
-    """Clipped surrogate + KL + entropy, composed by the real code."""
+    """Clipped surrogate + KL + entropy, composed by the real code. `hand_built_loss` is the same without it."""
     from grpo_megatron.algo.kl import kl_penalties
     from grpo_megatron.algo.losses import policy_losses, total_loss
     from grpo_megatron.config import ActorConfig
 
-    config = ActorConfig(kl_loss_coef=0.1, entropy_coeff=0.05)
+    config = ActorConfig(kl_loss_coef=KL_COEF, entropy_coeff=ENTROPY_COEF)
     return total_loss(inputs, config, policy_losses.get("vanilla"), kl_penalties.get("low_var_kl"))
 
 
@@ -85,7 +99,8 @@ def update(
 ) -> dict[str, Any]:
     """Gradients before an optimizer step and weights after it, as whole Hugging Face tensors; the gradient norm.
 
-    Plain DDP leaves every rank the whole summed gradient to look at; the distributed optimizer only its own part.
+    The batch has tokens outside the loss, and a row without a loss token. With plain DDP every rank has the whole summed
+    gradient; with the distributed optimizer only a part of it.
     """
     _, tp, pp, sp = layout
     # Adam's first step is lr * g / (|g| + eps): with a small eps, rounding picks the sign where g is almost zero.
@@ -102,7 +117,7 @@ def update(
         return step()
 
     policy._step = look_and_step
-    norm = policy.update(make_batch(pairs, [micros], rows), loss)[1]["actor/grad_norm"]
+    norm = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)[1]["actor/grad_norm"]
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
     return {"gradients": gradients, "weights": weights, "norm": norm}
 

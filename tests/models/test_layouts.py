@@ -1,4 +1,7 @@
-"""The backbone: any layout gives the same log-probabilities, gradients and weights, and transformers agrees."""
+"""The backbone: any layout gives the same log-probabilities, gradients and weights, and transformers agrees.
+
+The updates are on a batch with tokens outside the loss (`tiny.make_batch(masked=True)`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests import tiny, worlds
 from tests.models import policy_ranks
@@ -53,6 +57,29 @@ def alone(models: dict[str, Path]) -> dict[tuple[str, bool], dict]:
     return worlds.run(policy_ranks.updates, 1, folders=folders, pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"], micro=2)[
         0
     ]
+
+
+@pytest.mark.parametrize("family", UPDATED)
+def test_gradients_equal_those_of_a_hand_built_loss_without_the_masked_tokens(
+    models: dict[str, Path], alone: dict[tuple[str, bool], dict], family: str
+) -> None:
+    """transformers and the formulas, one response at a time. Tokens outside the loss are read by the model alone."""
+    model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
+    batch = tiny.make_batch(PAIRS, [], masked=True)
+    assert 0 < int(batch.loss_mask.sum()) < int(batch.response_mask.sum())
+    for row, (prompt, response) in enumerate(PAIRS):
+        in_loss = batch.loss_mask[row].nonzero().squeeze(1)
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]  # [response, vocabulary]
+        log_p = logits.log_softmax(-1)[in_loss]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        logprobs = log_p.gather(1, torch.tensor(response)[in_loss].unsqueeze(1)).squeeze(1)
+        columns = (batch.old_logprobs, batch.ref_logprobs, batch.advantages, batch.token_weights)
+        old, ref, advantages, weights = (column[row][in_loss] for column in columns)
+        assert (len(in_loss) == 0) == (row == 4)
+        (weights * policy_ranks.hand_built_loss(logprobs, entropy, old, ref, advantages)).sum().backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    got = alone[family, False]["gradients"]
+    close({name: got[name] for name in want}, want, 1e-4)  # two implementations of the model; layouts: 1e-5
 
 
 @pytest.mark.parametrize("layout", [name for name in policy_ranks.LAYOUTS if name != "1"])

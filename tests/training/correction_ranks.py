@@ -1,0 +1,74 @@
+"""What the ranks of the correction tests run: exchange and correction step, with log-probabilities from a formula."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from grpo_megatron.types import Prompt, Sample
+
+
+def draw(num_prompts: int, n: int) -> list[Sample]:
+    """Samples whose responses have gaps in the loss mask; only sample (0, 0) has a reward if there is one prompt."""
+    samples = []
+    for p in range(num_prompts):
+        prompt = Prompt(f"t/{p}", (1, 2), "", "", "t", "r")
+        for i in range(n):
+            rng = random.Random(f"{p}/{i}")
+            length = rng.randint(2, 9)
+            ids = [rng.randint(0, 99) for _ in range(length)]
+            sample = Sample(prompt, p, i, ids, [-rng.random() for _ in ids], "stop", version=0)
+            sample.loss_mask = [1] + [int(rng.random() < 0.6) for _ in range(length - 1)]
+            # rollout log-probabilities of tokens outside the loss are not read
+            sample.rollout_logprobs = [
+                logprob if in_loss else 1e3
+                for logprob, in_loss in zip(sample.rollout_logprobs, sample.loss_mask, strict=True)
+            ]
+            if num_prompts > 1 or i == 0:
+                sample.reward = rng.choice([0.0, 0.5, 1.0])
+            samples.append(sample)
+    return samples
+
+
+def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """The plan after the correction step, the reduced metrics, and each local row's tensors at its response tokens."""
+    import torch
+
+    from grpo_megatron.algo.plan import make_plan
+    from grpo_megatron.config import ActorConfig, AlgorithmConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.parallel.exchange import exchange, gather_groups
+    from grpo_megatron.parallel.mesh import build_mesh
+    from grpo_megatron.training.correction_step import CorrectionStep
+
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
+    samples = draw(num_prompts, 3)
+    held = samples[mesh.rank :: mesh.world_size]
+    config, actor = AlgorithmConfig.model_validate(algorithm), ActorConfig(use_kl_loss=False)
+    table = gather_groups(held, mesh)
+    plan = make_plan(table, config, actor, dp=mesh.dp, train_batch_size=num_prompts, max_response_length=9)
+    batch = exchange(held, table, plan, mesh)
+    width = batch.response_mask.shape[1]
+    responses = torch.zeros(len(batch), width)
+    for i, (tokens, prompt_length) in enumerate(zip(batch.tokens, batch.prompt_lengths, strict=True)):
+        responses[i, : len(tokens) - prompt_length] = tokens[prompt_length:].float()
+    batch.old_logprobs = torch.where(batch.response_mask, -(1 + responses.sin()), 0.0)
+    batch.ref_logprobs = torch.where(batch.response_mask, -(1 + responses.cos()), 0.0)
+    metrics = Metrics()
+    step = CorrectionStep(config, actor, mesh, max_response_length=9)
+    plan = step.apply(batch, table, plan, metrics)
+    columns = {"loss_mask": batch.loss_mask, "advantages": batch.advantages, "token_weights": batch.token_weights}
+    if batch.correction is not None:
+        columns["correction"] = batch.correction
+    return {
+        "rows": {
+            row: {name: column[i][batch.response_mask[i]].tolist() for name, column in columns.items()}
+            for i, row in enumerate(batch.rows)
+        },
+        "advantages": plan.advantages,
+        "token_weights": plan.token_weights,
+        "num_mini_batches": len(plan.mini_batches[0]),
+        "metrics": metrics.reduce(mesh.all_gather),
+        "spans": [table.spans_of(row) for row in range(len(table))],
+    }

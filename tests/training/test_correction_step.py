@@ -1,0 +1,56 @@
+"""The correction step on real ranks: the same on one rank and on two, over the loss tokens alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests import worlds
+from tests.training import correction_ranks
+
+ALGORITHMS = {
+    "weights": {},
+    "rejection": {"rollout_correction": {"rollout_rs": "token", "rollout_rs_threshold": 1.5}},
+    "KL in the reward": {"adv_estimator": "reinforce_plus_plus", "gamma": 0.9, "use_kl_in_reward": True},
+    "both": {
+        "use_kl_in_reward": True,
+        "kl_ctrl": {"kl_coef": 0.5},
+        "rollout_correction": {"rollout_is": "sequence", "rollout_rs": "geometric"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_ranks_do_what_one_does_and_tokens_outside_the_loss_get_nothing(name: str) -> None:
+    algorithm = ALGORITHMS[name]
+    (alone,) = worlds.run(correction_ranks.correct, 1, num_prompts=4, algorithm=algorithm)
+    both = worlds.run(correction_ranks.correct, 2, num_prompts=4, algorithm=algorithm)
+    samples = correction_ranks.draw(4, 3)
+    assert sorted(row for result in both for row in result["rows"]) == list(range(len(samples)))
+    for result in both:
+        assert result["token_weights"] == alone["token_weights"]
+        assert result["advantages"] == alone["advantages"]
+        assert result["metrics"] == pytest.approx(alone["metrics"], rel=1e-6, nan_ok=True)
+        for row, columns in result["rows"].items():
+            assert columns == alone["rows"][row]
+            for t, in_loss in enumerate(samples[row].loss_mask):
+                if not in_loss:
+                    assert all(values[t] == 0 for values in columns.values())
+    assert all(math.isfinite(value) for value in alone["metrics"].values())
+    assert alone["metrics"]["training/rollout_logp_diff_max"] < 3  # 1e3 stands outside the loss
+
+    kept = sum(sum(columns["loss_mask"]) for columns in alone["rows"].values())
+    total = sum(sum(sample.loss_mask) for sample in samples)
+    assert kept < total if "rollout_rs" in algorithm.get("rollout_correction", {}) else kept == total
+    weights = [weight for columns in alone["rows"].values() for weight in columns["token_weights"]]
+    assert math.fsum(weights) == pytest.approx(1)  # token-mean over what is kept
+
+
+def test_a_rank_without_a_row_joins_the_exchange_of_kept_tokens() -> None:
+    """One trainable sample on two ranks: the second rank has nothing to reject, and must not skip the collective."""
+    algorithm = ALGORITHMS["rejection"]
+    first, second = worlds.run(correction_ranks.correct, 2, timeout_s=60, num_prompts=1, algorithm=algorithm)
+    assert list(first["rows"]) == [0] and second["rows"] == {}
+    assert first["token_weights"] == second["token_weights"]
+    assert first["num_mini_batches"] == second["num_mini_batches"]
