@@ -1,0 +1,264 @@
+"""The real Trainer over stand-ins for models, engine and ranks: one process, no model, milliseconds per step.
+
+Every stand-in writes what happens to one list of events. Real are the trainer, its cadence, collectors, plan, correction
+step, colocation, references' bookkeeping, validation, metrics, and the state in a checkpoint's trainer.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from grpo_megatron import trainer as trainer_module
+from grpo_megatron.config import Config
+from grpo_megatron.parallel.exchange import build_batch
+from grpo_megatron.training import references
+from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
+
+ARCH: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 8,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "num_query_groups": 2,
+    "head_dim": 4,
+    "ffn_hidden_size": 16,
+    "experts_per_token": None,
+}
+
+WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
+
+
+class FakePolicy:
+    """`updates` counts optimizer steps: what a checkpoint restores and what `copy_from` would copy."""
+
+    def __init__(self, events: list[Any], device: Any) -> None:
+        self.events, self.device, self.mesh, self.updates = events, device, LoneMesh(), 0
+        self.arch, self.multiple = SimpleNamespace(**ARCH), 1
+
+    def set_optimizer(self, optim: Any, total_steps: int) -> None:
+        self.events.append(("optimizer", optim.lr, total_steps))
+
+    def update(self, batch: Any, loss: Any, *, epochs: int = 1) -> Any:
+        self.updates += 1
+        self.events.append(("update", len(batch)))
+        return [], {"actor/lr": 0.0, "actor/pg_loss": 0.0}
+
+    def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
+        """-1 for every token, as the drawn samples have it, and lower by 1 % for every update."""
+        return torch.full(batch.response_mask.shape, -1.0 - 0.01 * self.updates) * batch.response_mask
+
+    def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
+        yield f"policy after {self.updates}"
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+
+class FakeReference:
+    """Knows which weights it has: those of a folder that the run has saved, or of one that it was given."""
+
+    def __init__(self, path: Path, *arguments: Any, temperature: float) -> None:
+        saved = path / WEIGHTS
+        self.weights = saved.read_text() if saved.exists() else f"folder {path.name}"
+
+    def copy_from(self, policy: FakePolicy) -> None:
+        self.weights = f"policy after {policy.updates}"
+
+    def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
+        return -1.0 * batch.response_mask
+
+    def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
+        yield self.weights
+
+
+class FakeEngine:
+    """Holds the name of the weights that were streamed into it."""
+
+    def __init__(self, events: list[Any], policy: FakePolicy) -> None:
+        self.events, self.policy, self.held, self.version = events, policy, "", -1
+
+    def load_weights(self, stream: Iterator[Any], version: int) -> None:
+        (self.held,), self.version = list(stream), version
+        self.events.append(("sync", version, self.held))
+
+    def logprobs(self, sequences: list[list[int]]) -> Any:
+        one_step = -1.0 - 0.01 * (self.policy.updates if self.held.startswith("policy") else 0)
+        return [[one_step] * (len(tokens) - 1) for tokens in sequences]
+
+    def sleep(self) -> None: ...
+
+    def wake_weights(self) -> None: ...
+
+    def wake_kv_cache(self) -> None: ...
+
+    def shutdown(self) -> None:
+        self.events.append("shutdown")
+
+
+class WatchedGenerator(FakeGenerator):
+    """Notes draws among the events; the engine must hold the version that is asked for."""
+
+    def __init__(self, engine: FakeEngine, *_: Any) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def draw(self, prompts: Any, n: int, **arguments: Any) -> Any:
+        assert arguments["version"] == self.engine.version
+        kind = "validate" if arguments["draw_id"] < 0 else "draw"
+        self.engine.events.append(
+            (kind, arguments["version"], [p.prompt_ids[0] for p in prompts], arguments["draw_id"])
+        )
+        return super().draw(prompts, n, **arguments)
+
+
+class FakeRewardModel:
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def reward(self, step: int, samples: Any, table: Any, metrics: Any) -> Any:
+        self.events.append(("reward model", step))
+        return table
+
+    def learn(self, step: int, metrics: Any) -> None:
+        self.events.append(("reward model learns", step))
+
+    def save_hf(self, target: Path, tokenizer_path: Path) -> None: ...
+
+
+class FakeCheckpoints:
+    """Writes trainer.json and the policy's count of updates, nothing else."""
+
+    def __init__(self, events: list[Any], output_dir: Path) -> None:
+        self.events, self.root, self.last = events, output_dir / "checkpoints", None
+
+    def newest(self) -> Path | None:
+        return max(self.root.glob("step_*"), default=None)
+
+    def save(self, step: int, policy: FakePolicy, config: Config, run: Any, parts: Any) -> Path:
+        folder: Path = self.root / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        content = {"step": step, "updates": policy.updates, "run": run, "config": config.model_dump(mode="json")}
+        (folder / "trainer.json").write_text(json.dumps(content))
+        self.events.append(("save", step))
+        return folder
+
+    def load(self, path: Path, policy: FakePolicy, parts: Any) -> int:
+        policy.updates = json.loads((path / "trainer.json").read_text())["updates"]
+        self.events.append(("load", path.name))
+        return 0
+
+
+class FakeStopping:
+    def __init__(self, events: list[Any], stop_after: int | None) -> None:
+        self.events, self.stop_after = events, stop_after
+
+    def after(self, steps_done: int, save: Any) -> None:
+        self.events.append(("after", steps_done))
+        if steps_done == self.stop_after:
+            save(steps_done)
+            raise KeyboardInterrupt
+
+    def finished(self, steps_done: int, checkpoint: Any) -> None:
+        self.events.append(("finished", steps_done))
+
+
+def run(
+    output_dir: Path, *, rows: list[Any] | None = None, stop_after: int | None = None, **sections: dict[str, Any]
+) -> tuple[list[Any], list[dict[str, float]]]:
+    """Run a Trainer of six prompts, two per step, and three held-out ones. Returns the events and metrics.jsonl.
+
+    `sections` are merged into the config. `stop_after`: interrupted, as by a signal, after so many steps.
+    """
+    raw: dict[str, Any] = {
+        "model": {"path": "start"},
+        "data": {"train_batch_size": 2, "shuffle": False},
+        "rollout": {"n": 2},
+        "trainer": {
+            "total_training_steps": 4,
+            "output_dir": output_dir,
+            "device": "cpu",
+            "logger": ["jsonl"],
+            "val_before_train": False,
+            "test_freq": -1,
+            "save_freq": -1,
+            "save_hf_at_end": False,
+        },
+    }
+    for section, values in sections.items():
+        raw[section] = {**raw.get(section, {}), **values}
+    config = Config.model_validate(raw)
+    checked = SimpleNamespace(
+        arch=SimpleNamespace(**ARCH),
+        tokenizer=None,
+        train_prompts=[prompt(i) for i in range(6)],
+        val_prompts=[prompt(100 + i) for i in range(3)],
+        supervised_rows=rows or [],
+        offline_groups=[],
+    )
+    events: list[Any] = []
+    policies: list[FakePolicy] = []
+
+    def policy(*arguments: Any, **named: Any) -> FakePolicy:
+        policies.append(FakePolicy(events, arguments[4]))
+        return policies[-1]
+
+    def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any) -> None:
+        (weights,) = stream
+        target.mkdir(parents=True)
+        (target / WEIGHTS).write_text(weights)
+        events.append(("save hf", str(target.relative_to(output_dir)), weights))
+
+    def local_exchange(samples: Any, table: Any, plan: Any, mesh: Any) -> Any:
+        held = {(s.prompt_index, s.index): s for s in samples}
+        chosen = sorted(plan.owner())
+        drawn = [held[table.prompt_index[row], table.index[row]] for row in chosen]
+        return build_batch(
+            chosen,
+            plan,
+            0,
+            tokens=[torch.tensor([*s.prompt.prompt_ids, *s.response_ids]) for s in drawn],
+            prompt_lengths=[len(s.prompt.prompt_ids) for s in drawn],
+            rollout_logprobs=[torch.tensor(s.rollout_logprobs) for s in drawn],
+        )
+
+    stand_ins: dict[Any, dict[str, Any]] = {
+        trainer_module: {
+            "join_world": lambda config, device: LoneMesh(),
+            "destroy_mesh": lambda: events.append("destroy mesh"),
+            "Policy": policy,
+            "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
+            "build_engine": lambda config, checked, mesh, device: FakeEngine(events, policies[-1]),
+            "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
+            "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
+            "Generator": WatchedGenerator,
+            "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
+            "exchange": local_exchange,
+            "save_hf": save_hf,
+        },
+        references: {"Reference": FakeReference},
+    }
+    with ExitStack() as stack:
+        for module, names in stand_ins.items():
+            for name, stand_in in names.items():
+                stack.enter_context(mock.patch.object(module, name, stand_in))
+        stack.enter_context(mock.patch("grpo_megatron.observability.curves.plot", lambda *arguments: None))
+        try:
+            trainer_module.Trainer(config, checked).run()  # type: ignore[arg-type]
+        except KeyboardInterrupt:
+            events.append("stopped")
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return events, [json.loads(line) for line in lines]
+
+
+def only(events: list[Any], *kinds: str) -> list[Any]:
+    """The events of these kinds, in order."""
+    return [event for event in events if (event if isinstance(event, str) else event[0]) in kinds]
