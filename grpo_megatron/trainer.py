@@ -25,7 +25,8 @@ from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.reference import Reference
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
-from grpo_megatron.observability.flops import ModelShape, mfu_metrics, peaks
+from grpo_megatron.models.shape import model_shape
+from grpo_megatron.observability.flops import mfu_metrics, peaks
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics, throughput
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
@@ -274,15 +275,7 @@ class Trainer:
 
     def _start(self) -> None:
         config = self.config
-        self.shape = ModelShape(
-            hidden_size=self.arch.hidden_size,
-            num_layers=self.arch.num_layers,
-            num_heads=self.arch.num_attention_heads,
-            num_kv_heads=self.arch.num_query_groups,
-            head_dim=self.arch.head_dim,
-            ffn_size=self.arch.ffn_hidden_size * (self.arch.experts_per_token or 1),  # what a token passes through
-            vocab_size=self.arch.vocab_size,
-        )
+        self.shape = model_shape(self.arch)
         resumed = self.checkpoints.newest() if config.trainer.resume_mode == "auto" else None
         if resumed is not None:
             check_same_model(resumed, config)

@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "device": {"config"},
     "parallel": {"types", "device"},
     "observability": {"types", "config"},
-    "models": {"types", "config", "algo", "device", "parallel"},
+    "models": {"types", "config", "algo", "device", "parallel", "observability"},
     "rollout": {"types", "config", "importing", "device", "parallel"},
     "convert": {"models"},
     "evaluation": {"types", "config", "rewards", "data", "device", "parallel", "models", "rollout", "convert"},
