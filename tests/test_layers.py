@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "device": {"config"},
     "parallel": {"types", "storage", "device"},
     "observability": {"types", "config", "storage", "algo"},
-    "models": {"types", "config", "storage", "algo", "device", "parallel"},
+    "models": {"types", "config", "storage", "algo", "device", "parallel", "observability"},
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel"},
     "convert": {"storage", "models"},
     "evaluation": {

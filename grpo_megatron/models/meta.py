@@ -6,6 +6,7 @@ A world of any size is pretended (torch's fake process group), one rank of each 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,19 @@ class Stage:
     """One pipeline stage. `whole`: its share of the model, every shard counted, padding rows and copies left out."""
 
     layers: int
-    parameters: int  # of one rank
+    dense: int  # parameters of one rank, without experts
+    experts: int  # parameters of one rank's experts
     whole: int
 
 
-def count_stages(arch: Architecture, megatron: MegatronConfig, dtype: str, world_size: int) -> list[Stage]:
+def count_stages(
+    arch: Architecture,
+    megatron: MegatronConfig,
+    dtype: str,
+    world_size: int,
+    *,
+    is_reward_model: bool = False,
+) -> list[Stage]:
     """Every stage of a valid layout. Not inside a world. FP8, kernels and context parallelism change no count."""
     tp, pp, ep = (
         megatron.tensor_model_parallel_size,
@@ -37,6 +46,11 @@ def count_stages(arch: Architecture, megatron: MegatronConfig, dtype: str, world
         megatron.expert_model_parallel_size,
     )
     plain = megatron.model_copy(update={"transformer_impl": "local", "fp8": Fp8Config(), "context_parallel_size": 1})
+    options: dict[str, Any] = {}
+    if is_reward_model:
+        from grpo_megatron.models.reward_model import SequenceScoringModel  # imports much, for this case only
+
+        options["model_class"] = SequenceScoringModel
     device = Device("cpu")
     device.torch_device = torch.device("meta")
     stages = []
@@ -51,7 +65,7 @@ def count_stages(arch: Architecture, megatron: MegatronConfig, dtype: str, world
                     create_gloo_process_groups=False,  # there is nobody to connect to
                 )
                 with torch.device("meta"):
-                    model = bare(build_model(arch, plain, dtype, device))
+                    model = bare(build_model(arch, plain, dtype, device, **options))
             stages.append(_count(model, arch, tp, ep))
         finally:
             destroy_mesh()
@@ -60,13 +74,14 @@ def count_stages(arch: Architecture, megatron: MegatronConfig, dtype: str, world
 
 def _count(model: torch.nn.Module, arch: Architecture, tp: int, ep: int) -> Stage:
     padding = (arch.padded_vocab_size(tp) - arch.vocab_size) * arch.hidden_size
-    here = whole = 0
+    dense = experts = whole = 0
     for name, parameter in model.named_parameters():
-        here += parameter.numel()
+        is_expert = not getattr(parameter, "allreduce", True)
+        dense += 0 if is_expert else parameter.numel()
+        experts += parameter.numel() if is_expert else 0
         is_end = name in ("embedding.word_embeddings.weight", "output_layer.weight")
         if name == "output_layer.weight" and arch.tied:
             continue  # a copy of the embedding
         cut = tp if getattr(parameter, "tensor_model_parallel", False) else 1
-        shared = 1 if getattr(parameter, "allreduce", True) else ep
-        whole += parameter.numel() * cut * shared - padding * is_end
-    return Stage(len(model.decoder.layers), here, whole)  # type: ignore[arg-type, union-attr]
+        whole += parameter.numel() * cut * (ep if is_expert else 1) - padding * is_end
+    return Stage(len(model.decoder.layers), dense, experts, whole)  # type: ignore[arg-type, union-attr]

@@ -1,17 +1,20 @@
-"""FLOP of a pass and model FLOP utilisation (MFU), for dense decoders with grouped-query attention and a gated MLP.
+"""FLOP of a pass and model FLOP utilisation (MFU), for decoders with grouped-query attention and gated MLPs or experts.
 
     training pass = 6 N T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens
-    N = L (3 h f + h (2 H d + 2 K d)) + 2 V h
+    N = L (3 h f k + h E + h (2 H d + 2 K d)) + 2 V h
 
-h hidden size, f MLP width, L layers, H query heads, K key/value heads, d head size, V vocabulary. A multiply-add counts
-2, backward counts twice forward, so forward alone is one third. Causal attention counts half the square. Recomputation
-never counts. Embedding and head both count, tied or not (as verl does). Lengths are the true ones, so that padding
-lowers MFU. Sliding-window attention is counted as full causal attention.
+N counts the parameters that one token passes through ("active"). h hidden size, L layers, H query heads, K key/value
+heads, d head size, V vocabulary, f width of the MLP or of one expert. A dense model has k = 1 and E = 0. A mixture of
+experts sends each token through k of E experts and through the router, h E; shared experts are not supported.
+
+A multiply-add counts 2 and the backward pass twice the forward pass, so the forward pass alone is one third. Causal
+attention counts half the square. Recomputation never counts. Embedding and head both count, tied or not (as in verl).
+Lengths are without padding, so that padding lowers MFU. Sliding-window attention counts as full causal attention.
 
     MFU = FLOP / (seconds x devices x peak)
 
-FP8 departs from the peers, which divide by the bf16 peak: the ideal time is the sum of FLOP_p / peak_p over precisions,
-with the layers' linear products in FP8 and attention core, embedding and head in bf16.
+FP8 departs from the peers, which divide by the bf16 peak: the ideal time is the sum of FLOP_p / peak_p over precisions.
+The linear products of attention, MLP and experts are in FP8; attention core, router, embedding and head are not.
 """
 
 from __future__ import annotations
@@ -26,62 +29,46 @@ from grpo_megatron.config import Config
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The seven numbers of a dense decoder that FLOP depend on."""
+    """The numbers of a decoder that its FLOP depend on. `models/shape.py` makes one from an Architecture."""
 
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # of the MLP; of one expert in a mixture of experts
     vocab_size: int
-
-    @classmethod
-    def from_hf(cls, config: Any) -> ModelShape:
-        """From a Hugging Face config: the object, or the mapping of its config.json.
-
-        Raises ValueError for a mixture of experts, whose active parameters the formula does not describe.
-        """
-        values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-        experts = next((k for k in ("num_experts", "num_local_experts", "n_routed_experts") if values.get(k)), None)
-        if experts is not None:
-            raise ValueError(f"{experts}={values[experts]}: FLOP are counted for dense models only")
-        heads = values["num_attention_heads"]
-        return cls(
-            hidden_size=values["hidden_size"],
-            num_layers=values["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-            ffn_size=values["intermediate_size"],
-            vocab_size=values["vocab_size"],
-        )
+    num_experts: int = 0  # 0: dense
+    experts_per_token: int = 0
 
     @property
-    def layer_parameters(self) -> int:
-        """Weights of the linear products of all layers."""
+    def linear_parameters(self) -> int:
+        """Active weights of attention, MLPs and experts in all layers: what an FP8 recipe computes in FP8."""
         attention = self.hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        return self.num_layers * (3 * self.hidden_size * self.ffn_size + attention)
+        mlps_per_token = self.experts_per_token if self.num_experts else 1
+        return self.num_layers * (3 * self.hidden_size * self.ffn_size * mlps_per_token + attention)
 
     @property
-    def num_parameters(self) -> int:
-        """N of the header: without biases and norms, embedding and head both."""
-        return self.layer_parameters + 2 * self.vocab_size * self.hidden_size
+    def active_parameters(self) -> int:
+        """N of the header: without biases and norms, with embedding and head both."""
+        routers = self.num_layers * self.hidden_size * self.num_experts
+        return self.linear_parameters + routers + 2 * self.vocab_size * self.hidden_size
 
 
 def flops_per_pass(shape: ModelShape, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
     """FLOP of one pass over all sequences of a batch: forward and backward, or forward alone."""
     tokens, squares = sum(sequence_lengths), sum(s * s for s in sequence_lengths)
     attention = shape.head_dim * shape.num_heads * shape.num_layers * squares
-    return (2.0 if forward_only else 6.0) * (shape.num_parameters * tokens + attention)
+    return (2.0 if forward_only else 6.0) * (shape.active_parameters * tokens + attention)
 
 
 def linear_flops_per_pass(shape: ModelShape, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
-    """The part of `flops_per_pass` in the layers' linear products: what an FP8 recipe runs in FP8."""
-    return (2.0 if forward_only else 6.0) * shape.layer_parameters * sum(sequence_lengths)
+    """The part of `flops_per_pass` that an FP8 recipe computes in FP8."""
+    return (2.0 if forward_only else 6.0) * shape.linear_parameters * sum(sequence_lengths)
 
 
-# Dense bf16 peak, TFLOP/s. SXM parts: on a PCIe or NVL card set trainer.peak_tflops (H100 PCIe 756, H100 NVL 835).
+# bf16 peak without sparsity, in TFLOP/s, of SXM parts. For a PCIe or NVL card set trainer.peak_tflops (H100 PCIe 756,
+# H100 NVL 835).
 _PEAK_BF16 = {
     "H100": 989.0,
     "H800": 989.0,
@@ -100,7 +87,10 @@ _WITHOUT_FP8 = ("A100", "A800")
 
 
 def peak_tflops(device_name: str, precision: Literal["bf16", "fp8"] = "bf16") -> float | None:
-    """Dense peak of one device in TFLOP/s, by marketing name ("NVIDIA H100 80GB HBM3"). None: unknown, or no FP8."""
+    """Peak of one device in TFLOP/s, without sparsity, by marketing name ("NVIDIA H100 80GB HBM3").
+
+    None: the device is unknown, or has no FP8.
+    """
     words = re.findall(r"[A-Z0-9]+", device_name.upper())  # whole words: H20 is not H200
     part = next((word for word in words if word in _PEAK_BF16), None)
     if part is None or (precision == "fp8" and part in _WITHOUT_FP8):
@@ -119,9 +109,9 @@ def mfu(
     fp8_flops: float = 0.0,
     fp8_peak: float | None = None,
 ) -> float:
-    """Ideal time / time, in [0, 1]. Peaks are TFLOP/s of one device.
+    """Ideal time / measured time, in [0, 1]. Peaks are in TFLOP/s of one device.
 
-    `flops` is all FLOP on all devices; `fp8_flops` is the part of it that ran in FP8, and needs `fp8_peak`.
+    `flops` is the FLOP of all devices; `fp8_flops` is the part of it that ran in FP8, and needs `fp8_peak`.
     """
     assert fp8_flops <= flops
     assert fp8_peak is not None or not fp8_flops
@@ -130,14 +120,16 @@ def mfu(
 
 
 def peaks(config: Config, device_name: str, num_layers: int) -> dict[str, Any]:
-    """The arguments of `mfu_metrics` about peaks. `trainer.peak_tflops`, where given, is the divisor of everything."""
-    own, fp8 = config.trainer.peak_tflops, config.actor.megatron.fp8
-    in_fp8 = fp8.recipe is not None and own is None
-    in_bf16 = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16 if fp8.first_last_layers_bf16 else 0
+    """The arguments of `mfu_metrics` about peaks. `trainer.peak_tflops`, if set, is the peak of every precision."""
+    given, fp8 = config.trainer.peak_tflops, config.actor.megatron.fp8
+    uses_fp8_peak = fp8.recipe is not None and given is None
+    bf16_layers = 0
+    if fp8.first_last_layers_bf16:
+        bf16_layers = min(num_layers, fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16)
     return {
-        "peak": own or peak_tflops(device_name),
-        "fp8_peak": peak_tflops(device_name, "fp8") if in_fp8 else None,
-        "fp8_share": 1 - min(in_bf16, num_layers) / num_layers,
+        "peak": given or peak_tflops(device_name),
+        "fp8_peak": peak_tflops(device_name, "fp8") if uses_fp8_peak else None,
+        "fp8_share": 1 - bf16_layers / num_layers,
     }
 
 
@@ -152,13 +144,12 @@ def mfu_metrics(
     fp8_share: float = 1.0,
     num_epochs: int = 1,
 ) -> dict[str, float]:
-    """`perf/tflops/*` (TFLOP/s per device) and, where `peak` is known, `perf/mfu/*` with `perf/peak_tflops`.
+    """`perf/tflops/*` (TFLOP/s per device) and, if `peak` is known, `perf/mfu/*` with `perf/peak_tflops`.
 
-    With `fp8_peak` (then `perf/peak_tflops_fp8`), `fp8_share` of the layers have their linear products in FP8.
-
-    `actor` is the update over `timing_s/update_actor`, `num_epochs` passes; `actor_infer` the forward pass over
-    `timing_s/old_log_prob`. A phase without seconds is left out. `sequence_lengths`: prompt + response tokens of all
-    trained samples of all ranks.
+    `actor` is the update: `num_epochs` passes in `timing_s/update_actor` seconds. `actor_infer` is the forward pass for
+    the old log-probabilities: one pass in `timing_s/old_log_prob` seconds. A phase that took no time is left out.
+    `sequence_lengths`: prompt + response tokens of all trained samples of all ranks. With `fp8_peak` (reported as
+    `perf/peak_tflops_fp8`), `fp8_share` of the layers have their linear products in FP8.
     """
     result: dict[str, float] = {}
     for name, passes, forward_only, phase in (

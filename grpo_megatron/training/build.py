@@ -14,6 +14,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
+from grpo_megatron.models.shape import model_shape
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
@@ -23,7 +24,7 @@ from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
 from grpo_megatron.training.references import References
-from grpo_megatron.training.report import StepReport, model_shape
+from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
 from grpo_megatron.training.warm_up import WARMUP_FOLDER
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from grpo_megatron.config import ActorConfig, DataConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.observability.flops import ModelShape, mfu_metrics
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics, throughput
 from grpo_megatron.observability.sinks import Sinks
@@ -75,16 +74,3 @@ class StepReport:
         return tokens | mfu_metrics(
             reduced, self.shape, lengths, num_devices=num_devices, num_epochs=self.num_epochs, **self.peaks
         )
-
-
-def model_shape(arch: Architecture) -> ModelShape:
-    """The numbers that FLOP depend on. In a mixture of experts: the experts that one token passes through."""
-    return ModelShape(
-        hidden_size=arch.hidden_size,
-        num_layers=arch.num_layers,
-        num_heads=arch.num_attention_heads,
-        num_kv_heads=arch.num_query_groups,
-        head_dim=arch.head_dim,
-        ffn_size=arch.ffn_hidden_size * (arch.experts_per_token or 1),
-        vocab_size=arch.vocab_size,
-    )

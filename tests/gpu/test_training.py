@@ -6,7 +6,6 @@ of 2**-3; what is compared went through 8 layers of either.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ import torch
 
 from grpo_megatron.config import Config
 from grpo_megatron.device import read_hardware
+from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.precision import RECIPES, hardware_problems
+from grpo_megatron.models.shape import model_shape
 from grpo_megatron.observability import flops
 from tests.gpu import conftest, gpu_ranks
 
@@ -127,7 +128,7 @@ def test_step_time_and_mfu(large: Path, figure: Callable[[str], None], recipe: s
             pytest.skip(problems[0])
     length, count = 2048, 64
     (got,) = conftest.run(gpu_ranks.throughput, folder=large, megatron=megatron, length=length, count=count, steps=3)
-    shape = flops.ModelShape.from_hf(json.loads((large / "config.json").read_text()))
+    shape = model_shape(read_architecture(large))
     work = flops.flops_per_pass(shape, [length] * count)
     device = torch.cuda.get_device_name(0)
     peak, fp8_peak = flops.peak_tflops(device), flops.peak_tflops(device, "fp8")

@@ -1,18 +1,25 @@
-"""FLOP and MFU: PEERS V16, Qwen2.5-7B's shape and one sequence of 1000 tokens.
+"""FLOP and MFU by hand, of Qwen2.5-7B and one sequence of 1000 tokens, and of two mixtures of experts.
 
 layers: 28 * (3*3584*18944 + 3584*(2*28*128 + 2*4*128)) = 28 * (203 685 888 + 29 360 128) = 6 525 288 448
 embedding and head: 2*152064*3584 = 1 089 994 752                                       N = 7 615 283 200
 6 N T = 4.56916992e13;  6*128*28*28*1000^2 = 6.02112e11;  together 4.62938112e13
 In 0.1 s on one H100: 462.938 TFLOP/s = .4681 of 989, .2339 of 1979.
+
+Active parameters of Qwen3-30B-A3B (published: 30.5 B, of which 3.3 B active): 48 layers, 8 of 128 experts of 768
+    a layer: attention 2048*(2*32*128 + 2*4*128) = 18 874 368, experts 8*3*2048*768 = 37 748 736, router 2048*128 = 262 144
+    linears 48 * 56 623 104 = 2 717 908 992, routers 12 582 912, ends 2*151936*2048 = 622 329 856, together 3 352 821 760
+Active parameters of Mixtral-8x7B (published: 46.7 B, of which 12.9 B active): 32 layers, 2 of 8 experts of 14336
+    a layer: attention 4096*(2*32*128 + 2*8*128) = 41 943 040, experts 2*3*4096*14336 = 352 321 536, router 4096*8 = 32 768
+    linears 32 * 394 264 576 = 12 616 466 432, routers 1 048 576, ends 2*32000*4096 = 262 144 000, together 12 879 659 008
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from grpo_megatron.config import Config
+from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.shape import model_shape
 from grpo_megatron.observability.flops import (
     ModelShape,
     flops_per_pass,
@@ -23,20 +30,44 @@ from grpo_megatron.observability.flops import (
     peaks,
 )
 
-QWEN_7B = {
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
+SHAPE = ModelShape(
+    hidden_size=3584,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_size=18944,
+    vocab_size=152064,
+)
+QWEN_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
     "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
+    "head_dim": 128,
+    "intermediate_size": 6144,  # of dense layers, which it does not have
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
 }
-SHAPE = ModelShape.from_hf(QWEN_7B)
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
 
 
-def test_v16() -> None:
-    assert SHAPE.head_dim == 128
-    assert SHAPE.num_parameters == 7_615_283_200
+def test_a_dense_model() -> None:
+    assert SHAPE.active_parameters == 7_615_283_200
     assert flops_per_pass(SHAPE, [1000]) == pytest.approx(4.62938112e13, rel=1e-12)
     assert flops_per_pass(SHAPE, [1000], forward_only=True) == pytest.approx(4.62938112e13 / 3, rel=1e-12)
     assert mfu(flops_per_pass(SHAPE, [1000]), 0.1, 1, 989.0) == pytest.approx(0.4681, abs=5e-5)
@@ -57,15 +88,35 @@ def test_fp8_is_measured_against_the_ideal_time_of_both_precisions() -> None:
     assert mfu(flops, 0.1, 1, 989.0, fp8_flops=linear, fp8_peak=1979.0) == pytest.approx(0.27005110, abs=1e-7)
 
 
-def test_shapes_with_an_explicit_head_size_and_without_key_value_heads() -> None:
-    qwen3 = SimpleNamespace(to_dict=lambda: {**QWEN_7B, "head_dim": 64})
-    assert ModelShape.from_hf(qwen3).head_dim == 64
-    assert ModelShape.from_hf({**QWEN_7B, "num_key_value_heads": None}).num_kv_heads == 28
+@pytest.mark.parametrize(
+    ("config", "published", "active", "linear"),
+    [
+        (QWEN_30B_A3B, (30.5e9, 3.3e9), 3_352_821_760, 2_717_908_992),
+        (MIXTRAL, (46.7e9, 12.9e9), 12_879_659_008, 12_616_466_432),
+    ],
+)
+def test_a_mixture_of_experts_counts_what_a_token_passes_through(
+    config: dict[str, object], published: tuple[float, float], active: int, linear: int
+) -> None:
+    """By hand in the header; the published counts, which have one decimal, agree. The router does not run in FP8."""
+    arch = architecture_of(config)
+    shape = model_shape(arch)
+    assert (arch.num_parameters(), shape.active_parameters) == pytest.approx(published, abs=0.06e9)
+    assert (shape.active_parameters, shape.linear_parameters) == (active, linear)
+    attention = 6 * 128 * 32 * arch.num_layers * (600**2 + 400**2)
+    assert flops_per_pass(shape, [600, 400]) == 6 * active * 1000 + attention
+    assert linear_flops_per_pass(shape, [600, 400]) == 6 * linear * 1000
 
 
-def test_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_experts=128: FLOP are counted for dense models only"):
-        ModelShape.from_hf({**QWEN_7B, "num_experts": 128})
+def test_a_shape_is_the_architectures() -> None:
+    """A dense model whose head size is not h / H: all its parameters are active, and only the norms are not counted."""
+    arch = architecture_of({**QWEN_30B_A3B, "model_type": "qwen3", "num_hidden_layers": 2})
+    shape = model_shape(arch)
+    assert (shape.head_dim, shape.ffn_size, shape.num_experts) == (128, 6144, 0)
+    norms = (
+        2 * (2 * 2048 + 2 * 128) + 2048
+    )  # per layer two of h, and two of d for queries and keys; one of h at the end
+    assert shape.active_parameters == arch.num_parameters() - norms
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,20 @@
+"""The shape of a model for counting its FLOP."""
+
+from __future__ import annotations
+
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.observability.flops import ModelShape
+
+
+def model_shape(arch: Architecture) -> ModelShape:
+    return ModelShape(
+        hidden_size=arch.hidden_size,
+        num_layers=arch.num_layers,
+        num_heads=arch.num_attention_heads,
+        num_kv_heads=arch.num_query_groups,
+        head_dim=arch.head_dim,
+        ffn_size=arch.ffn_hidden_size,
+        vocab_size=arch.vocab_size,
+        num_experts=arch.num_experts,
+        experts_per_token=arch.experts_per_token,
+    )

@@ -1,0 +1,311 @@
+"""The dry run's plan: what it prints, and the memory that it counts. Two models are counted by hand.
+
+Llama-3.1-70B, at tp 8 x pp 4 x dp 2 on 64 ranks: see `test_the_plan_of_70b`.
+
+Mixtral-8x7B in bfloat16, 8 experts on 8 ranks: h 4096, 32 layers, MLP 14336, 32 heads in 8 groups of 128, V 32000.
+
+    experts of a rank   8 / ep 8 = 1 per layer: 32 * 3 * 4096 * 14336                             =  5,637,144,576
+    dense, per layer    q and o 2 * 4096**2, k and v 2 * 1024 * 4096, router 8 * 4096, norms 8192 =     41,984,000
+    dense               32 layers, embedding and head 2 * 32000 * 4096, final norm 4096           =  1,605,636,096
+    Adam, 12 bytes      experts have no other replica, so over 1; dense over dp 8: 67,645,734,912 + 2,408,454,144
+
+Together 70,054,189,056 bytes = 65.243 GiB. Divided by dp 8 throughout it would be 10.117.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.checks.layout import stage_layers
+from grpo_megatron.checks.memory import (
+    StageParameters,
+    count_parameters,
+    memory_of_stages,
+    parameters_from_table,
+)
+from grpo_megatron.cli import main
+from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.config import MegatronConfig
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import architecture_of, read_architecture
+from tests import tiny
+from tests.runs import make_run, write_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA_70B = ROOT.parent / "shared" / "data" / "hf_configs" / "Llama-3.1-70B.json"
+TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
+EP = "actor.megatron.expert_model_parallel_size"
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "vocab_size": 32000,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+def plan(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main.main(["train", str(run / "run.yaml"), "--dry-run", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def cut(arch: Architecture, layers: list[int], tp: int, ep: int = 1) -> list[StageParameters]:
+    """`parameters_from_table` of a model with `layers` on its stages: any first, any last, equal ones between."""
+    ends = {"num_layers_in_first_pipeline_stage": layers[0], "num_layers_in_last_pipeline_stage": layers[-1]}
+    megatron = MegatronConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=len(layers),
+        expert_model_parallel_size=ep,
+        override_transformer_config=ends if len(layers) > 1 else {},
+    )
+    return parameters_from_table(dataclasses.replace(arch, num_layers=sum(layers)), megatron)
+
+
+# -- what is printed --------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_what_a_step_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(run, capsys, f"{TP}=2", f"{PP}=2", "trainer.n_gpus_per_node=8", "actor.ppo_mini_batch_size=4")
+    for line in (
+        "8 = 1 node x 8",
+        "tp 2 x pp 2 x dp 2, sequence parallel, distributed optimizer, float32",
+        "8 engines of tp 1",
+        "8 prompts x 4 = 32, about 4 per engine",
+        "2 mini-batches x 1 epoch = 2, of 16 samples each",
+        "about 8 samples of each optimizer step",
+        "reference         0.001 x low_var_kl in the loss",
+        "prompt 16 + response 16 = 32 of the model's 128",
+        "qwen2: 4 layers x 64, MLP 96, vocabulary 101",
+        "complete, by name and shape",
+        "18 tokens, ends with '<eos>'",
+        "9 prompts of task arithmetic; 4 steps x 8 = 3.56 epochs",
+        "4 prompts, before training, every 5 steps, at the end",
+    ):
+        assert line in text, text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_plan_ends_with_a_config_that_can_be_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = plan(run, capsys, "rollout.n=3", "sft.steps=2")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(text.partition("Resolved configuration\n")[2])
+    assert load_config(resolved) == load_config(run / "run.yaml", ["rollout.n=3", "sft.steps=2"])
+    assert "5 rows; 2 steps x 32 = 12.80 epochs" in text
+
+
+def test_overrides_may_stand_anywhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(run, capsys, "rollout.n=2", "--world-size", "6", "data.train_batch_size=3")
+    assert "3 prompts x 2 = 6" in text
+    assert "6 (the config has 1 x 2)" in text
+
+
+def test_a_dry_run_needs_no_weights_and_says_so(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(run / "model", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert "NOT FOUND, so not checked" in plan(run, capsys, f"model.path={folder}")
+
+
+def test_a_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(run, capsys, f"trainer.output_dir={tmp_path / 'out'}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not LLAMA_70B.exists(), reason=f"needs {LLAMA_70B}")
+def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """80 layers, h 8192, MLP 28672, 64 heads in 8 groups of 128, V 128256; tp 8 x pp 4 x dp 2 on 64 ranks, bfloat16.
+
+    A layer: q and o 2 * 8192**2, k and v 2 * 1024 * 8192, MLP 3 * 28672 * 8192, two norms of 8192 = 855,654,400. Of it
+    a tp rank has the matrices over 8 and the norms whole: 855,638,016 / 8 + 16,384 = 106,971,136. Embedding, head:
+    128256 * 8192 = 1,050,673,152 each, over 8: 131,334,144 (128256 is a multiple of 64: no padding).
+    """
+    shutil.copy(LLAMA_70B, tmp_path / "config.json")
+    write_tokenizer(tmp_path)
+    arguments = [f"model.path={tmp_path}", "model.dtype=bfloat16", "trainer.nnodes=8", "trainer.n_gpus_per_node=8"]
+    text = plan(run, capsys, *arguments, f"{TP}=8", f"{PP}=4", "rollout.tensor_model_parallel_size=8")
+    layers = 20 * 106_971_136
+    assert "70,553,706,496" in text
+    assert 80 * 855_654_400 + 2 * 1_050_673_152 + 8192 == 70_553_706_496
+    assert re.search(rf"0 +20 +{layers + 131_334_144:,} ", text)
+    assert re.search(rf"1 +20 +{layers:,} ", text)
+    assert re.search(rf"3 +20 +{layers + 131_334_144 + 8192:,} ", text)
+    gib = layers / 2**30  # of a middle stage: weights 2 bytes, gradients 4, optimizer 12 over dp 2, reference 2
+    assert f"{2 * gib:>9.3f} {4 * gib:>9.3f} {6 * gib:>9.3f} {2 * gib:>9.3f} {14 * gib:>9.3f}" in text
+    assert "NOT FOUND" in text
+
+
+# -- what is counted --------------------------------------------------------------------------------------------------
+
+
+def test_stages_add_up_to_the_model(run: Path) -> None:
+    """At tp 1 every parameter is on one stage: the sum is the model, and its padding rows (101 -> 104) twice."""
+    arch = read_architecture(run / "model")
+    for layers in ([4], [2, 2], [1, 2, 1]):
+        stages = cut(arch, layers, 1)
+        assert [stage.layers for stage in stages] == layers
+        assert sum(stage.total for stage in stages) == arch.num_parameters() + 2 * 3 * arch.hidden_size
+
+
+def test_the_ends_of_the_pipeline_hold_embedding_and_head(run: Path) -> None:
+    """101 rows padded to 112, of 64, over tp 2 are 3,584; the final norm is 64. A tied head elsewhere is a copy."""
+    arch = read_architecture(run / "model")
+    first, middle, last = cut(arch, [1, 1, 1], 2)
+    assert (first.total - middle.total, last.total - middle.total) == (3584, 3584 + 64)
+    tied = dataclasses.replace(arch, tied=True)
+    assert cut(tied, [1, 1, 1], 2) == cut(arch, [1, 1, 1], 2)
+    assert cut(tied, [3], 2)[0].total == cut(arch, [3], 2)[0].total - 3584
+
+
+@pytest.mark.parametrize("is_reward_model", [False, True])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "mixtral"])
+def test_the_weight_table_counts_what_megatron_builds(run: Path, family: str, is_reward_model: bool) -> None:
+    """Tied (llama3), not tied, and 8 experts over ep 2: tp 1 x pp 2 on 4 ranks. A reward model has no output head."""
+    changes = {**MIXTRAL, **tiny.COMMON} if family == "mixtral" else {**tiny.COMMON, **tiny.FAMILIES[family]}
+    arch = dataclasses.replace(architecture_of(changes), max_position_embeddings=128)
+    if is_reward_model:
+        arch = dataclasses.replace(arch, tied=True)  # as models/reward_folder.py reads it
+    overrides = [f"{PP}=2", f"{EP}={2 if arch.num_experts else 1}"]
+    config = load_config(run / "run.yaml", overrides)
+    expected = parameters_from_table(arch, config.actor.megatron, has_output_head=not is_reward_model)
+    assert count_parameters(arch, config, 4, is_reward_model=is_reward_model) == expected
+    assert all((stage.experts > 0) == (arch.num_experts > 0) for stage in expected)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_of_experts_is_shared_by_their_replicas_only(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mixtral-8x7B, counted in the header. The gradients are not divided: 4 * 7,242,780,672 bytes = 26.981 GiB."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    write_tokenizer(tmp_path)
+    text = plan(run, capsys, f"model.path={tmp_path}", "model.dtype=bfloat16", "trainer.n_gpus_per_node=8", f"{EP}=8")
+    experts, dense = 5_637_144_576, 1_605_636_096
+    assert experts == 32 * 3 * 4096 * 14336
+    assert dense == 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 8 * 4096 + 2 * 4096) + 2 * 32000 * 4096 + 4096
+    (line,) = [line for line in text.splitlines() if re.match(rf" +0 +32 +{experts + dense:,} ", line)]
+    weights, gradients, optimizer, _, _ = line.split()[3:]
+    assert (weights, gradients, optimizer) == ("13.491", "26.981", "65.243")
+
+
+@pytest.mark.parametrize(("cp", "ep", "sharded", "expected"), [
+    (1, 1, True, 12 * (800 / 8 + 160 / 8)),
+    (1, 4, True, 12 * (800 / 8 + 160 / 2)),
+    (2, 4, True, 12 * (800 / 8 + 160 / 2)),  # context-parallel ranks are replicas, too
+    (1, 4, False, 12 * (800 + 160)),
+])  # fmt: skip
+def test_adam_is_divided_over_the_replicas(run: Path, cp: int, ep: int, sharded: bool, expected: float) -> None:
+    """bfloat16: 12 bytes. 32 ranks / (tp 2 x pp 2) = 8 replicas of a dense parameter, 8 / ep of an expert."""
+    megatron: dict[str, Any] = {TP: 2, PP: 2, EP: ep, "actor.megatron.context_parallel_size": cp}
+    megatron["actor.megatron.use_distributed_optimizer"] = str(sharded).lower()
+    config = load_config(run / "run.yaml", ["model.dtype=bfloat16", *(f"{k}={v}" for k, v in megatron.items())])
+    (memory,) = memory_of_stages(config, 32, [StageParameters(layers=1, dense=800, experts=160)], None)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * 960, 4 * 960, expected)
+
+
+@pytest.mark.parametrize(("overrides", "has_reference", "words"), [
+    ([], True, "0.001 x low_var_kl in the loss"),
+    (["actor.use_kl_loss=false"], False, "no reference model"),
+    (["actor.use_kl_loss=false", "algorithm.use_kl_in_reward=true"], True, "0.001 x kl in the reward"),
+    (
+        ["actor.use_kl_loss=false", "actor.loss_mode=dpo", "actor.loss_agg_mode=seq-mean-token-mean",
+         "algorithm.adv_estimator=best_worst"],
+        True,
+        "read by dpo",
+    ),
+    (
+        ["actor.use_kl_loss=false", "actor.loss_mode=sft", "algorithm.source=initial", "algorithm.adv_estimator=rft"],
+        True,
+        "draws the responses",
+    ),
+])  # fmt: skip
+def test_a_reference_is_counted_where_the_method_needs_one(
+    run: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], has_reference: bool, words: str
+) -> None:
+    """In float32, the reference has the 4 bytes per parameter of the policy's weights, and nothing else."""
+    config = load_config(run / "run.yaml", overrides)
+    (memory,) = memory_of_stages(config, 2, [StageParameters(layers=4, dense=1000, experts=0)], None)
+    assert memory.reference == (4000 if has_reference else 0)
+    assert memory.total == 4000 + 4000 + 8000 / 2 + memory.reference
+    assert f"reference         {words}\n" in plan(run, capsys, *overrides)
+
+
+@pytest.mark.parametrize(("overrides", "kind", "bytes_per_parameter"), [
+    (["actor.use_kl_loss=false"], "frozen", 4),
+    (["algorithm.iteration_steps=2", "reward_model.start_iteration=1"], "learns", 4 + 4 + 8 / 2),
+])  # fmt: skip
+def test_a_reward_model_is_counted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], kind: str,
+    bytes_per_parameter: float,
+) -> None:  # fmt: skip
+    """The policy's folder as a reward model, float32 on 2 ranks: no head, 104 padded rows of 64 = 6,656 parameters fewer."""
+    folder = tmp_path / "reward"
+    shutil.copytree(run / "model", folder)
+    if kind == "frozen":  # a language model gets a new head, which must learn
+        from safetensors.torch import load_file, save_file
+
+        config = json.loads((folder / "config.json").read_text())
+        names = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
+        (folder / "config.json").write_text(json.dumps({**config, **names}))
+        tensors = load_file(folder / "model.safetensors")
+        tensors["score.weight"] = tensors.pop("lm_head.weight")[:1].clone()
+        save_file(tensors, folder / "model.safetensors")
+    text = plan(run, capsys, f"reward_model.path={folder}", *overrides)
+    assert re.search(rf"reward model +{re.escape(str(folder))}: [\d,]+ parameters, {kind}\n", text)
+    assert re.search(r"stage layers .* reference reward model  together\n", text)
+    config = load_config(run / "run.yaml", [f"reward_model.path={folder}", *overrides])
+    arch = read_architecture(run / "model")
+    (policy,) = count_parameters(arch, config, 2)
+    (reward,) = count_parameters(dataclasses.replace(arch, tied=True), config, 2, is_reward_model=True)
+    assert reward.total == policy.total - 104 * 64
+    (memory,) = memory_of_stages(config, 2, [policy], [reward])
+    assert memory.reward_model == bytes_per_parameter * reward.total
+    assert memory.total == memory_of_stages(config, 2, [policy], None)[0].total + memory.reward_model
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pp", "first", "last", "expected"),
+    [
+        (1, None, None, [8]),
+        (4, None, None, [2, 2, 2, 2]),
+        (3, None, None, None),
+        (3, 2, None, [2, 3, 3]),
+        (3, None, 2, [3, 3, 2]),
+        (4, 1, 1, [1, 3, 3, 1]),
+        (2, 3, 5, [3, 5]),
+        (2, 3, 4, None),
+        (2, 8, None, None),
+        (1, 4, 4, None),
+        (2, 0, None, None),
+        (2, "4", None, None),
+    ],
+)
+def test_stages_are_cut_as_megatron_cuts_them(
+    run: Path, pp: int, first: object, last: object, expected: list[int] | None
+) -> None:
+    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    override = json.dumps({name: value for name, value in ends.items() if value is not None})
+    config = load_config(run / "run.yaml", [f"{PP}={pp}", f"actor.megatron.override_transformer_config={override}"])
+    assert stage_layers(8, config.actor.megatron) == expected
