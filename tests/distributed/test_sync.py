@@ -88,7 +88,7 @@ def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: st
         "exception": "rank 1: KeyError: 'broken stream'",
         "other_model": "the engine does not hold the policy's weights",
     }[fault]
-    results = worlds.run(sync_ranks.faulty, 2, folder=models["qwen2"], fault=fault, timeout_s=100)
+    results = worlds.run(sync_ranks.faulty, 2, folder=models["qwen2"], fault=fault)
     for result in results:
         assert expected in result["error"]
         assert result["refused"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 
 
-def command(*arguments: str, timeout: float = 280) -> str:
+def command(*arguments: str, timeout: float = 1100) -> str:
     """Run `python ARGUMENTS` from the project's root, as the README says; its output. Fails with it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

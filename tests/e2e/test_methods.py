@@ -76,14 +76,14 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
         raws.append(raw)
-    results = worlds.run(run_ranks.train_many, 2, timeout_s=580, raws=raws)[0]
+    results = worlds.run(run_ranks.train_many, 2, timeout_s=2300, raws=raws)[0]
     for raw, result in zip(raws, results, strict=True):
         lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
         result["metrics"] = [json.loads(line) for line in lines]
     return dict(zip(METHODS, results, strict=True))
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # seventeen runs in one fixture
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # seventeen runs in one fixture
 
 
 def column(run: dict[str, Any], name: str) -> list[float]:

@@ -1,7 +1,8 @@
 """A real Slurm of N nodes on this machine, in one scratch folder: Debian's daemons, nothing under /etc.
 
 Every node and the controller have a network, a host name, a mount table and a /dev/shm of their own (Linux namespaces), so that
-names, addresses and equal ports mean what they mean on a cluster. Root only. GPUs are device nodes that hold nothing.
+names, addresses and equal ports mean what they mean on a cluster. Root only. GPUs are device nodes without a device. Slurm's
+time limits are far above what a busy machine needs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+HANG_S = 600.0  # ends a test that hangs; never reached on a machine that is only slow
 PACKAGES = ("slurm-wlm", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
 CTL, CTL_ADDRESS = "ctl", "10.77.0.254"
@@ -49,24 +51,27 @@ SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0,bf_interval=1
 SlurmdParameters=config_overrides
 JobRequeue=1
 ReturnToService=1
-KillWait=3
-UnkillableStepTimeout=30
-MinJobAge=300
-SlurmctldTimeout=60
-SlurmdTimeout=60
+KillWait=60
+MessageTimeout=60
+TCPTimeout=60
+BatchStartTimeout=300
+UnkillableStepTimeout=300
+MinJobAge=3000
+SlurmctldTimeout=300
+SlurmdTimeout=300
 InactiveLimit=0
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 {nodes}
-PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=60
+PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=600
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here; None when there can. Installs Debian's packages where that is possible."""
+    """The reason why no Slurm can run here, or None. Installs Debian's packages if it can."""
     if os.geteuid() != 0:
         return "a Slurm in namespaces needs root"
     if not _has_programs():
@@ -98,7 +103,7 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 class Lab:
-    """`with Lab(folder, 4) as lab:` starts it, and leaves no process behind."""
+    """`with Lab(folder, 4) as lab:` starts a Slurm of four nodes and ends all its processes afterwards."""
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         self.folder = folder
@@ -115,11 +120,11 @@ class Lab:
             munge = self.folder / "munge"
             names = ("key", "socket", "pid", "log", "seed")
             files = [f"--{n}{'' if n == 'socket' else '-file'}={munge / f'munge.{n}'}" for n in names]
-            subprocess.run(["munged", "--force", *files, "--num-threads=2"], env=self._env, check=True, timeout=30)
+            subprocess.run(["munged", "--force", *files, "--num-threads=2"], env=self._env, check=True, timeout=HANG_S)
             self._inside(CTL, "slurmctld", "-c")
             for node in self.nodes:
                 self.start_node(node)
-            self.until(lambda: self.slurm("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(self.nodes)), 30)
+            self.until(lambda: self.slurm("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(self.nodes)))
         except BaseException:
             self.__exit__()
             raise
@@ -128,7 +133,7 @@ class Lab:
     def __exit__(self, *exception: object) -> None:
         if CTL in self._holders:
             self.slurm("scancel", "--full", "-u", "root")
-            self.until(lambda: not self.slurm("squeue", "-h"), 15, required=False)
+            self.until(lambda: not self.slurm("squeue", "-h"), 90, required=False)
         pids = [int(file.read_text()) for file in [*self.folder.glob("run/*.pid"), *self.folder.glob("munge/*.pid")]]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in pids:
@@ -188,7 +193,7 @@ class Lab:
     # -- use -----------------------------------------------------------------------------------------------------------
 
     def _inside(self, name: str, *command: str, check: bool = True, env: dict[str, str] | None = None) -> str:
-        """Run a command on a node (or the controller); what it prints."""
+        """Run a command on a node or on the controller; returns its output."""
         enter = ["nsenter", "-t", str(self._holders[name].pid), "--net", "--uts", "--mount", f"--wdns={os.getcwd()}"]
         done = subprocess.run(
             [*enter, *command],
@@ -196,7 +201,7 @@ class Lab:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -206,14 +211,14 @@ class Lab:
         return self._inside(CTL, *command, check=False)
 
     def submit(self, *arguments: str, **variables: str) -> str:
-        """sbatch; the job's id."""
-        said = self._inside(CTL, "sbatch", *arguments, env=variables)
-        found = re.search(r"Submitted batch job (\d+)", said)
-        assert found, said
+        """Call sbatch; returns the job's id."""
+        output = self._inside(CTL, "sbatch", *arguments, env=variables)
+        found = re.search(r"Submitted batch job (\d+)", output)
+        assert found, output
         return found[1]
 
     def job(self, job: str) -> dict[str, str]:
-        """scontrol's view: JobState, Restarts, ExitCode, Reason, ExcNodeList, ..."""
+        """What scontrol shows of a job: JobState, Restarts, ExitCode, Reason, ExcNodeList, ..."""
         fields = self.slurm("scontrol", "-o", "show", "job", job).split(" ")
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
@@ -221,12 +226,12 @@ class Lab:
         return self.slurm("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def restart_now(self, job: str) -> None:
-        """Slurm lets a requeued job rest for two minutes; within a second its credential would count as revoked."""
-        self.until(lambda: self.job(job)["JobState"] == "PENDING", 30)
+        """Start a requeued job after two seconds instead of Slurm's two minutes. One second is too soon for its credential."""
+        self.until(lambda: self.job(job)["JobState"] == "PENDING")
         self.slurm("scontrol", "update", f"jobid={job}", "StartTime=now+2")
 
     def ranks(self, job: str, pattern: str = "grpo_megatron") -> list[int]:
-        """Process ids of a job's ranks, in order of ranks."""
+        """Process ids of a job's ranks, in the order of the ranks."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -241,7 +246,7 @@ class Lab:
         return [found[rank] for rank in sorted(found)]
 
     @staticmethod
-    def until(condition: Callable[[], object], timeout_s: float, required: bool = True) -> None:
+    def until(condition: Callable[[], object], timeout_s: float = HANG_S, required: bool = True) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:

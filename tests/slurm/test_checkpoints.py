@@ -122,6 +122,6 @@ def test_the_command_ends_with_75_and_no_complaint(tmp_path: Path, ranks_here: i
         env={**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert (done.returncode, done.stderr) == (75, "")

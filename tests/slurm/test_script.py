@@ -1,6 +1,6 @@
-"""The scripts of slurm/ without a Slurm: its commands are stand-ins of a few lines that say what they were asked.
+"""The scripts of slurm/ without Slurm: stand-ins of a few lines replace its commands and record the calls.
 
-Every row of the table of ends in train_70b.sh's header is a case here; the real Slurm is test_jobs.py's.
+Every row of the table in train_70b.sh's header, how an attempt ends, is a case here. test_jobs.py has the real Slurm.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.slurm.lab import HANG_S, Lab
 
 ROOT = Path(__file__).parents[2]
 STUBS = {
@@ -24,13 +25,13 @@ STUBS = {
         case "$1 $2" in
             "show hostnames") tr , '\\n' <<<"$3" ;;
             "-o show") echo "JobId=7 PreemptTime=${PREEMPTED:-None} ExcNodeList=${EXCLUDED:-(null)} Features=(null)" ;;
-            "requeue 7") echo "requeued" >>"$SAID"; exit "${REQUEUE_CODE:-0}" ;;
-            update*) echo "$*" >>"$SAID" ;;
+            "requeue 7") echo "requeued" >>"$CALLS"; exit "${REQUEUE_CODE:-0}" ;;
+            update*) eval "${UPDATE_DOES:-}"; echo "$*" >>"$CALLS" ;;
         esac""",
     "srun": 'case "$*" in *preflight.py*) eval "$PREFLIGHT_DOES" ;; *) eval "$TRAIN_DOES" ;; esac',
     "squeue": "date -d '+1 hour' +%Y-%m-%dT%H:%M:%S",
     "sinfo": "printf '%s\\n' ${PARTITION:-node1 node2 node3}",
-    "scancel": 'echo "scancel $*" >>"$SAID"',
+    "scancel": 'echo "scancel $*" >>"$CALLS"',
     "getent": "true",
 }
 DONE = 'echo \'{"state": "done", "steps_done": 9}\' >$OUT/outcome.json'
@@ -42,10 +43,10 @@ class Job:
     """One attempt of slurm/train_70b.sh as job 7 on node1 and node2."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.out, self.said = folder, folder / "out", folder / "said"
+        self.folder, self.out, self.calls = folder, folder / "out", folder / "calls"
         (folder / "bin").mkdir()
         (folder / "run.yaml").write_text("model: {}\n")
-        self.said.touch()
+        self.calls.touch()
         for name, body in STUBS.items():
             (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
             (folder / "bin" / name).chmod(0o755)
@@ -54,7 +55,7 @@ class Job:
         environment = {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(self.folder),
-            "SAID": str(self.said),
+            "CALLS": str(self.calls),
             "OUT": str(self.out),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "node1,node2",
@@ -78,7 +79,7 @@ class Job:
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         process = self.start(*arguments, **variables)
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=HANG_S)
         return process.returncode, text
 
     def earlier(self, number: int, start: int, *marks: str) -> None:
@@ -100,7 +101,7 @@ def job(tmp_path: Path) -> Job:
     ("does", "code", "requeued", "words"),
     [
         (DONE, 0, False, "attempt 0: finished; newest checkpoint: none"),
-        (STOPPED, 75, True, "attempt 0: saved as asked; requeued; newest checkpoint: {out}/checkpoints/step_000004"),
+        (STOPPED, 75, True, "attempt 0: saved on request; requeued; newest checkpoint: {out}/checkpoints/step_000004"),
         ("exit 2", 2, False, "a mistake in the config or the data"),
         ("exit 137", 75, True, "a rank was killed (srun: 137); requeued"),
         ("exit 1", 1, False, "failed with 1 before it had saved anything"),
@@ -112,15 +113,15 @@ def test_the_last_line_says_what_happened(job: Job, does: str, code: int, requeu
     status, text = job.run(TRAIN_DOES=does)
     assert status == code, text
     assert words.format(out=job.out) in text.splitlines()[-1]
-    assert ("requeued" in job.said.read_text()) == requeued
+    assert ("requeued" in job.calls.read_text()) == requeued
 
 
 @pytest.mark.parametrize(
     ("marks", "start", "code", "words"),
     [
         ((), 0, 1, "two attempts in a row have not advanced a step"),
-        (("asked",), 0, 75, "requeued"),  # the first was pre-empted: no fault of its own
-        ((), 3, 75, "requeued"),  # it had come from elsewhere
+        (("interrupted",), 0, 75, "requeued"),  # the first was pre-empted, which is not a failure of the run
+        ((), 3, 75, "requeued"),  # the first started from another step
     ],
 )
 def test_two_attempts_without_a_step_are_enough(
@@ -132,15 +133,15 @@ def test_two_attempts_without_a_step_are_enough(
 
 
 def test_a_pre_emption_that_ends_the_ranks_at_once_is_no_fault_of_the_run(job: Job) -> None:
-    """Slurm without preempt_send_user_signal. Twice in a row, too."""
+    """Slurm without preempt_send_user_signal, also twice in a row."""
     job.earlier(0, 0)
     status, text = job.run(TRAIN_DOES="exit 143", SLURM_RESTART_COUNT="1", PREEMPTED="2026-11-21T15:23:35")
     assert status == 75 and "pre-empted before it could save; requeued" in text.splitlines()[-1], text
-    assert (job.out / "attempts/7-1/asked").exists()
+    assert (job.out / "attempts/7-1/interrupted").exists()
 
 
-def test_nodes_that_take_the_script_along_do_not_loop(job: Job) -> None:
-    """Attempts that never came to a decision, because the first node died with them, count as well."""
+def test_attempts_whose_script_dies_do_not_loop(job: Job) -> None:
+    """An attempt counts even if its script died with the first node, before it could decide how to go on."""
     job.earlier(0, 0)
     job.earlier(1, 0)
     status, text = job.run(TRAIN_DOES=DONE, SLURM_RESTART_COUNT="2")
@@ -159,25 +160,22 @@ def test_where_slurm_does_not_requeue_it_says_so(job: Job) -> None:
     assert status == 75 and "submit it again" in text.splitlines()[-1]
 
 
-def test_usr1_asks_the_run_to_stop(job: Job) -> None:
+def test_usr1_stops_the_run(job: Job) -> None:
     waits = f"touch $OUT/runs; until [ -e $OUT/attempts/7-0/stop ]; do sleep 0.05; done; {STOPPED}"
     process = job.start(TRAIN_DOES=waits)
-    deadline = time.monotonic() + 30
-    while not (job.out / "runs").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    Lab.until((job.out / "runs").exists)
     process.send_signal(signal.SIGUSR1)
-    text, _ = process.communicate(timeout=30)
-    assert process.returncode == 75 and "saved as asked; requeued" in text.splitlines()[-1], text
+    text, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 75 and "saved on request; requeued" in text.splitlines()[-1], text
     command = (job.out / "attempts/7-0/command.txt").read_text().splitlines()
     assert f"trainer.stop_file={job.out}/attempts/7-0/stop" in command
     assert any(line.startswith("trainer.stop_at=") for line in command)
 
 
 def test_a_hanging_run_leaves_stacks_and_is_ended(job: Job) -> None:
-    status, text = job.run(TRAIN_DOES="exec sleep 50", HANG_SECONDS="1")
+    status, text = job.run(TRAIN_DOES="exec sleep 1000", HANG_SECONDS="1")
     assert status == 75 and "it hung; requeued" in text.splitlines()[-1], text
-    assert "scancel --signal=USR2 7" in job.said.read_text()
+    assert "scancel --signal=USR2 7" in job.calls.read_text()
 
 
 # -- pre-flight -------------------------------------------------------------------------------------------------------
@@ -190,25 +188,33 @@ def test_bad_nodes_are_named_and_excluded(job: Job) -> None:
     assert status == 75, text
     assert "pre-flight node1: ok" in text and "pre-flight node2: 7 GPUs, 8 expected" in text
     assert "bad nodes: node2; requeued without node9,node2" in text.splitlines()[-1]
-    assert job.said.read_text().splitlines() == ["requeued", "update jobid=7 ExcNodeList=node9,node2"]
+    assert job.calls.read_text().splitlines() == ["requeued", "update jobid=7 ExcNodeList=node9,node2"]
+
+
+def test_nodes_are_excluded_once_slurm_accepts_it(job: Job) -> None:
+    """Slurm refuses while it still ends the job."""
+    refuses_twice = "echo refused >>$OUT/refused; [ $(wc -l <$OUT/refused) -gt 2 ] || exit 1"
+    _, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=NODE2_IS_BAD, UPDATE_DOES=refuses_twice)
+    assert "requeued without node2" in text.splitlines()[-1]
+    assert job.calls.read_text().splitlines() == ["requeued", "update jobid=7 ExcNodeList=node2"]
 
 
 def test_too_few_good_nodes_end_the_job(job: Job) -> None:
     status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=NODE2_IS_BAD, PARTITION="node1 node2")
     assert status == 1 and "bad nodes: node2; the partition has 1 others, and 2 are needed" in text.splitlines()[-1]
-    assert job.said.read_text() == ""
+    assert job.calls.read_text() == ""
 
 
-def test_a_silent_node_is_a_bad_node(job: Job) -> None:
-    says = "echo ok >$OUT/attempts/7-0/preflight/node2.verdict"
-    _, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=says)
+def test_a_node_without_a_verdict_is_bad(job: Job) -> None:
+    writes = "echo ok >$OUT/attempts/7-0/preflight/node2.verdict"
+    _, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=writes)
     assert "pre-flight node1: did not answer in 5 min" in text
     assert "requeued without node1" in text.splitlines()[-1]
 
 
 def test_a_good_preflight_goes_on(job: Job) -> None:
-    says = "cd $OUT/attempts/7-0/preflight; echo ok | tee node1.verdict >node2.verdict"
-    assert job.run(PREFLIGHT="1", PREFLIGHT_DOES=says, TRAIN_DOES=DONE)[0] == 0
+    writes = "cd $OUT/attempts/7-0/preflight; echo ok | tee node1.verdict >node2.verdict"
+    assert job.run(PREFLIGHT="1", PREFLIGHT_DOES=writes, TRAIN_DOES=DONE)[0] == 0
 
 
 @pytest.fixture
@@ -270,7 +276,7 @@ def test_mistakes_are_named(job: Job, arguments: tuple[str, ...], variables: dic
 
 
 def test_dry_run_shows_the_plan_and_every_command(job: Job) -> None:
-    """Nothing of Slurm is asked; python stands for itself (echo), so that the arguments show."""
+    """No command of Slurm is called. The program is `echo`, so that the arguments show."""
     nothing = dict.fromkeys(["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS_PER_NODE"], "")
     variables = {**nothing, "DRY_RUN": "1", "PREFLIGHT": "1", "DEVICE": "cuda"}
     before = set(ROOT.iterdir())
@@ -281,7 +287,7 @@ def test_dry_run_shows_the_plan_and_every_command(job: Job) -> None:
     preflight, train = re.findall(r"^ srun .*", text, re.MULTILINE)
     assert "--nodes=8 --ntasks=64 --ntasks-per-node=8" in train and "slurm/preflight.py" in preflight
     assert "trainer.nnodes=8 trainer.n_gpus_per_node=8" in train and "--kill-on-bad-exit=1" in train
-    assert job.said.read_text() == "" and set(ROOT.iterdir()) == before
+    assert job.calls.read_text() == "" and set(ROOT.iterdir()) == before
 
     pyxis = job.run("examples/qwen2_72b.yaml", **variables, CONTAINER="/i.sqsh", CONTAINER_MOUNTS="/a:/a")[1]
     assert pyxis.count("--container-image=/i.sqsh --container-mounts=/a:/a --container-workdir=") == 2

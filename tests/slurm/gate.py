@@ -1,0 +1,20 @@
+"""A reward that holds a run back, so that a test decides at which step it interrupts the run. For worker processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.e2e.rewards import length_reward
+
+
+def gated_reward(completion: str, answer: str, heartbeat: str, allowed: str) -> float:
+    """`length_reward`, once the number of steps in the file `heartbeat` is below the number in the file `allowed`."""
+    while _number(heartbeat) >= _number(allowed):
+        time.sleep(0.05)
+    return length_reward(completion, answer)
+
+
+def _number(path: str) -> int:
+    file = Path(path)
+    return int(file.read_text() or 0) if file.exists() else 0
