@@ -32,7 +32,7 @@ def _runs(row: WeightRow, arch: Architecture) -> Iterator[tuple[int, int, int, i
     """(which of row.hf, its row, the Megatron row, how many)."""
     done = [0] * len(row.hf)
     here = 0
-    for part, count in row.runs(arch):
+    for part, count in row.segments(arch):
         yield part, done[part], here, count
         done[part] += count
         here += count
