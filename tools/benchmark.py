@@ -164,14 +164,14 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.mapping import TE_NAMES
-    from grpo_megatron.models.weights import bare, load_hf
+    from grpo_megatron.models.weights import load_hf, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29765"}
     device, arch = Device("cpu"), read_architecture(folder)
     mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1)
     model = build_model(arch, MegatronConfig(), "bfloat16", device)
-    inner: Any = bare(model)
+    inner: Any = unwrapped(model)
 
     class Renamed(torch.nn.Module):
         decoder = inner.decoder

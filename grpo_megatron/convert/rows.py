@@ -32,7 +32,7 @@ def _runs(row: WeightRow, arch: Architecture) -> Iterator[tuple[int, int, int, i
     """(index into row.hf, first row there, first row of the Megatron tensor, number of rows) of every run."""
     hf_rows = [0 for _ in row.hf]
     megatron_row = 0
-    for part, count in row.runs(arch):
+    for part, count in row.segments(arch):
         yield part, hf_rows[part], megatron_row, count
         hf_rows[part] += count
         megatron_row += count

@@ -17,7 +17,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.span import ReusedMemory, row_blocks
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.mapping import WeightRow
-from grpo_megatron.models.weights import bound_rows
+from grpo_megatron.models.weights import model_rows
 from grpo_megatron.storage.manifest import Verification
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,7 +39,7 @@ class Source(ABC):
     @property
     def rows(self) -> list[WeightRow]:
         """The weight table rows of the whole model, in stream order."""
-        return list(bound_rows(self.arch).values())
+        return list(model_rows(self.arch).values())
 
     def __init__(self) -> None:
         self._stored, self._block = ReusedMemory(), ReusedMemory()

@@ -1,4 +1,4 @@
-"""Architecture: the numbers of a decoder that both Hugging Face and Megatron-Core understand. No tensors, no imports."""
+"""Architecture: the numbers that describe a decoder, read from config.json. Needs neither torch nor Megatron-Core."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 
 class UnsupportedModel(ValueError):
-    """A config.json that asks for something Megatron-Core, or this project, cannot express; the message names it."""
+    """A config.json with a feature that Megatron-Core or this project cannot express. The message names it."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A pre-norm decoder, dense, or with `num_experts` experts in every layer instead of one MLP.
+    """A pre-norm decoder: dense, or with `num_experts` experts instead of one MLP in every layer.
 
-    `rope_factor` is llama3 scaling's, `rope_linear_factor` linear interpolation's.
+    `rope_factor` belongs to llama3 scaling, `rope_linear_factor` to linear interpolation.
     """
 
     family: str
     hidden_size: int
-    ffn_hidden_size: int  # of the MLP; of one expert in a mixture of experts
+    ffn_hidden_size: int  # of the MLP, or of one expert
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
@@ -33,28 +33,23 @@ class Architecture:
     qk_norm: bool = False
     rope_factor: float | None = None
     rope_linear_factor: float | None = None
-    sliding_window: int | None = None  # sequences must not be longer: a window is not computed
+    sliding_window: int | None = None  # longer sequences are refused: windows are not implemented
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
-    renormalise_experts: bool = True  # the chosen experts' probabilities are made to sum to 1
+    renormalise_experts: bool = True  # the selected experts' probabilities are scaled to sum to 1
 
     @property
     def attention_size(self) -> int:
-        """Width of all query heads together; need not equal hidden_size."""
+        """Width of all query heads together. It may differ from hidden_size."""
         return self.num_attention_heads * self.head_dim
 
-    def experts_of(self, ep_rank: int, ep: int) -> range:
-        """The experts that one expert-parallel rank holds: contiguous, equally many each."""
-        each = self.num_experts // ep
-        return range(ep_rank * each, (ep_rank + 1) * each)
-
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding when cut over `tp` ranks: a multiple of tp (and of 8, for tensor cores)."""
+        """Rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
         multiple = 8 * tp
         return -(-self.vocab_size // multiple) * multiple
 
     def num_parameters(self) -> int:
-        """Exact count; tied embeddings once."""
+        """Exact count. Tied embeddings are counted once."""
         d, h = self.head_dim, self.hidden_size
         qkv = (self.num_attention_heads + 2 * self.num_query_groups) * d
         layer = qkv * h + h * self.attention_size + 3 * h * self.ffn_hidden_size * (self.num_experts or 1) + 2 * h
@@ -64,9 +59,9 @@ class Architecture:
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Theta and scaling from either layout of config.json: `rope_parameters` (transformers 5) or the older keys.
+    """Architecture keywords of RoPE: theta and scaling. Raises UnsupportedModel for a scaling that cannot be expressed.
 
-    Returns Architecture keywords. Raises UnsupportedModel for a scaling that cannot be expressed.
+    config.json has either `rope_parameters` (transformers 5) or the older keys.
     """
     merged = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = merged.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -91,7 +86,7 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def common_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Architecture keywords that every family reads alike. Raises UnsupportedModel."""
+    """Architecture keywords that all families read in the same way. Raises UnsupportedModel."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act={activation!r} is not supported (supported: silu)")
@@ -114,37 +109,37 @@ def common_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) -> dict[str, Any]:
-    """Architecture keywords of a mixture of experts in every layer; `width` is the family's key for an expert's size.
+    """Architecture keywords of a mixture of experts in every layer. Raises UnsupportedModel.
 
-    They go beside `common_settings`, whose MLP size they replace. Raises UnsupportedModel.
+    They replace the MLP size of `common_settings`. `width` is the family's key for the size of an expert.
     """
     family = config["model_type"]
-    plain: dict[str, tuple[Any, ...]] = {
+    supported: dict[str, tuple[Any, ...]] = {
         "decoder_sparse_step": (1, None),
         "mlp_only_layers": ([], None),
         "shared_expert_intermediate_size": (0, None),
         "num_shared_experts": (0, None),
         "n_shared_experts": (0, None),
     }
-    for key, values in plain.items():
+    for key, values in supported.items():
         if config.get(key) not in values:
             what = "shared experts" if "shared" in key else "layers without experts"
             raise UnsupportedModel(f"{family} with {key}={config[key]}: {what} are not supported beside experts")
     try:
-        # transformers 5 writes num_local_experts for every family; the hub's Qwen3-MoE has num_experts
+        # transformers 5 writes num_local_experts for every family. Qwen3-MoE on the hub has num_experts.
         num_experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
-        chosen, size = config["num_experts_per_tok"], config[width]
+        experts_per_token, size = config["num_experts_per_tok"], config[width]
     except KeyError as error:
         raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
-    if not 1 <= chosen <= num_experts:
-        raise UnsupportedModel(f"{family} with num_experts_per_tok={chosen}: it has {num_experts} experts")
-    if chosen == 1 and renormalise:
+    if not 1 <= experts_per_token <= num_experts:
+        raise UnsupportedModel(f"{family} with num_experts_per_tok={experts_per_token}: it has {num_experts} experts")
+    if experts_per_token == 1 and renormalise:
         raise UnsupportedModel(
-            f"{family} with num_experts_per_tok=1 and probabilities made to sum to 1: Megatron-Core refuses such a router"
+            f"{family} with num_experts_per_tok=1 and probabilities scaled to sum to 1: Megatron-Core refuses such a router"
         )
     return {
         "ffn_hidden_size": size,
         "num_experts": num_experts,
-        "experts_per_token": chosen,
+        "experts_per_token": experts_per_token,
         "renormalise_experts": renormalise,
     }

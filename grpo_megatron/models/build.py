@@ -1,4 +1,4 @@
-"""From an Architecture and a layout to a Megatron-Core model that scores tokens. Weights come from `weights.load_hf`."""
+"""From an Architecture and a layout to a Megatron-Core model that returns log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
 from grpo_megatron.models.precision import fp8_settings
 from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels
-from grpo_megatron.models.weights import bind, bound_rows, load_hf
+from grpo_megatron.models.weights import global_parameters, load_hf, model_rows
 from grpo_megatron.parallel.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -30,33 +30,36 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Targets:
-    """What the last stage scores: hidden state `positions` [N] of the pack against `tokens` [N]."""
+    """What the last stage computes: the log-probability of `tokens` [N] from the hidden states `state_indices` [N]."""
 
-    positions: Tensor
+    state_indices: Tensor  # into this rank's tokens of the pack
     tokens: Tensor
     temperature: float
-    chunk: int
+    chunk: int  # rows of logits in memory at a time
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Log-probabilities [N] and entropies [N], to be unpacked. With experts, Megatron asks an output for its device."""
+class HeadOutput:
+    """What the last stage returns: log-probabilities [N] and entropies [N]. It can be unpacked like a tuple.
 
-    logprobs: Tensor
+    A reward model returns its scores as `values`, and has no entropy. MoE layers read `output.device`.
+    """
+
+    values: Tensor
     entropy: Tensor
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.logprobs, self.entropy))
+        return iter((self.values, self.entropy))
 
     @property
     def device(self) -> torch.device:
-        return self.logprobs.device
+        return self.values.device
 
 
-class ScoringModel(GPTModel):
-    """GPTModel whose last stage returns `Scored` instead of logits.
+class LogprobModel(GPTModel):
+    """GPTModel whose last stage returns a `HeadOutput` instead of logits.
 
-    Only the scored positions reach the output head: prompt tokens cost no vocabulary-sized product.
+    Only hidden states with a target reach the output head: prompt tokens need no product with the vocabulary.
     """
 
     real_vocab_size: int
@@ -71,8 +74,8 @@ class ScoringModel(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)  # backward: all-reduce
-        scored = vocab_parallel_logprobs(
-            hidden.squeeze(1)[labels.positions],
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden.squeeze(1)[labels.state_indices],
             weight,
             labels.tokens,
             vocab_size=self.real_vocab_size,
@@ -81,15 +84,15 @@ class ScoringModel(GPTModel):
             temperature=labels.temperature,
             chunk=labels.chunk,
         )
-        return Scored(*scored)
+        return HeadOutput(logprobs, entropy)
 
 
 def transformer_config(
     arch: Architecture, megatron: MegatronConfig, dtype: str, on_cuda: bool, kernels: Kernels | None = None
 ) -> TransformerConfig:
-    """Every TransformerConfig field this project decides; `override_transformer_config` has the last word.
+    """Every TransformerConfig field that this project decides. `override_transformer_config` is applied last.
 
-    `kernels` None: no fused ones.
+    `kernels` None: no fused kernels.
     """
     torch_dtype = DTYPES[dtype]
     kernels = kernels or Kernels()
@@ -107,7 +110,7 @@ def transformer_config(
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "qk_layernorm": arch.qk_norm,
-        "hidden_dropout": 0.0,  # a policy that drops units cannot be compared with its own rollouts
+        "hidden_dropout": 0.0,  # with dropout a policy would differ from its own rollouts
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
@@ -119,9 +122,9 @@ def transformer_config(
         "bf16": dtype == "bfloat16",
         "perform_initialization": False,  # weights are always loaded
         "use_cpu_initialization": not on_cuda,
-        "calculate_per_token_loss": True,  # plain-sum mode: token weights carry every denominator
+        "calculate_per_token_loss": True,  # sum only: the token weights contain every denominator
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, even of dense models
+        "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, even for dense models
         "deallocate_pipeline_outputs": True,
         "batch_p2p_comm": on_cuda,
         "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
@@ -134,12 +137,12 @@ def transformer_config(
 
 
 def expert_config(arch: Architecture) -> dict[str, Any]:
-    """TransformerConfig fields of the router and its experts. No token is dropped, and nothing is added to the loss."""
+    """TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss."""
     return {
         "num_moe_experts": arch.num_experts,
         "moe_ffn_hidden_size": arch.ffn_hidden_size,
         "moe_router_topk": arch.experts_per_token,
-        # A softmax over the chosen logits is the softmax over all, renormalised over the chosen.
+        # A softmax over the selected logits equals the softmax over all, renormalised over the selected.
         "moe_router_pre_softmax": not arch.renormalise_experts,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -148,15 +151,16 @@ def expert_config(arch: Architecture) -> dict[str, Any]:
 
 
 def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
-    """Say which parameters are cut over tensor-parallel ranks, and which are experts'.
+    """Mark which parameters are cut over tensor-parallel ranks, and which belong to experts.
 
-    Megatron does the first while it draws initial weights, which we skip; unmarked, the gradient norm (and so clipping)
-    would silently count the first rank's shards only. It does the second under expert parallelism only; always done,
-    experts always have an optimizer of their own, and a checkpoint can be read with another ep.
+    Megatron marks the former while it draws initial weights, which this project skips. Without the marks, the gradient
+    norm (and so the clipping) would silently count only the first rank's shards.
+    Megatron marks the latter under expert parallelism only. Here they are always marked. Experts then always have their
+    own optimizer, and a checkpoint can be read with another ep.
     """
-    rows = bound_rows(arch)
-    for name, (_, parameter) in bind(model, arch).items():
-        row = rows.get(name)  # a tied head is no row of its own
+    rows = model_rows(arch)
+    for name, parameter in global_parameters(model).items():
+        row = rows.get(name)  # None for a tied head: the table has only the embedding
         if row is None or row.split_dim is not None:
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
                 if hasattr(parameter, attribute):
@@ -172,9 +176,9 @@ def build_model(
     megatron: MegatronConfig,
     dtype: str,
     device: Device,
-    model_class: type[ScoringModel] = ScoringModel,
+    model_class: type[LogprobModel] = LogprobModel,
 ) -> torch.nn.Module:
-    """This rank's stage and shard, weights not yet set. Collective over the model-parallel ranks."""
+    """This rank's shard of its stage, without weights. Collective over the model-parallel ranks."""
     kernels = choose_kernels(megatron, device, dtype)
     config = transformer_config(arch, megatron, dtype, device.is_cuda, kernels)
     ep = parallel_state.get_expert_model_parallel_world_size()
@@ -191,7 +195,7 @@ def build_model(
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=arch.tied,
             position_embedding_type="rope",
-            rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # a float works, and some models need one
+            rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # a float works, and some models need a float
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,
             seq_len_interpolation_factor=arch.rope_linear_factor,
@@ -205,7 +209,7 @@ def build_model(
 def load_model(
     folder: Path, arch: Architecture, megatron: MegatronConfig, dtype: str, mesh: Mesh, device: Device
 ) -> torch.nn.Module:
-    """This rank's stage and shard, with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
+    """This rank's shard of its stage, with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
     model = build_model(arch, megatron, dtype, device)
     load_hf(model, folder, arch, mesh)
     return model

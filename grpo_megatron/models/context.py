@@ -1,12 +1,12 @@
-"""Context parallelism: which tokens of a pack each of cp ranks computes, and its results brought together again.
+"""Context parallelism: which tokens of a pack each of cp ranks computes, and the all-gather of its results.
 
-A causal token attends to all before it, so that the end of a sequence costs more than its beginning. Each sequence is
-therefore cut in 2 cp chunks, and rank r takes chunk r from the front and chunk r from the back (Ring Attention with
-the load balanced, arXiv:2310.01889; the cut that Transformer Engine's attention over packed sequences expects):
+A causal token attends to all tokens before it, so the end of a sequence costs more than its beginning. Each sequence is
+therefore cut into 2 cp chunks, and rank r takes chunk r from the front and chunk r from the back. (Ring Attention with
+balanced load, arXiv:2310.01889; Transformer Engine's attention over packed sequences expects this cut.)
 
     cp 2, a sequence of 8:   rank 0: 0 1 . . . . 6 7    rank 1: . . 2 3 4 5 . .
 
-The index arithmetic is plain torch and tested; the attention itself was not run on a GPU yet.
+The index arithmetic is plain torch and tested. The attention itself was not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def own_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
-    """Positions in the whole pack, int64 [T / cp], of the tokens of rank `cp_rank`, in the order it computes them.
+def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
+    """Indices into the whole pack, int64 [T / cp], of the tokens of rank `cp_rank`, in the order that it computes them.
 
-    `lengths` of the sequences, end to end, are multiples of 2 cp.
+    The pack is sequences of `lengths`, end to end. Each length is a multiple of 2 cp.
     """
     parts, start = [], 0
     for length in lengths:
@@ -36,44 +36,47 @@ def own_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of N scored positions of a pack that one rank has: `slots` [n] of the N, at `positions` [n] of its own
-    tokens."""
+class TargetShare:
+    """The n of a pack's N targets that one rank computes.
 
-    slots: Tensor
-    positions: Tensor
-    count: int
+    `target_indices` [n]: which of the N. `state_indices` [n]: which of the rank's own T / cp hidden states predict them.
+    """
 
-
-def own_scores(scored: Tensor, own: Tensor) -> Share:
-    """Which of the positions `scored` [N] of the whole pack are among a rank's tokens `own` [T / cp]."""
-    place = torch.full((max([0, *(int(x.max()) + 1 for x in (scored, own) if len(x))]),), -1, dtype=torch.int64)
-    place[own] = torch.arange(len(own))
-    slots = (place[scored] >= 0).nonzero().squeeze(1)
-    return Share(slots, place[scored[slots]], len(scored))
+    target_indices: Tensor
+    state_indices: Tensor
+    num_targets: int  # N
 
 
-class _Together(torch.autograd.Function):
-    """Forward: every rank gets all N values. Backward: each keeps the gradients of its own.
+def target_share(state_indices: Tensor, tokens: Tensor) -> TargetShare:
+    """The targets whose hidden states, `state_indices` [N] in the whole pack, are among a rank's `tokens` [T / cp]."""
+    sizes = [int(indices.max()) + 1 for indices in (state_indices, tokens) if len(indices)]
+    local_index = torch.full((max(sizes, default=0),), -1, dtype=torch.int64)  # index in the pack -> among `tokens`
+    local_index[tokens] = torch.arange(len(tokens))
+    target_indices = (local_index[state_indices] >= 0).nonzero().squeeze(1)
+    return TargetShare(target_indices, local_index[state_indices[target_indices]], len(state_indices))
 
-    All ranks compute the same loss from the same N values; a rank's gradient is then of its own tokens' part of it, and
-    the sum over ranks, which DDP takes, is the gradient of the loss, once.
+
+class _GatherTargets(torch.autograd.Function):
+    """Forward: every rank gets all N values. Backward: each rank keeps the gradients of its own values.
+
+    All ranks compute the same loss from the same N values. The gradient on one rank then belongs to its own tokens' part of
+    the loss. DDP sums over ranks, so the sum is the gradient of the loss, counted once.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, slots: Tensor, count: int, group: Any) -> Tensor:
-        ctx.save_for_backward(slots)
-        whole = values.new_zeros(count)
-        whole[slots] = values
-        dist.all_reduce(whole, group=group)  # one rank's value and zeros: the same bits everywhere
+    def forward(ctx: Any, values: Tensor, target_indices: Tensor, num_targets: int, group: Any) -> Tensor:
+        ctx.save_for_backward(target_indices)
+        whole = values.new_zeros(num_targets)
+        whole[target_indices] = values
+        dist.all_reduce(whole, group=group)  # one rank's value plus zeros: the same bits on every rank
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (slots,) = ctx.saved_tensors
-        return grads[0][slots], None, None, None
+        (target_indices,) = ctx.saved_tensors
+        return grads[0][target_indices], None, None, None
 
 
-def bring_together(values: Tensor, share: Share, group: Any) -> Tensor:
+def gather_targets(values: Tensor, share: TargetShare, group: Any) -> Tensor:
     """This rank's values [n] -> all ranks' [N], the same on each. Collective over the context-parallel `group`."""
-    return _Together.apply(values, share.slots, share.count, group)  # type: ignore[no-any-return]
+    return _GatherTargets.apply(values, share.target_indices, share.num_targets, group)  # type: ignore[no-any-return]

@@ -2,10 +2,10 @@
 
     logits = h W^T / T,   logprob = logits[y] - lse,   entropy = lse - sum_v p_v logits_v,   lse = logsumexp_v logits_v
 
-W is cut over tensor-parallel ranks by vocabulary rows. The vocabulary is never gathered: ranks exchange three numbers a
-token. Logits exist for `chunk` tokens at a time, forward and backward (they are computed again in backward), so memory
-does not grow with tokens x vocabulary. Padded vocabulary rows take no part. Old, reference and training passes all come
-through here.
+W is cut over tensor-parallel ranks by vocabulary rows. The vocabulary is never gathered: ranks exchange a maximum and
+three sums per token. Logits exist for `chunk` tokens at a time. The backward pass computes them again, so memory does not
+grow with tokens x vocabulary. Padded vocabulary rows are left out. The passes for old, reference and training
+log-probabilities all use this function.
 
 Gradients: d logprob / d logits_v = [v = y] - p_v,   d entropy / d logits_v = -p_v (log p_v + entropy).
 """
@@ -39,7 +39,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             top = logits.amax(dim=1) if weight.shape[0] else logits.new_full((len(logits),), -torch.inf)
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
             logits -= top[:, None]
-            at_target, _ = _own_target_logits(logits, targets[part], first)
+            at_target, _ = _local_target_logits(logits, targets[part], first)
             exp = logits.exp()
             sums = torch.stack([exp.sum(1), (exp * logits).sum(1), at_target])  # [3, n]
             dist.all_reduce(sums, group=group)
@@ -68,7 +68,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             if grad_logprobs is not None:
                 g = grad_logprobs[part]
                 grad -= p * g[:, None]
-                _, (rows, columns) = _own_target_logits(p, targets[part], ctx.first)
+                _, (rows, columns) = _local_target_logits(p, targets[part], ctx.first)
                 grad[rows, columns] += g[rows]
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * (logp + entropy[part, None])
@@ -83,8 +83,8 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _own_target_logits(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Logit of each target that this rank owns, else 0 [n]; and the (row, column) indices of the owned ones."""
+def _local_target_logits(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """[n] logits of the targets in this rank's part of the vocabulary, 0 for the others; and their (row, column) indices."""
     column = targets - first
     rows = ((column >= 0) & (column < logits.shape[1])).nonzero().squeeze(1)
     columns = column[rows]
@@ -106,11 +106,11 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] of `targets` and entropies [N], float32, identical on every rank of `group`.
 
-    hidden [N, h] is whole on every rank; weight [padded vocabulary / tp, h] is this rank's part, rows in vocabulary
-    order; targets [N] are in [0, vocab_size). The gradient of `hidden` is this rank's part of a sum over `group`: the
-    caller reduces it (Megatron's copy or gather region does).
+    hidden [N, h] is whole on every rank. weight [padded vocabulary / tp, h] is this rank's part, rows in vocabulary order.
+    targets [N] are in [0, vocab_size). The gradient of `hidden` is this rank's part of a sum over `group`: the caller
+    reduces it (Megatron's copy or gather region does this).
     """
     first = tp_rank * weight.shape[0]
-    own = max(0, min(weight.shape[0], vocab_size - first))
-    weight = weight if own == len(weight) else weight[:own]
+    num_real = max(0, min(weight.shape[0], vocab_size - first))
+    weight = weight if num_real == len(weight) else weight[:num_real]
     return _VocabParallelLogprobs.apply(hidden, weight, targets, first, temperature, chunk, group)  # type: ignore[no-any-return]

@@ -1,11 +1,15 @@
-"""Weight table rows: how one Megatron parameter relates to Hugging Face tensors, whole or cut for tensor parallelism.
+"""WeightRow: how one Megatron parameter relates to Hugging Face tensors, whole or cut for tensor parallelism.
 
-Each kind of row owns three functions: `hf_shapes` (the census), `shard` (read this rank's part from Hugging Face tensors,
-reading no more than it needs) and `merge` (all ranks' parts -> whole Hugging Face tensors). Loading, export and the
-engine sync use the same rows, so they cannot disagree.
+A weight table is a list of rows. Each kind of row has three functions: `hf_shapes` (for the census), `shard` (one rank's
+part from Hugging Face tensors, reading no more than it needs) and `merge` (all ranks' parts -> whole Hugging Face
+tensors). Loading, export and the engine sync use the same rows, so they cannot disagree.
 
-H query heads in G groups (n = H / G heads a group), head size d, hidden size h. Megatron fuses attention group by group:
-for each group its n*d query rows, then d key rows, then d value rows. It stores [gate; up] per tensor-parallel rank.
+A table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. An expanded row is one
+parameter of the model: its placeholders are filled in.
+
+There are H query heads in G groups (n = H / G heads per group), head size d, hidden size h. Megatron fuses attention
+group by group: for each group n*d query rows, then d key rows, then d value rows. It stores [gate; up] per
+tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -20,29 +24,29 @@ from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 
-# name -> something that can be sliced like a tensor and knows its shape (a safetensors slice, or a tensor)
+# Name -> an object that can be sliced like a tensor and knows its shape: a safetensors slice, or a tensor.
 Read = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class WeightRow(ABC):
-    """`megatron` may contain {layer}, and {expert} beside it; `hf` are the Hugging Face names, same placeholders.
+    """`megatron` may contain {layer} and {expert}. `hf` are the Hugging Face names, with the same placeholders.
 
-    `expert` is set in a bound row: that expert's own parameter, which only one expert-parallel rank holds.
+    `expert` is set in an expanded row of an expert: only one expert-parallel rank has that parameter.
     """
 
     megatron: str
     hf: tuple[str, ...]
     expert: int | None = field(default=None, kw_only=True)
 
-    def at(self, layer: int, expert: int | None = None) -> Self:
-        """The row of one layer (and expert), placeholders filled in; both count from 0 over the whole model."""
+    def expand(self, layer: int, expert: int | None = None) -> Self:
+        """The row of one layer (and expert). Both numbers count from 0 over the whole model."""
         assert (expert is not None) == is_expert(self), self.megatron
         names = [name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf)]
         return replace(self, megatron=names[0], hf=tuple(names[1:]), expert=expert)
 
     def ep_rank(self, arch: Architecture, ep: int) -> int | None:
-        """The one expert-parallel rank that holds a bound row; None: all of them."""
+        """The expert-parallel rank that has an expanded row. None: all of them."""
         return None if self.expert is None else self.expert // (arch.num_experts // ep)
 
     @abstractmethod
@@ -59,27 +63,28 @@ class WeightRow(ABC):
 
     @abstractmethod
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        """Whole Hugging Face tensors, in the order of `hf`, from every rank's parameter. They own their memory."""
+        """Whole Hugging Face tensors, in the order of `hf`, from all ranks' parameters. They own their memory."""
 
-    def runs(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        """(which of `hf`, how many of its next rows), top to bottom of the Megatron tensor of one rank, without padding."""
+    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
+        """The Megatron tensor of one rank from top to bottom, without padding: (index in `hf`, number of its next rows)."""
         return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
 
     @property
     def split_dim(self) -> int | None:
-        """Dimension that tensor parallelism cuts, None for a replicated parameter."""
+        """The dimension that tensor parallelism cuts. None: the parameter is replicated."""
         return 0
 
 
-def _rows(read: Read, name: str, tp_rank: int, tp: int) -> Tensor:
+def _read_part(read: Read, name: str, tp_rank: int, tp: int) -> Tensor:
+    """This rank's equal part of the rows of a Hugging Face tensor."""
     tensor = read(name)
     size = tensor.get_shape()[0] // tp if hasattr(tensor, "get_shape") else tensor.shape[0] // tp
     return tensor[tp_rank * size : (tp_rank + 1) * size]
 
 
 @dataclass(frozen=True)
-class Whole(WeightRow):
-    """Replicated over tensor-parallel ranks: norms. `size` names the Architecture field with its length."""
+class Replicated(WeightRow):
+    """The same on all tensor-parallel ranks: norms. `size` names the Architecture field with its length."""
 
     size: str = "hidden_size"
 
@@ -101,8 +106,8 @@ class Whole(WeightRow):
 
 
 @dataclass(frozen=True)
-class Router(Whole):
-    """The router's weight [experts, hidden], replicated. Its logits choose and weigh the experts of a token."""
+class Router(Replicated):
+    """The router's weight [experts, hidden], replicated. Its logits select and weight the experts of a token."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return ((arch.num_experts, arch.hidden_size),)
@@ -110,7 +115,7 @@ class Router(Whole):
 
 @dataclass(frozen=True)
 class Vocabulary(WeightRow):
-    """Embedding and output head: rows are tokens, padded with zero rows to `arch.padded_vocab_size(tp)`, cut by rows."""
+    """Embedding and output head, cut by rows. Rows are tokens, padded with zeros to `arch.padded_vocab_size(tp)` rows."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return ((arch.vocab_size, arch.hidden_size),)
@@ -132,7 +137,7 @@ class Vocabulary(WeightRow):
 
 @dataclass(frozen=True)
 class InputSplit(WeightRow):
-    """A row-parallel linear (attention output, MLP down projection): cut along its input, dim 1."""
+    """A linear layer that is cut along its input, dimension 1: attention output, MLP down projection."""
 
     size: str = "ffn_hidden_size"
 
@@ -156,7 +161,7 @@ class InputSplit(WeightRow):
 
 @dataclass(frozen=True)
 class GateUp(WeightRow):
-    """SwiGLU's first linear: every rank holds [its part of gate; its part of up]."""
+    """The first linear layer of SwiGLU. Every rank has [its part of gate; its part of up]."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return ((arch.ffn_hidden_size, arch.hidden_size),) * 2
@@ -165,7 +170,7 @@ class GateUp(WeightRow):
         return (2 * arch.ffn_hidden_size // tp, arch.hidden_size)
 
     def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        return torch.cat([_rows(read, name, tp_rank, tp) for name in self.hf])
+        return torch.cat([_read_part(read, name, tp_rank, tp) for name in self.hf])
 
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
@@ -174,7 +179,7 @@ class GateUp(WeightRow):
 
 @dataclass(frozen=True)
 class QKV(WeightRow):
-    """Fused attention input, weight [(H+2G)d, h] or bias [(H+2G)d], group by group. Works for more ranks than groups."""
+    """Fused attention input, group by group: weight [(H+2G)d, h] or bias [(H+2G)d]. There may be more ranks than groups."""
 
     bias: bool = False
 
@@ -189,15 +194,18 @@ class QKV(WeightRow):
         rows = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.head_dim
         return (rows // tp, *self._tail(arch))
 
-    def runs(self, arch: Architecture) -> Iterator[tuple[int, int]]:
+    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
         d = arch.head_dim
-        return iter(
-            [(0, arch.num_attention_heads // arch.num_query_groups * d), (1, d), (2, d)] * arch.num_query_groups
-        )
+        for _ in range(arch.num_query_groups):
+            yield 0, arch.num_attention_heads // arch.num_query_groups * d
+            yield 1, d
+            yield 2, d
 
     def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        if arch.num_query_groups % tp == 0:  # whole groups: read just this rank's
-            return self._fuse([_rows(read, name, tp_rank, tp) for name in self.hf], arch, arch.num_query_groups // tp)
+        if arch.num_query_groups % tp == 0:  # every rank has whole groups: read only this rank's
+            return self._fuse(
+                [_read_part(read, name, tp_rank, tp) for name in self.hf], arch, arch.num_query_groups // tp
+            )
         fused = self._fuse([read(name)[:] for name in self.hf], arch, arch.num_query_groups)
         return fused.chunk(tp)[tp_rank]
 
@@ -214,49 +222,53 @@ class QKV(WeightRow):
         return [part.reshape(-1, *tail).clone() for part in parts]
 
 
-LAYER = "model.layers.{layer}."
-MCORE = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+MCORE_LAYER = "decoder.layers.{layer}."
 
 
 def mlp_rows() -> list[WeightRow]:
-    """One SwiGLU MLP a layer."""
+    """One SwiGLU MLP per layer."""
+    hf, mcore = HF_LAYER + "mlp.", MCORE_LAYER + "mlp."
     return [
-        GateUp(MCORE + "mlp.linear_fc1.weight", (LAYER + "mlp.gate_proj.weight", LAYER + "mlp.up_proj.weight")),
-        InputSplit(MCORE + "mlp.linear_fc2.weight", (LAYER + "mlp.down_proj.weight",)),
+        GateUp(mcore + "linear_fc1.weight", (hf + "gate_proj.weight", hf + "up_proj.weight")),
+        InputSplit(mcore + "linear_fc2.weight", (hf + "down_proj.weight",)),
     ]
 
 
 def expert_rows(block: str, gate: str, up: str, down: str) -> list[WeightRow]:
-    """A router and SwiGLU experts in every layer. `block` is the module's Hugging Face name, the others its linears'."""
-    hf, mcore = LAYER + block + ".", MCORE + "mlp.experts.local_experts.{expert}."
-    one = hf + "experts.{expert}."
+    """A router and SwiGLU experts in every layer. The arguments are Hugging Face names: of the module, and of its linears."""
+    hf, mcore = HF_LAYER + block + ".", MCORE_LAYER + "mlp."
+    hf_expert, mcore_expert = hf + "experts.{expert}.", mcore + "experts.local_experts.{expert}."
     return [
-        Router(MCORE + "mlp.router.weight", (hf + "gate.weight",)),
-        GateUp(mcore + "linear_fc1.weight", (f"{one}{gate}.weight", f"{one}{up}.weight")),
-        InputSplit(mcore + "linear_fc2.weight", (f"{one}{down}.weight",)),
+        Router(mcore + "router.weight", (hf + "gate.weight",)),
+        GateUp(mcore_expert + "linear_fc1.weight", (f"{hf_expert}{gate}.weight", f"{hf_expert}{up}.weight")),
+        InputSplit(mcore_expert + "linear_fc2.weight", (f"{hf_expert}{down}.weight",)),
     ]
 
 
 def decoder_table(
     *, qkv_bias: bool = False, qk_norm: bool = False, tied: bool = False, mlp: Sequence[WeightRow] | None = None
 ) -> list[WeightRow]:
-    """The table of a pre-norm decoder with grouped-query attention, in local-spec Megatron names; `mlp`: SwiGLU."""
-    mcore = MCORE
-    attention = tuple(f"{LAYER}self_attn.{p}_proj." for p in "qkv")
+    """The table of a pre-norm decoder with grouped-query attention, in Megatron's names of the local layer spec.
+
+    `mlp`: rows in place of one SwiGLU MLP per layer.
+    """
+    hf, mcore = HF_LAYER, MCORE_LAYER
+    attention = tuple(f"{hf}self_attn.{p}_proj." for p in "qkv")
     rows: list[WeightRow] = [Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
-    rows.append(Whole(mcore + "input_layernorm.weight", (LAYER + "input_layernorm.weight",)))
+    rows.append(Replicated(mcore + "input_layernorm.weight", (hf + "input_layernorm.weight",)))
     rows.append(QKV(mcore + "self_attention.linear_qkv.weight", tuple(a + "weight" for a in attention)))
     if qkv_bias:
         rows.append(QKV(mcore + "self_attention.linear_qkv.bias", tuple(a + "bias" for a in attention), bias=True))
     if qk_norm:
         for p in "qk":
             name = f"self_attention.{p}_layernorm.weight"
-            rows.append(Whole(mcore + name, (f"{LAYER}self_attn.{p}_norm.weight",), "head_dim"))
+            rows.append(Replicated(mcore + name, (f"{hf}self_attn.{p}_norm.weight",), "head_dim"))
     rows += [
-        InputSplit(mcore + "self_attention.linear_proj.weight", (LAYER + "self_attn.o_proj.weight",), "attention_size"),
-        Whole(mcore + "pre_mlp_layernorm.weight", (LAYER + "post_attention_layernorm.weight",)),
+        InputSplit(mcore + "self_attention.linear_proj.weight", (hf + "self_attn.o_proj.weight",), "attention_size"),
+        Replicated(mcore + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",)),
         *(mlp_rows() if mlp is None else mlp),
-        Whole("decoder.final_layernorm.weight", ("model.norm.weight",)),
+        Replicated("decoder.final_layernorm.weight", ("model.norm.weight",)),
     ]
     if not tied:
         rows.append(Vocabulary("output_layer.weight", ("lm_head.weight",)))
@@ -268,22 +280,22 @@ def is_layered(row: WeightRow) -> bool:
 
 
 def is_expert(row: WeightRow) -> bool:
-    """Whether an unbound row stands for one parameter an expert."""
+    """Whether a row of a table stands for one parameter per expert."""
     return "{expert}" in row.megatron
 
 
-def bind_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[WeightRow]:
-    """Every row of the whole model, bound, in stream order: embedding, layers (experts last, one by one), norm, head."""
+def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[WeightRow]:
+    """Every parameter of the model, in stream order: embedding, layers (experts last, one by one), final norm, head."""
     yield from (row for row in table if not is_layered(row) and "embedding" in row.megatron)
     shared = [row for row in table if is_layered(row) and not is_expert(row)]
     experts = [row for row in table if is_expert(row)]
     for layer in range(arch.num_layers):
-        yield from (row.at(layer) for row in shared)
-        yield from (row.at(layer, expert) for expert in range(arch.num_experts) for row in experts)
+        yield from (row.expand(layer) for row in shared)
+        yield from (row.expand(layer, expert) for expert in range(arch.num_experts) for row in experts)
     yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
 
 
-# Transformer Engine fuses a norm into the linear behind it; the tensor is the same under another name.
+# Transformer Engine fuses a norm into the linear layer that follows. The tensor is the same; its name is another.
 TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -291,7 +303,7 @@ TE_NAMES = {
 
 
 def local_name(megatron_name: str) -> str:
-    """The local-spec name of a parameter that a Transformer Engine spec may have named otherwise."""
+    """The name of a parameter in the local layer spec. Transformer Engine's spec may have another."""
     for local, fused in TE_NAMES.items():
         if megatron_name.endswith(fused):
             return megatron_name.removesuffix(fused) + local

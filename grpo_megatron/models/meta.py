@@ -1,6 +1,7 @@
-"""The stages of a model as Megatron-Core itself builds them, on the meta device: counted, with nothing allocated.
+"""Parameter counts of each pipeline stage, as Megatron-Core itself builds it. Nothing is allocated.
 
-A world of any size is pretended (torch's fake process group), one rank of each pipeline stage after the other.
+The model is built on the meta device, in a world that torch's fake process group simulates: one rank of each pipeline stage
+after the other.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from grpo_megatron.config import Fp8Config, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import build_model
-from grpo_megatron.models.weights import bare
+from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.mesh import destroy_mesh
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage. `whole`: its share of the model, every shard counted, padding rows and copies left out."""
+    """One pipeline stage. `whole` is its share of the model: all shards, without padding rows and copies."""
 
     layers: int
     dense: int  # parameters of one rank, without experts
@@ -39,18 +40,23 @@ def count_stages(
     *,
     is_reward_model: bool = False,
 ) -> list[Stage]:
-    """Every stage of a valid layout. Not inside a world. FP8, kernels and context parallelism change no count."""
+    """Every stage of a valid layout. Must not run in a process with a process group.
+
+    FP8, kernels and context parallelism change no count.
+    """
     tp, pp, ep = (
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.expert_model_parallel_size,
     )
-    plain = megatron.model_copy(update={"transformer_impl": "local", "fp8": Fp8Config(), "context_parallel_size": 1})
+    local_layers = megatron.model_copy(
+        update={"transformer_impl": "local", "fp8": Fp8Config(), "context_parallel_size": 1}
+    )
     options: dict[str, Any] = {}
     if is_reward_model:
-        from grpo_megatron.models.reward_model import SequenceScoringModel  # imports much, for this case only
+        from grpo_megatron.models.reward_model import ScoreModel  # imports much, for this case only
 
-        options["model_class"] = SequenceScoringModel
+        options["model_class"] = ScoreModel
     device = Device("cpu")
     device.torch_device = torch.device("meta")
     stages = []
@@ -62,10 +68,10 @@ def count_stages(
                     tensor_model_parallel_size=tp,
                     pipeline_model_parallel_size=pp,
                     expert_model_parallel_size=ep,
-                    create_gloo_process_groups=False,  # there is nobody to connect to
+                    create_gloo_process_groups=False,  # the other ranks do not exist
                 )
                 with torch.device("meta"):
-                    model = bare(build_model(arch, plain, dtype, device, **options))
+                    model = unwrapped(build_model(arch, local_layers, dtype, device, **options))
             stages.append(_count(model, arch, tp, ep))
         finally:
             destroy_mesh()

@@ -1,4 +1,8 @@
-"""Megatron-Core's DDP, optimizer and learning-rate schedule, and the three repairs that loading needs without TE or Apex."""
+"""Megatron-Core's DDP, optimizer and learning-rate schedule.
+
+Also three corrections that loading an optimizer needs without Transformer Engine and Apex: `prepare_for_load`, `finish_load`
+and `_install_step_correction`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from grpo_megatron.device import Device
 
 
 def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -> DistributedDataParallel:
-    """Gradients are summed, in float32, never averaged: the token weights carry every denominator."""
+    """Gradients are summed in float32, never averaged: the token weights contain every denominator."""
     config = model.config
     with device.megatron():
         ddp = DistributedDataParallel(
@@ -63,19 +67,23 @@ def build_optimizer(
             use_gloo_process_groups=False,
         )
     config.grad_scale_func = optimizer.scale_loss
-    _begin_state(optimizer)
+    _initialize_state(optimizer)
     return optimizer
 
 
-def _begin_state(optimizer: MegatronOptimizer) -> None:
-    """What Adam would make at its first step, made now: Megatron cannot save an optimizer that has no state yet, and a
-    run whose first updates were all skipped has none."""
-    for one in each_optimizer(optimizer):
-        inner = None if getattr(one, "is_stub_optimizer", False) else one.optimizer
+def _initialize_state(optimizer: MegatronOptimizer) -> None:
+    """Create the state that Adam would create at its first step.
+
+    Megatron cannot save an optimizer without state. If all updates so far were skipped, there would be none.
+    """
+    for part in each_optimizer(optimizer):
+        inner = None if getattr(part, "is_stub_optimizer", False) else part.optimizer
         if inner is None:
             continue
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            one.init_state_fn(inner, one.config)  # Transformer Engine's and Apex's count steps by group, from none
+            part.init_state_fn(
+                inner, part.config
+            )  # Transformer Engine and Apex count steps per group, and need no initial count
             continue
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -86,8 +94,8 @@ def _begin_state(optimizer: MegatronOptimizer) -> None:
                 }
 
 
-def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Learning rate by optimizer step; call `step(1)` before each update, so that a warm-up never starts at 0."""
+def build_lr_scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Learning rate per optimizer step. Call `step(1)` before each update, so that a warmup does not start at 0."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -106,52 +114,53 @@ def build_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, total_steps
 
 
 def each_optimizer(optimizer: MegatronOptimizer) -> list[Any]:
+    """The parts of a chained optimizer (dense parameters, experts), or the one optimizer."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Moments, and the float32 copies of lower-precision weights: what only the optimizer's step reads."""
-    for one in each_optimizer(optimizer):
-        if getattr(one, "is_stub_optimizer", False):
+    """The tensors that only the optimizer's step reads: moments, and float32 copies of lower-precision weights."""
+    for part in each_optimizer(optimizer):
+        if getattr(part, "is_stub_optimizer", False):
             continue
-        for state in one.optimizer.state.values():
+        for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-        yield from _main_parameters(one)
+        yield from _main_parameters(part)
 
 
-def _main_parameters(one: Any) -> Iterator[Tensor]:
+def _main_parameters(part: Any) -> Iterator[Tensor]:
     for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):  # distributed or not
-        for group in getattr(one, name, ()):
+        for group in getattr(part, name, ()):
             yield from (main for main in group if main is not None)
 
 
 @torch.no_grad()
-def keep_main_parameters(old: MegatronOptimizer, new: MegatronOptimizer) -> None:
-    """Where weights are kept in FP8 a new optimizer would start from those: hand it the old one's float32 copies."""
-    for theirs, ours in zip(each_optimizer(old), each_optimizer(new), strict=True):
-        for source, target in zip(_main_parameters(theirs), _main_parameters(ours), strict=True):
+def copy_main_parameters(old: MegatronOptimizer, new: MegatronOptimizer) -> None:
+    """Copy the float32 main parameters. If weights are stored in FP8, a new optimizer would start from rounded values."""
+    for old_part, new_part in zip(each_optimizer(old), each_optimizer(new), strict=True):
+        for source, target in zip(_main_parameters(old_part), _main_parameters(new_part), strict=True):
             target.copy_(source)
 
 
 def prepare_for_load(optimizer: MegatronOptimizer) -> None:
-    """A fresh torch Adam has no state to load into; whatever this makes, the load overwrites."""
-    for one in each_optimizer(optimizer):
-        if isinstance(one, DistributedOptimizer) and not one.is_stub_optimizer:
-            one._init_optimizer_states_with_dummy_values()
+    """Give a new torch Adam a state to load into. The load overwrites all of it."""
+    for part in each_optimizer(optimizer):
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            part._init_optimizer_states_with_dummy_values()
 
 
 def finish_load(optimizer: MegatronOptimizer) -> None:
-    """After a load every parameter shares one `step` tensor, and each update would advance it once per parameter."""
-    for one in each_optimizer(optimizer):
-        if getattr(one, "is_stub_optimizer", False):
+    """After a load all parameters share one `step` tensor. Each update would increment it once per parameter: copy it."""
+    for part in each_optimizer(optimizer):
+        if getattr(part, "is_stub_optimizer", False):
             continue
-        for state in one.optimizer.state.values():
+        for state in part.optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()
 
 
-def _install_step_repair() -> None:
-    """Loading hands torch's Adam no `step`, and Megatron then raises KeyError: hand it the one it has."""
+def _install_step_correction() -> None:
+    """Megatron's load passes no `step` to torch's Adam and then raises KeyError. Pass the existing one."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     @torch.no_grad()
@@ -163,4 +172,4 @@ def _install_step_repair() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
-_install_step_repair()
+_install_step_correction()

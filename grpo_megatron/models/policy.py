@@ -1,4 +1,7 @@
-"""Policy: the model that learns. Scores, updates, streams its weights; knows layouts, not algorithms."""
+"""Policy: the model that is trained. Log-probabilities, updates, and its stream of weights.
+
+It knows layouts and optimizers, not algorithms: the loss is a function that the caller passes to `update`.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,16 @@ from grpo_megatron.config import ActorConfig, ModelConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import load_model
-from grpo_megatron.models.forward import Pack, run, unpack
-from grpo_megatron.models.offload import Offloaded
+from grpo_megatron.models.forward import Pack, forward_backward, unpack
+from grpo_megatron.models.language_model import LanguageModel
+from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.models.optimizer import (
+    build_lr_scheduler,
     build_optimizer,
-    build_schedule,
-    keep_main_parameters,
+    copy_main_parameters,
     state_tensors,
     wrap_ddp,
 )
-from grpo_megatron.models.scorer import Scorer
-from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch, WeightBucket
 
@@ -39,8 +41,8 @@ class TooManySkippedSteps(RuntimeError):
     """Updates stayed non-finite for `actor.max_skipped_steps` in a row."""
 
 
-class Policy(Scorer):
-    """Built on every rank at the same point; weights come from `model.path`."""
+class Policy(LanguageModel):
+    """Built on every rank at the same point, with the weights of `model.path`. Call `set_optimizer` before `update`."""
 
     def __init__(
         self,
@@ -52,92 +54,98 @@ class Policy(Scorer):
         *,
         temperature: float = 1.0,
     ) -> None:
-        self.actor, self.arch = actor, arch
-        inner = self._load(model, mesh, device)
-        self.stage_of = stage_owners(inner, arch, mesh)
+        inner = self._load(model, arch, actor, mesh, device)
         self.ddp = wrap_ddp(inner, actor.megatron, device)
-        super().__init__(self.ddp, actor.megatron, mesh, device, temperature, actor.logprob_chunk_size)
+        super().__init__(self.ddp, arch, actor, mesh, device, temperature)
         self.num_skipped_in_a_row = 0
-        self.optim = actor.optim
-        self._learning: tuple[MegatronOptimizer, OptimizerParamScheduler] | None = None
-        self._away = Offloaded(device)
+        self._optimizer: MegatronOptimizer | None = None
+        self._lr_scheduler: OptimizerParamScheduler | None = None
+        self._offloaded = OffloadedTensors(device)
 
-    def _load(self, model: ModelConfig, mesh: Mesh, device: Device) -> torch.nn.Module:
-        """This rank's part of the model, with its weights. What learns something else loads another (`RewardModel`)."""
-        return load_model(Path(model.path), self.arch, self.actor.megatron, model.dtype, mesh, device)
+    def _load(
+        self, model: ModelConfig, arch: Architecture, actor: ActorConfig, mesh: Mesh, device: Device
+    ) -> torch.nn.Module:
+        """This rank's part of the model, with its weights. `RewardModel` loads another kind of model here."""
+        return load_model(Path(model.path), arch, actor.megatron, model.dtype, mesh, device)
+
+    # -- optimizer -----------------------------------------------------------------------------------------------------
 
     def set_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """A fresh optimizer and schedule over the present weights (between the warm-up and GRPO). Collective."""
+        """A new optimizer and learning-rate schedule over the current weights. Replaces any earlier one. Collective."""
         self.onload()
-        self._away = Offloaded(self.device)  # the last one's copies are of no use to the next
-        before = self._learning if self.actor.megatron.fp8.param_gather else None
-        self._learning, self.ddp.config.grad_scale_func = None, None  # the old one is gone before the new one comes
+        self._offloaded = OffloadedTensors(self.device)  # host copies of the old optimizer are useless to the new one
+        old = self._optimizer if self.actor.megatron.fp8.param_gather else None
+        self._optimizer, self._lr_scheduler = None, None  # frees the old optimizer before the new one is built
+        self.ddp.config.grad_scale_func = None
         optimizer = build_optimizer(self.ddp, optim, self.actor.megatron, self.device)
-        if before is not None:
-            keep_main_parameters(before[0], optimizer)
-        self.optim = optim
-        self._learning = optimizer, build_schedule(optimizer, optim, total_steps)
+        if old is not None:
+            copy_main_parameters(old, optimizer)
+        self._optimizer = optimizer
+        self._lr_scheduler = build_lr_scheduler(optimizer, optim, total_steps)
 
     @property
     def optimizer(self) -> MegatronOptimizer:
-        """The last that was set; if none was, one for `actor.optim` is built, by all ranks together."""
-        return self._learner()[0]
+        if self._optimizer is None:
+            raise RuntimeError("the policy has no optimizer: call set_optimizer first")
+        return self._optimizer
 
     @property
     def lr_scheduler(self) -> OptimizerParamScheduler:
-        return self._learner()[1]
-
-    def _learner(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        if self._learning is None:
-            self.set_optimizer(self.actor.optim, 1)
-        assert self._learning is not None
-        return self._learning
+        if self._lr_scheduler is None:
+            raise RuntimeError("the policy has no learning-rate schedule: call set_optimizer first")
+        return self._lr_scheduler
 
     def offload(self) -> None:
-        """What only an update needs leaves the device: optimizer states, and gradients, which are forgotten."""
-        if not self.actor.megatron.offload_optimizer or self._away.is_away:
+        """Move to the host what only an update needs: optimizer states. Gradient buffers are freed, not copied."""
+        if not self.actor.megatron.offload_optimizer or self._offloaded.is_offloaded:
             return
         with self.device.megatron():
             self.ddp.offload_grad_buffers(empty_cache=False)
-        self._away.leave([] if self._learning is None else state_tensors(self._learning[0]))
+        self._offloaded.offload([] if self._optimizer is None else state_tensors(self._optimizer))
 
     def onload(self) -> None:
-        """The inverse of `offload`. Nothing happens when nothing is away."""
-        if self._away.is_away:
-            self._away.come_back()
+        """The inverse of `offload`. Does nothing if nothing is offloaded."""
+        if self._offloaded.is_offloaded:
+            self._offloaded.onload()
             with self.device.megatron():
                 self.ddp.restore_grad_buffers()
 
+    # -- weights -------------------------------------------------------------------------------------------------------
+
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
+        """See ShardedModel. With `overlap_param_gather`, parameters are gathered before the stream starts."""
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
                 self.ddp.start_param_sync(force_sync=True)
-        return hf_weights(self.ddp, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
+        return super().hf_weights(bucket_megabytes)
+
+    # -- updates -------------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, loss: LossFunction, *, epochs: int = 1) -> tuple[list[MetricSums], dict[str, float]]:
-        """One optimizer step a mini-batch, `epochs` times over the batch. Collective.
+        """One optimizer step per mini-batch, `epochs` times over the batch. Collective.
 
-        Returns this rank's metric sums, one dict a mini-batch, and numbers that are the same on every rank. A step whose
-        gradient is not finite on any rank is skipped on all, and counted. Raises TooManySkippedSteps.
+        Returns this rank's metric sums, one dict per optimizer step, and numbers that are the same on every rank. If the
+        gradient is not finite on any rank, the step is skipped on all ranks, and counted. Raises TooManySkippedSteps.
         """
         sums: list[MetricSums] = []
         norms: list[float] = []
-        skipped = 0
         for _ in range(epochs):
             for micro_batches in batch.mini_batches:
                 self.backward(batch, micro_batches, loss, sums)
-                norm = self._step()
-                norms.append(norm)
-                skipped += not math.isfinite(norm)
+                norms.append(self._step())
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {
-            "actor/lr": float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else self.optim.lr,
-            "actor/skipped_updates": float(skipped),
+            "actor/lr": self._learning_rate(),
+            "actor/skipped_updates": float(len(norms) - len(finite)),
         }
         if finite:
             metrics["actor/grad_norm"] = sum(finite) / len(finite)
         return sums, metrics
+
+    def _learning_rate(self) -> float:
+        """The current learning rate; the schedule's maximum on a rank whose shard of the optimizer is empty."""
+        groups = self.optimizer.param_groups
+        return float(groups[0]["lr"]) if groups else float(self.lr_scheduler.max_lr)
 
     def backward(
         self, batch: Batch, micro_batches: list[list[int]], loss: LossFunction, sums: list[MetricSums]
@@ -147,7 +155,7 @@ class Policy(Scorer):
 
         def consume(current: Pack, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
             if not current.rows:
-                return logprobs.sum() + entropy.sum(), None  # nothing, but connected to every parameter
+                return logprobs.sum() + entropy.sum(), None  # zero, but connected to every parameter
             value, metrics = loss(self._loss_inputs(batch, current, logprobs, entropy))
             for name, part in metrics.items():
                 total[name] = total[name].plus(part) if name in total else part
@@ -155,7 +163,8 @@ class Policy(Scorer):
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        run(self.model, self.packs(batch, micro_batches), consume, device=self.device, forward_only=False)
+        packs = self.packs(batch, micro_batches)
+        forward_backward(self.model, packs, consume, device=self.device, forward_only=False)
         sums.append(total)
 
     def _loss_inputs(self, batch: Batch, current: Pack, logprobs: Tensor, entropy: Tensor) -> LossInputs:
@@ -179,7 +188,7 @@ class Policy(Scorer):
 
     @torch.no_grad()
     def _step(self) -> float:
-        """Clip and step if every rank's gradient is finite, else do nothing. The gradient norm before clipping."""
+        """Clip and step if the gradient is finite on every rank, else skip. Returns the norm before clipping, or infinity."""
         with self.device.megatron():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
@@ -201,14 +210,8 @@ class Policy(Scorer):
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=self.mesh.control)
         return bool(flag)
 
-    def named_gradients(self) -> dict[str, Tensor]:
-        """This rank's summed gradients by global Megatron name (tests and debugging; after `backward`)."""
-        from grpo_megatron.models.weights import bind
-
-        return {name: p.main_grad.clone() for name, (_, p) in bind(self.ddp, self.arch).items()}  # type: ignore[attr-defined]
-
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs beyond the sharded tensors."""
+        """What a checkpoint needs besides the sharded tensors."""
         return {"schedule": self.lr_scheduler.state_dict(), "num_skipped_in_a_row": self.num_skipped_in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:

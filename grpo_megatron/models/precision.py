@@ -1,15 +1,15 @@
-"""FP8: what a recipe needs of the machine, which TransformerConfig fields it sets, and how tokens are padded for it.
+"""FP8: the hardware that a recipe needs, the TransformerConfig fields that it sets, and the padding of tokens.
 
 Only the decoder's linear layers compute in FP8, through Transformer Engine. Embedding, attention core, output head and
-log-probabilities stay in bfloat16 or float32, as do the first and last layers by option. The recipes:
+log-probabilities stay in bfloat16 or float32. The first and last layers do so by option. The recipes:
 
-    delayed     one scale a tensor, from the largest values of the last steps (arXiv:2209.05433)
-    tensorwise  one scale a tensor, from its present largest value
-    blockwise   a scale for 1 x 128 activations and 128 x 128 weights, all e4m3 (DeepSeek-V3, arXiv:2412.19437)
-    mxfp8       a power-of-two scale for 32 values, in hardware (OCP microscaling, arXiv:2310.10537)
+    delayed     one scale per tensor, from the largest values of the last steps (arXiv:2209.05433)
+    tensorwise  one scale per tensor, from its current largest value
+    blockwise   one scale per 1 x 128 activations and per 128 x 128 weights, all e4m3 (DeepSeek-V3, arXiv:2412.19437)
+    mxfp8       one power-of-two scale per 32 values, in hardware (OCP microscaling, arXiv:2310.10537)
 
-The rules are data (`RECIPES`, `QUANTIZATIONS`) and are asked with plain numbers, so that a machine without the hardware
-can say what one with it would do. Nothing here was run on a GPU yet.
+The rules are data (`RECIPES`, `QUANTIZATIONS`), and the hardware is an argument. So a machine without a GPU can check a
+config for a machine with one. Nothing here was run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ FP8 = "actor.megatron.fp8"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one way of computing in FP8 needs. `limit` is the first compute capability that it is not for."""
+    """The requirements of one way to compute in FP8. It runs on compute capabilities from `capability` to below `limit`."""
 
     capability: Version
     cuda_version: Version
     transformer_engine: Version = (0, 0)
     limit: Version | None = None
-    alignment: int = 16  # rows and columns of every product are multiples of it
+    alignment: int = 16  # rows and columns of every matrix product must be multiples of it
     format: Literal["e4m3", "hybrid"] = "hybrid"
     remedy: str = ""
 
@@ -48,7 +48,7 @@ RECIPES: dict[str, Recipe] = {
     "blockwise": Recipe((9, 0), (12, 9), (2, 3), limit=(10, 0), format="e4m3", remedy="mxfp8"),
     "mxfp8": Recipe((10, 0), (12, 8), (2, 1), limit=(12, 0), alignment=32, format="e4m3", remedy="tensorwise"),
 }
-# What vLLM needs to compute in FP8, by rollout.quantization; below that it would only store weights so.
+# Requirements of vLLM to compute in FP8, per rollout.quantization. On older hardware it would only store weights in FP8.
 QUANTIZATIONS: dict[str, Recipe] = {
     "fp8_per_tensor": Recipe((8, 9), (12, 1)),
     "fp8_per_channel": Recipe((8, 9), (12, 1)),
@@ -58,7 +58,7 @@ QUANTIZATIONS: dict[str, Recipe] = {
 
 
 def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
-    """The TransformerConfig fields of a recipe; none without one."""
+    """The TransformerConfig fields of a recipe. Empty without a recipe."""
     if fp8.recipe is None:
         return {}
     return {
@@ -76,28 +76,29 @@ def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def alignment(fp8: Fp8Config) -> int:
-    """Rows of a rank's activations come in multiples of this."""
+    """The number of rows of a rank's activations must be a multiple of this."""
     return 1 if fp8.recipe is None else RECIPES[fp8.recipe].alignment
 
 
 def token_multiple(megatron: MegatronConfig) -> int:
-    """Packs are padded to a multiple of this many tokens: the one padding rule.
+    """Packs are padded to a multiple of this many tokens. There is no other padding rule.
 
-    Context parallelism cuts a pack in 2 cp chunks, sequence parallelism each rank's two chunks over tp ranks, and FP8
-    wants the rows that are left in whole blocks. So: cp * lcm(2 if cp > 1, tp * alignment), a multiple of tp, of 2 cp
-    and of the alignment; their least one where cp is 1 and FP8 off. (The least common multiple alone would leave a rank
-    of tp 8 two rows of 16, and Transformer Engine refuses fewer than 8.)
+    Context parallelism cuts a pack into 2 cp chunks. Sequence parallelism cuts each rank's two chunks over tp ranks. FP8
+    needs whole blocks of the remaining rows. The result is cp * lcm(2 if cp > 1, tp * alignment): a multiple of tp, of 2 cp
+    and of the alignment. If cp is 1 and FP8 off, it is their least common multiple.
+    (The least common multiple alone is too small with FP8. For tp 8 and alignment 16 it is 16, two rows per rank, and
+    Transformer Engine refuses fewer than 8.)
     """
     cp = megatron.context_parallel_size
     rows = (megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1) * alignment(megatron.fp8)
     return cp * math.lcm(2 if cp > 1 else 1, rows)
 
 
-# -- what is wrong -----------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def precision_problems(config: Config, arch: Architecture | None) -> Iterator[str]:
-    """What of actor.megatron.fp8 contradicts another key or the model, one line each, on any machine."""
+    """Contradictions of actor.megatron.fp8 with other keys or the model, one line each. Independent of the hardware."""
     megatron, fp8 = config.actor.megatron, config.actor.megatron.fp8
     if fp8.recipe is None:
         changed = [name for name in fp8.model_fields_set if getattr(fp8, name) != type(fp8).model_fields[name].default]
@@ -128,7 +129,7 @@ def precision_problems(config: Config, arch: Architecture | None) -> Iterator[st
 
 
 def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str]:
-    """Every product's width on one rank is a multiple of the alignment, and layers are left for FP8."""
+    """Every width on one rank must be a multiple of the alignment, and some layers must remain for FP8."""
     fp8, tp = megatron.fp8, megatron.tensor_model_parallel_size
     unit = alignment(fp8)
     qkv = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.head_dim
@@ -144,7 +145,7 @@ def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str
             remedy = "lower actor.megatron.tensor_model_parallel_size or leave" if ways > 1 else "leave"
             yield (
                 f"{FP8}.recipe={fp8.recipe} needs widths that are multiples of {unit}; this model's {name}, {cut}, is"
-                f" none; {remedy} {FP8}.recipe out"
+                f" not; {remedy} {FP8}.recipe out"
             )
     if fp8.first_last_layers_bf16:
         ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
@@ -162,24 +163,25 @@ def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str
 
 
 def hardware_problems(config: Config, hardware: Hardware | None = None) -> Iterator[str]:
-    """What a machine (this one, which is looked at only if need be) lacks of what was asked for, one line each."""
+    """What the config needs and the hardware lacks, one line each. `hardware` None: this machine, read only if needed."""
     megatron, quantization = config.actor.megatron, config.rollout.quantization
-    asks = (megatron.fp8.recipe, quantization, megatron.context_parallel_size > 1)
-    if not any(asks) and megatron.transformer_impl != "transformer_engine":
+    needs_hardware = (megatron.fp8.recipe, quantization, megatron.context_parallel_size > 1)
+    if not any(needs_hardware) and megatron.transformer_impl != "transformer_engine":
         return
     hardware = hardware or read_hardware(config.trainer.device)
     if megatron.fp8.recipe is not None:
         yield from _lacks(f"{FP8}.recipe={megatron.fp8.recipe}", RECIPES[megatron.fp8.recipe], hardware)
     if quantization is not None:
         yield from _lacks(f"rollout.quantization={quantization}", QUANTIZATIONS[quantization], hardware)
-    shares_sequences = megatron.context_parallel_size > 1 and config.trainer.device != "cpu"  # layout.py has said so
-    for key, asked in (
-        (f"actor.megatron.context_parallel_size={megatron.context_parallel_size}", shares_sequences),
+    # With trainer.device=cpu, checks/layout.py reports context parallelism.
+    uses_cp = megatron.context_parallel_size > 1 and config.trainer.device != "cpu"
+    for key, is_set in (
+        (f"actor.megatron.context_parallel_size={megatron.context_parallel_size}", uses_cp),
         ("actor.megatron.transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
     ):
-        if asked and not hardware.is_cuda:
+        if is_set and not hardware.is_cuda:
             yield f"{key} needs a CUDA device, and this run has none; leave it out"
-        elif asked and hardware.transformer_engine is None:
+        elif is_set and hardware.transformer_engine is None:
             yield f"{key} needs Transformer Engine, which is not installed; pip install 'grpo-megatron[gpu]', or leave it out"
 
 
@@ -216,20 +218,20 @@ def _dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-# -- weights that are kept in FP8 --------------------------------------------------------------------------------------
+# -- weights stored in FP8 ---------------------------------------------------------------------------------------------
 
 
-def plain(parameter: Tensor) -> Tensor:
-    """A parameter's values as an ordinary tensor: itself, unless it is kept in FP8 (`fp8.param_gather`)."""
+def dequantized(parameter: Tensor) -> Tensor:
+    """The parameter's values as an ordinary tensor. Only a parameter stored in FP8 (`fp8.param_gather`) is converted."""
     from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
     return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, values: Tensor) -> None:
-    """Set a parameter. One that is kept in FP8 also remembers the exact values, for the optimizer's float32 copy."""
+def set_parameter(parameter: Tensor, values: Tensor) -> None:
+    """Set a parameter's values. If it is stored in FP8, set its exact values too: the optimizer copies them to float32."""
     parameter.copy_(values)
-    remembered = getattr(parameter, "get_high_precision_init_val", None)
-    if remembered is not None and (exact := remembered()) is not None:
+    get_exact = getattr(parameter, "get_high_precision_init_val", None)
+    if get_exact is not None and (exact := get_exact()) is not None:
         exact.copy_(values)

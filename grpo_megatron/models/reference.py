@@ -1,4 +1,4 @@
-"""Reference: the frozen model that the KL term measures against, in the policy's layout; or none."""
+"""Reference: the frozen model of the KL term, in the policy's layout; or none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from grpo_megatron.config import ActorConfig, ModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import load_model
-from grpo_megatron.models.offload import Offloaded
+from grpo_megatron.models.language_model import LanguageModel
+from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.scorer import Scorer
-from grpo_megatron.models.weights import bare, hf_weights, stage_owners
+from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch, WeightBucket
 
 
 class NoReference:
-    """Stands in where no KL term asks for a reference."""
+    """Used if the configuration needs no reference."""
 
     def logprobs(self, batch: Batch) -> None:
         return None
@@ -31,8 +31,8 @@ class NoReference:
         return None
 
 
-class Reference(Scorer):
-    """Weights come from `path`; `copy_from` replaces them by the policy's present ones."""
+class Reference(LanguageModel):
+    """Its weights come from `path`. `copy_from` replaces them by the policy's current weights."""
 
     def __init__(
         self,
@@ -45,42 +45,39 @@ class Reference(Scorer):
         *,
         temperature: float = 1.0,
     ) -> None:
-        inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device)
-        inner.requires_grad_(False)
-        self.arch, self.stage_of = arch, stage_owners(inner, arch, mesh)
-        super().__init__(inner, actor.megatron, mesh, device, temperature, actor.logprob_chunk_size)
-        self._stays = not actor.megatron.offload_reference
-        self._away = Offloaded(device)
-        self._leave()
+        inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device).requires_grad_(False)
+        super().__init__(inner, arch, actor, mesh, device, temperature)
+        self._offloaded = OffloadedTensors(device)
+        self._offload()
 
-    def _leave(self, *, unchanged: bool = False) -> None:
-        if not self._stays:
-            self._away.leave(self.model.parameters(), unchanged=unchanged)
+    def _offload(self, *, unchanged: bool = False) -> None:
+        if self.actor.megatron.offload_reference:
+            self._offloaded.offload(self.model.parameters(), unchanged=unchanged)
 
     @contextlib.contextmanager
-    def _resident(self, *, unchanged: bool = True) -> Iterator[None]:
-        """The weights are on the device, which `actor.megatron.offload_reference` otherwise keeps free of them."""
-        was_away = self._away.is_away
-        self._away.come_back()
+    def _on_device(self, *, unchanged: bool = True) -> Iterator[None]:
+        """The weights are on the device. With `actor.megatron.offload_reference` they are on the host otherwise."""
+        was_offloaded = self._offloaded.is_offloaded
+        self._offloaded.onload()
         try:
             yield
         finally:
-            if was_away:
-                self._leave(unchanged=unchanged)
+            if was_offloaded:
+                self._offload(unchanged=unchanged)
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        with self._resident():
+        with self._on_device():
             return super().logprobs(batch, temperature)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, as the policy's (RFT draws from the reference)."""
-        with self._resident():
-            yield from hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
+        """Collective stream of every Hugging Face tensor, as of the policy. (RFT draws from the reference.)"""
+        with self._on_device():
+            yield from super().hf_weights(bucket_megabytes)
 
     @torch.no_grad()
     def copy_from(self, policy: Policy) -> None:
-        """Same layout, so rank by rank; no communication."""
-        theirs = dict(bare(policy.ddp).named_parameters())
-        with self._resident(unchanged=False):
-            for name, parameter in bare(self.model).named_parameters():
-                parameter.copy_(theirs[name])
+        """The layouts are the same, so every rank copies its own shard. No communication."""
+        source = dict(unwrapped(policy.ddp).named_parameters())
+        with self._on_device(unchanged=False):
+            for name, parameter in unwrapped(self.model).named_parameters():
+                parameter.copy_(source[name])

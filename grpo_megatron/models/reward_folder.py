@@ -1,8 +1,8 @@
-"""A reward model's Hugging Face folder: what may be one, and what it is as a folder again. Reads headers only.
+"""RewardFolder: the Hugging Face folder of a reward model, to read and to write. Reads headers only.
 
-Two kinds will do: transformers' `*ForSequenceClassification` with one label (a decoder and `score.weight` [1, h]), and
-`*ForCausalLM`, whose output head is left behind and which gets a new score head of zeros: every score is 0 until it has
-been trained. Any other head (token classification, process rewards, several labels) means something else and is refused.
+Two kinds are accepted. transformers' `*ForSequenceClassification` with one label is a decoder and `score.weight` [1, h]. A
+`*ForCausalLM` loses its output head and gets a new score head of zeros: every score is 0 until the model is trained. Any
+other head (token classification, process rewards, several labels) has another meaning and is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ CLASSIFIER, LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
 
 @dataclass(frozen=True)
 class RewardFolder:
-    """`arch` is tied: its weight table has no output head. `pad_token_id`: scores are read at the last other token."""
+    """`arch` is marked as tied: its weight table then has no output head. Scores are read at the last token that is not
+    `pad_token_id`."""
 
     path: Path
     arch: Architecture
@@ -30,13 +31,13 @@ class RewardFolder:
 
 
 def read_reward_folder(path: Path) -> RewardFolder:
-    """From config.json alone. Raises ValueError (UnsupportedModel) that says why the folder is no reward model."""
+    """From config.json alone. Raises ValueError (or UnsupportedModel) with the reason if it is no reward model."""
     config = read_config(path)
     names = config.get("architectures") or [LANGUAGE_MODEL]
     name = names[0] if isinstance(names, list) and len(names) == 1 else str(names)
     if not name.endswith((CLASSIFIER, LANGUAGE_MODEL)):
         raise ValueError(
-            f"architectures={name!r} cannot be a reward model: one score a sequence is *{CLASSIFIER} with one label,"
+            f"architectures={name!r} cannot be a reward model: one score per sequence is *{CLASSIFIER} with one label,"
             f" or *{LANGUAGE_MODEL}, which gets a new head"
         )
     has_head = name.endswith(CLASSIFIER)
@@ -47,7 +48,7 @@ def read_reward_folder(path: Path) -> RewardFolder:
 
 
 def _num_labels(config: dict[str, Any]) -> int:
-    """What transformers makes of it: two unless something says otherwise."""
+    """As transformers reads it: two by default."""
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels") or 2)
 
 
@@ -63,7 +64,7 @@ def check_files(files: SafetensorsFolder, folder: RewardFolder) -> None:
 
 
 def exported_config(path: Path) -> dict[str, Any]:
-    """The config.json of the trained model: the source's, with the head that it has now."""
+    """The config.json of the trained model: that of the source, as a classifier with one label."""
     config = read_config(path)
     families = config.get("architectures") or [_class_name(config["model_type"]) + LANGUAGE_MODEL]
     stem = families[0].removesuffix(CLASSIFIER).removesuffix(LANGUAGE_MODEL)
@@ -73,5 +74,5 @@ def exported_config(path: Path) -> dict[str, Any]:
 
 
 def _class_name(model_type: str) -> str:
-    """qwen3_moe -> Qwen3Moe, as transformers names its classes."""
+    """qwen3_moe -> Qwen3Moe, the form of transformers' class names."""
     return "".join(part.capitalize() for part in model_type.split("_"))

@@ -1,13 +1,15 @@
-"""RewardModel: a decoder with one linear head [1, h] in place of the vocabulary's; one score a sequence.
+"""RewardModel: a decoder with one linear head [1, h] in place of the vocabulary's; one score per sequence.
 
-The score is w . h_t in float32, h_t the final hidden state at the sequence's last token that is not padding: what
-transformers' `*ForSequenceClassification` computes, pad_token_id included (a response that ends in that id is read at
-the token before it). It sees the whole response, because attention is causal. Training is -log sigmoid(chosen -
-rejected), summed over pairs and divided by the number of pairs of the whole step before batching, so that the layout
-cannot change the gradient; a pair's two sequences are always in one micro-batch.
+The score is w . h_t in float32. h_t is the final hidden state at the sequence's last token that is not padding. This is
+what transformers' `*ForSequenceClassification` computes, pad_token_id included: a response that ends in that id is read at
+the token before it. Attention is causal, so h_t depends on the whole response.
+
+The training loss is -log sigmoid(chosen - rejected), summed over pairs and divided by the number of pairs of the whole
+step. The divisor is fixed before batching, so the layout cannot change the gradient. Both sequences of a pair are always
+in one micro-batch.
 
 Everything else, from the layout to the optimizer, is the policy's. Under tensor parallelism the head is replicated: every
-rank computes the same score from the same whole hidden state, so that its gradient is whole on each rank and must be
+rank computes the same score from the same whole hidden state. Its gradient is therefore complete on each rank, and must be
 neither summed nor marked as a shard.
 """
 
@@ -30,21 +32,22 @@ from torch import Tensor
 from grpo_megatron.algo.ranking import pairwise_loss
 from grpo_megatron.config import ActorConfig, MegatronConfig, ModelConfig, RewardModelConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.build import Scored, ScoringModel, Targets, build_model
-from grpo_megatron.models.context import own_scores, own_tokens
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.build import HeadOutput, LogprobModel, Targets, build_model
+from grpo_megatron.models.context import local_tokens, target_share
 from grpo_megatron.models.export import save_hf
-from grpo_megatron.models.forward import Pack, run
+from grpo_megatron.models.forward import Pack, forward_backward
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.precision import fill
+from grpo_megatron.models.precision import set_parameter
 from grpo_megatron.models.reward_folder import HEAD, RewardFolder, check_files, exported_config, read_reward_folder
-from grpo_megatron.models.scorer import Scorer
-from grpo_megatron.models.weights import SafetensorsFolder, bare, bind, bound_rows
+from grpo_megatron.models.sharded import ShardedModel
+from grpo_megatron.models.weights import SafetensorsFolder, global_parameters, model_rows, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch, WeightBucket
 
 
-class SequenceScoringModel(ScoringModel):
-    """GPTModel whose last stage returns `Scored` with one score [sequences]: at `Targets.positions`, tokens unused."""
+class ScoreModel(LogprobModel):
+    """GPTModel whose last stage returns one score per sequence: at `Targets.state_indices`; target tokens are unused."""
 
     score: torch.nn.Linear
 
@@ -57,16 +60,18 @@ class SequenceScoringModel(ScoringModel):
         """hidden_states [t (/tp under sequence parallelism), 1, h]."""
         if not self.post_process:
             return hidden_states
-        if self.config.sequence_parallel:  # backward: each rank's own part, for every rank has the whole gradient
+        if (
+            self.config.sequence_parallel
+        ):  # backward: each rank takes its part, because every rank has the whole gradient
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
-        last = hidden_states.squeeze(1)[labels.positions].float()  # [sequences, h]
+        last = hidden_states.squeeze(1)[labels.state_indices].float()  # [sequences, h]
         scores = last @ self.score.weight.squeeze(0)
-        return Scored(scores, scores.detach())
+        return HeadOutput(scores, scores.detach())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:  # type: ignore[type-arg]
-        """Past GPTModel's own, which asks for an output layer."""
+        """Skips GPTModel's own method, which needs an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
@@ -74,23 +79,28 @@ class SequenceScoringModel(ScoringModel):
 def load_reward_model(
     folder: RewardFolder, megatron: MegatronConfig, dtype: str, mesh: Mesh, device: Device
 ) -> torch.nn.Module:
-    """This rank's part of the model, with its weights; the head in float32 whatever `dtype` is. Raises WeightsError."""
+    """This rank's part of the model, with its weights. The head is float32 at any `dtype`. Raises WeightsError."""
     arch = folder.arch
-    model = build_model(arch, megatron, dtype, device, SequenceScoringModel)
-    rows = bound_rows(arch)
+    model = build_model(arch, megatron, dtype, device, ScoreModel)
+    rows = model_rows(arch)
     with SafetensorsFolder(folder.path) as files:
         check_files(files, folder)
-        for name, (_, parameter) in bind(model, arch).items():
-            fill(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
-        if mesh.is_last_stage:  # put in here, where nothing rounds it to bfloat16 or takes it for a shard any more
+        for name, parameter in global_parameters(model).items():
+            set_parameter(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
+        if (
+            mesh.is_last_stage
+        ):  # added after the model is built, so that it is neither rounded to bfloat16 nor marked as a shard
             head = torch.nn.Linear(arch.hidden_size, 1, bias=False, dtype=torch.float32, device=device.torch_device)
-            head.weight.copy_(files.slice(HEAD)[:]) if folder.has_head else head.weight.zero_()
-            bare(model).score = head
+            if folder.has_head:
+                head.weight.copy_(files.slice(HEAD)[:])
+            else:
+                head.weight.zero_()
+            unwrapped(model).score = head
     return model
 
 
-class SequenceScorer(Scorer):
-    """Scores whole sequences under a frozen reward model, the same on every rank of the replica."""
+class SequenceScorer(ShardedModel):
+    """A sharded model with one score per sequence, the same on every rank of the replica."""
 
     pad_token_id: int | None
 
@@ -99,79 +109,70 @@ class SequenceScorer(Scorer):
         return [self._at_the_ends(batch, pack) for pack in packs]
 
     def _at_the_ends(self, batch: Batch, pack: Pack) -> Pack:
-        """The pack, read at the end of each sequence and not before each response token."""
+        """The pack with one target per sequence, at its end, instead of one per response token."""
         cuts = pack.packed.cu_seqlens_q.tolist()
         ends = [start + self._last(batch.tokens[row]) for row, start in zip(pack.rows, cuts, strict=False)]
-        positions, share, to = torch.tensor(ends, dtype=torch.int64), None, self.device.torch_device
+        state_indices, share, to = torch.tensor(ends, dtype=torch.int64), None, self.device.torch_device
         if self.mesh.cp > 1:
             lengths = [end - start for start, end in itertools.pairwise(cuts)]
-            share = own_scores(positions, own_tokens(lengths, self.mesh.cp, self.mesh.cp_rank))
-            positions, share = share.positions, replace(share, slots=share.slots.to(to))
-        positions = positions.to(to)
-        return replace(pack, targets=Targets(positions, positions, temperature=1.0, chunk=self.chunk), share=share)
+            share = target_share(state_indices, local_tokens(lengths, self.mesh.cp, self.mesh.cp_rank))
+            state_indices = share.state_indices
+            share = replace(share, target_indices=share.target_indices.to(to))
+        state_indices = state_indices.to(to)
+        targets = Targets(state_indices, tokens=state_indices, temperature=1.0, chunk=self.chunk)
+        return replace(pack, targets=targets, share=share)
 
     def _last(self, tokens: Tensor) -> int:
-        """Index of the last token that is not padding; 0 when there is none."""
+        """Index of the last token that is not padding; 0 if there is none."""
         if self.pad_token_id is None:
             return len(tokens) - 1
-        return int((tokens != self.pad_token_id).nonzero().max().item()) if (tokens != self.pad_token_id).any() else 0
+        is_token = tokens != self.pad_token_id
+        return int(is_token.nonzero().max()) if is_token.any() else 0
 
-    @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
-        """One score a sequence [B], float32 on the host. Collective over the replica; the batch's own micro-batches."""
-        out = torch.zeros(len(batch))
-
-        def consume(current: Pack, scores: Tensor, _: Tensor) -> None:
-            if current.rows:
-                out[current.rows] = scores.float().cpu()
-
-        micro_batches = [rows for mini in batch.mini_batches for rows in mini]
-        if not micro_batches:
-            return out
-        run(self.model, self.packs(batch, micro_batches), consume, device=self.device, forward_only=True)
-        if self.mesh.pp > 1:
-            shared = out.to(self.device.torch_device)
-            dist.broadcast(shared, self.mesh.stage_rank(self.mesh.pp - 1), group=self.mesh.pp_group)
-            out = shared.cpu()
-        return out
-
-    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        raise NotImplementedError("a reward model has no vocabulary to give probabilities over")
+        """One score per sequence [B], float32 on the host. Collective over the replica."""
+        return self.forward_batch(batch, torch.zeros(len(batch)), lambda current, scores: scores)
 
 
 class FrozenRewardModel(SequenceScorer):
-    """A reward model that is never updated: no gradients, no optimizer."""
+    """A reward model that is not trained: no gradients, no optimizer."""
 
     def __init__(self, config: RewardModelConfig, dtype: str, actor: ActorConfig, mesh: Mesh, device: Device) -> None:
         assert config.path is not None
         folder = read_reward_folder(config.path)
         self.pad_token_id = folder.pad_token_id
         inner = load_reward_model(folder, actor.megatron, dtype, mesh, device).requires_grad_(False)
-        super().__init__(inner, actor.megatron, mesh, device, 1.0, actor.logprob_chunk_size)
+        super().__init__(inner, folder.arch, actor, mesh, device)
 
 
 class RewardModel(Policy, SequenceScorer):
-    """A policy with a score for its output: built, updated, saved and loaded (`models.state`) like one.
+    """A policy whose output is a score. It is built, updated, saved and loaded (`models.state`) like a policy.
 
-    Build on every rank at the same point. `actor` gives layout and micro-batch caps.
+    Built on every rank at the same point. `actor` gives the layout and the limits of a micro-batch. Call `set_optimizer`
+    before the first update.
     """
 
     def __init__(self, config: RewardModelConfig, dtype: str, actor: ActorConfig, mesh: Mesh, device: Device) -> None:
         assert config.path is not None
         self.folder = read_reward_folder(config.path)
         self.pad_token_id = self.folder.pad_token_id
-        own = actor.model_copy(update={"optim": config.optim})
+        with_optim = actor.model_copy(update={"optim": config.optim})
         model = ModelConfig.model_validate({"path": config.path, "dtype": dtype})
-        super().__init__(model, own, self.folder.arch, mesh, device)
+        super().__init__(model, with_optim, self.folder.arch, mesh, device)
 
-    def _load(self, model: ModelConfig, mesh: Mesh, device: Device) -> torch.nn.Module:
-        return load_reward_model(self.folder, self.actor.megatron, model.dtype, mesh, device)
+    def _load(
+        self, model: ModelConfig, arch: Architecture, actor: ActorConfig, mesh: Mesh, device: Device
+    ) -> torch.nn.Module:
+        return load_reward_model(self.folder, actor.megatron, model.dtype, mesh, device)
+
+    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        raise NotImplementedError("a reward model has no log-probabilities: it has no output head over the vocabulary")
 
     def update_pairs(self, batch: Batch, num_pairs: int) -> dict[str, float]:
         """One optimizer step on the batch's one mini-batch. Collective; the same metrics on every rank.
 
-        Rows 2i (chosen) and 2i + 1 (rejected) are neighbours in one micro-batch. `num_pairs`: of all ranks together.
-        Skips a step that is not finite on any rank, as `Policy.update` does. Raises TooManySkippedSteps.
+        Rows 2i (chosen) and 2i + 1 (rejected) are neighbours in one micro-batch. `num_pairs` counts the pairs of all ranks.
+        Like `Policy.update`, skips a step that is not finite on any rank. Raises TooManySkippedSteps.
         """
         totals = self.backward_pairs(batch, num_pairs)
         norm = self._step()
@@ -181,30 +182,31 @@ class RewardModel(Policy, SequenceScorer):
         return {f"reward_model/{name}": value for name, value in metrics.items()}
 
     def backward_pairs(self, batch: Batch, num_pairs: int) -> Tensor:
-        """Gradients into the model's buffers, summed over all ranks. This rank's sums of loss, correct pairs, margins."""
+        """Gradients into the model's buffers, summed over all ranks. Returns this rank's sums: loss, correct pairs, margins."""
         totals = torch.zeros(3, dtype=torch.float64)
 
         def consume(current: Pack, scores: Tensor, _: Tensor) -> tuple[Tensor, None]:
             chosen, rejected = scores[0::2], scores[1::2]
             assert [row + 1 for row in current.rows[0::2]] == current.rows[1::2], f"a pair is split: {current.rows}"
-            losses = pairwise_loss(chosen, rejected)  # of no rows: nothing, but connected to every parameter
+            losses = pairwise_loss(chosen, rejected)  # without rows: empty, but connected to every parameter
             if self.mesh.is_first_replica_rank:
                 margins = (chosen - rejected).detach().double()
-                right = (margins > 0).double() + 0.5 * (margins == 0).double()
-                totals.add_(torch.stack([losses.detach().double().sum(), right.sum(), margins.sum()]).cpu())
+                correct = (margins > 0).double() + 0.5 * (margins == 0).double()
+                totals.add_(torch.stack([losses.detach().double().sum(), correct.sum(), margins.sum()]).cpu())
             return losses.sum() / num_pairs, None
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         (micro_batches,) = batch.mini_batches
-        run(self.model, self.packs(batch, micro_batches), consume, device=self.device, forward_only=False)
+        packs = self.packs(batch, micro_batches)
+        forward_backward(self.model, packs, consume, device=self.device, forward_only=False)
         return totals
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, whole, on every rank; `score.weight`, in float32, last."""
+        """See ShardedModel. The last tensor is `score.weight`, in float32."""
         yield from super().hf_weights(bucket_megabytes)
         if self.mesh.is_last_stage:
-            head: Tensor = bare(self.ddp).get_parameter(HEAD).detach().clone()
+            head: Tensor = unwrapped(self.ddp).get_parameter(HEAD).detach().clone()
         else:
             head = torch.empty(1, self.arch.hidden_size, device=self.device.torch_device)
         if self.mesh.pp > 1:
@@ -212,7 +214,7 @@ class RewardModel(Policy, SequenceScorer):
         yield [(HEAD, head)]
 
     def save_hf(self, target: Path, tokenizer_path: Path) -> None:
-        """Collective: a `*ForSequenceClassification` folder, which transformers scores alike and `path` can name again."""
+        """Collective: write a `*ForSequenceClassification` folder. transformers and `reward_model.path` can read it."""
         with tempfile.TemporaryDirectory() as config_folder:
             config = exported_config(self.folder.path)
             (Path(config_folder) / "config.json").write_text(json.dumps(config))

@@ -1,8 +1,9 @@
-"""Which modules and fused kernels a layer is made of: Megatron-Core's local ones with our norm and attention, or
-Transformer Engine's. Chosen here and nowhere else, by `Kernels`.
+"""Layer specs: the modules and fused kernels of a layer.
 
-The local path runs anywhere, CPU included. The Transformer Engine path, and every fused kernel, has not been run on a
-GPU yet.
+There are two specs: Megatron-Core's local modules with this file's norm and attention, or Transformer Engine's modules.
+`Kernels` selects one; no other file does.
+
+The local spec runs anywhere, also on the CPU. The Transformer Engine spec and the fused kernels were not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from grpo_megatron.device import Device
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a rank computes with. The CPU has none of them; a GPU uses what is installed and needs nothing.
+    """The fused kernels of a rank. On the CPU there are none. A GPU uses what is installed, and needs none of them.
 
     `transformer_engine`: layers, norms, attention over packed sequences and the rotary embedding. `compiled`: torch
-    compiles the gated activation and the residual addition. `apex_gradients`: weight gradients are added to the
-    float32 buffer by the product that computes them.
+    compiles the gated activation and the residual addition. `apex_gradients`: the matrix product that computes a weight
+    gradient also adds it to the float32 buffer.
     """
 
     transformer_engine: bool = False
@@ -41,7 +42,7 @@ class Kernels:
     apex_gradients: bool = False
 
     def settings(self) -> dict[str, bool]:
-        """TransformerConfig fields. Neither attention has a softmax of its own to fuse, and the loss is our own."""
+        """TransformerConfig fields. Neither attention has a separate softmax to fuse; Megatron's loss is not used."""
         return {
             "gradient_accumulation_fusion": self.apex_gradients,
             "apply_rope_fusion": self.transformer_engine,
@@ -54,7 +55,8 @@ class Kernels:
 
 
 def choose_kernels(megatron: MegatronConfig, device: Device, dtype: str = "bfloat16") -> Kernels:
-    """What is there, within `actor.megatron.transformer_impl`. Raises ConfigError where Transformer Engine must be."""
+    """The installed kernels, within `actor.megatron.transformer_impl`. Raises ConfigError if Transformer Engine is needed
+    and cannot be used."""
     if not device.is_cuda:
         _require_none(megatron, "this run is on the CPU")
         return Kernels()
@@ -62,7 +64,7 @@ def choose_kernels(megatron: MegatronConfig, device: Device, dtype: str = "bfloa
     if megatron.transformer_impl == "local":
         reason = "transformer_impl=local"
     elif dtype == "float32":
-        reason = "model.dtype=float32, which its attention cannot compute in"
+        reason = "model.dtype=float32, which its attention does not support"
     elif not _has_transformer_engine():
         reason = "it cannot be imported"
     if reason is not None:
@@ -72,19 +74,19 @@ def choose_kernels(megatron: MegatronConfig, device: Device, dtype: str = "bfloa
 
 
 def _require_none(megatron: MegatronConfig, reason: str) -> None:
-    """Raise ConfigError, naming the key, when the config cannot do without Transformer Engine."""
-    asked = {
+    """Raise ConfigError with the key if the config needs Transformer Engine."""
+    needed = {
         "transformer_impl=transformer_engine": megatron.transformer_impl == "transformer_engine",
         f"fp8.recipe={megatron.fp8.recipe}": megatron.fp8.recipe is not None,
         f"context_parallel_size={megatron.context_parallel_size}": megatron.context_parallel_size > 1,
     }
-    for key, is_asked in asked.items():
-        if is_asked:
+    for key, is_needed in needed.items():
+        if is_needed:
             raise ConfigError(f"actor.megatron.{key} needs Transformer Engine on a GPU, but {reason}; leave it out")
 
 
 def _has_transformer_engine() -> bool:
-    """Whether it works, not only whether it is there: built for another torch or CUDA, it fails when imported."""
+    """Whether it can be imported. If it was built for another torch or CUDA, it is installed but fails at import."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, RuntimeError):
@@ -93,9 +95,9 @@ def _has_transformer_engine() -> bool:
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (arXiv:1910.07467) in float32. Megatron's torch wrapper refuses sequence parallelism.
+    """Root-mean-square norm (arXiv:1910.07467) in float32. Megatron's wrapper of torch's norm refuses sequence parallelism.
 
-    The attribute on the weight is what makes Megatron sum its gradient over tensor-parallel ranks.
+    Megatron sums the gradient over tensor-parallel ranks because of the weight's attribute `sequence_parallel`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -109,10 +111,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal grouped-query attention over packed sequences, one fused kernel call a sequence.
+    """Causal grouped-query attention over packed sequences, one fused kernel call per sequence.
 
-    torch's scaled_dot_product_attention never materialises the [S, S] scores, and no position of another sequence, nor
-    padding between sequences, is computed. Megatron's own DotProductAttention does both and refuses packing.
+    torch's scaled_dot_product_attention never materialises the [S, S] attention scores. Each sequence is computed alone, so
+    nothing is computed between two sequences or for padding between them. Megatron's DotProductAttention materialises the
+    scores, computes padding and refuses packed sequences.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
@@ -141,23 +144,25 @@ class PackedAttention(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
-    """Every layer of this stage and the final norm. (Called with the model's config.)"""
+    """The spec of every layer of this stage and of the final norm."""
     return te_block_spec(config) if kernels.transformer_engine else local_block_spec(config)
 
 
 def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """A stage from local modules."""
+    """The spec with Megatron-Core's local modules."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,  # off unless overridden: one MLP an expert
+        moe_grouped_gemm=config.moe_grouped_gemm,  # off unless overridden: one MLP per expert
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    if config.num_moe_experts:  # in checkpoints Transformer Engine's norm before experts has its own name; so has ours
+    # In a checkpoint of the Transformer Engine spec, the norm before experts is not part of a linear layer, and keeps its
+    # own name. Keep the same name here, so that either spec reads the other's checkpoints.
+    if config.num_moe_experts:
         parts.sharded_state_dict_keys_map = {
-            own: saved for own, saved in parts.sharded_state_dict_keys_map.items() if own != "pre_mlp_layernorm."
+            name: saved for name, saved in parts.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."
         }
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -167,7 +172,7 @@ def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 def te_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The same from Transformer Engine: fused norms, THD attention, FP8-capable linears. Not run on a GPU yet."""
+    """The spec with Transformer Engine: fused norms, attention over packed sequences, FP8 linear layers. Not run on a GPU yet."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     layer = get_gpt_layer_with_transformer_engine_spec(

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.models.optimizer import finish_load, prepare_for_load
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.weights import bare
+from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.disk import on_every_rank
 
 # The other sharding types fix tp and pp, or cannot be saved at all.
@@ -33,7 +33,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def _sharded(policy: Policy, is_loading: bool) -> dict[str, Any]:
-    model = bare(policy.ddp).sharded_state_dict(metadata=METADATA)  # type: ignore[operator]
+    model = unwrapped(policy.ddp).sharded_state_dict(metadata=METADATA)  # type: ignore[operator]
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
     return {"model": model, "optimizer": optimizer}
 
@@ -125,7 +125,7 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
         if same_world:
             wanted["rng"] = _rng(policy, None)
         state = dist_checkpointing.load(wanted, str(folder))
-        missing, unexpected = bare(policy.ddp).load_state_dict(state["model"], strict=False)
+        missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already
         policy.optimizer.load_state_dict(state["optimizer"])

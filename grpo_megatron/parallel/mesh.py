@@ -1,11 +1,15 @@
-"""Mesh: the frozen grid of ranks. Training layout tp x pp x dp and rollout layout (blocks of rollout_tp), one object.
+"""Mesh: the frozen grid of ranks, and the groups that our own code communicates over.
 
-Experts are spread over `ep` neighbouring data-parallel ranks (ep divides cp * dp), which share everything else.
+The training layout is tp x cp x dp x pp; cp ranks share the tokens of each sequence and have the same weights. In
+Megatron's default order, tensor-parallel ranks are contiguous, then context-parallel, data-parallel and pipeline ranks:
 
-Megatron's default order makes tensor-parallel ranks contiguous, then context-parallel (cp ranks that share the tokens of
-each sequence, and hold the same weights), then data-parallel, then pipeline:
-rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)). vLLM's tensor-parallel blocks are contiguous too, so an
-engine spans neighbouring tensor- and data-parallel ranks, and pipeline stages only when rollout_tp exceeds tp * cp * dp.
+    rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank))
+
+Experts are spread over `ep` neighbouring places of the cp x dp grid (ep divides cp * dp). These ranks have the same other
+weights.
+
+The rollout layout is blocks of `rollout_tp` contiguous ranks, one engine per block. A block spans neighbouring
+tensor-, context- and data-parallel ranks, and several pipeline stages only if rollout_tp exceeds tp * cp * dp.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """Something failed on at least one rank; raised on every rank with every rank's message."""
+    """Something failed on at least one rank. Raised on every rank with the messages of all ranks."""
 
 
 def all_gather_values(value: T, group: Any) -> list[T]:
-    """Collective over `group`: every member's `value`, in the order of the group. Small host-side values only."""
+    """Collective over `group`: the values of all its ranks, in the group's order. Small host-side values: they are pickled."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -36,9 +40,9 @@ def all_gather_values(value: T, group: Any) -> list[T]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes, this rank's place, and the groups that our own code communicates over.
+    """Sizes, the coordinates of this rank, and process groups.
 
-    `control` is a gloo group of the whole world for small host-side messages, whatever the device is.
+    `control` is a gloo group of the whole world for small host-side messages, on any device.
     """
 
     world_size: int
@@ -68,7 +72,7 @@ class Mesh:
 
     @property
     def is_first_replica_rank(self) -> bool:
-        """True on one rank per data-parallel replica, one that holds the loss: who reports metrics."""
+        """True on one rank per data-parallel replica, which has the loss and reports the metrics."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
@@ -81,40 +85,39 @@ class Mesh:
 
     @property
     def is_block_leader(self) -> bool:
-        """True on the rank of a rollout block that speaks for it."""
+        """True on one rank per rollout block, which grades and reports its samples."""
         return self.rank % self.rollout_tp == 0
 
     def dp_rank_of(self, rank: int) -> int:
-        """Data-parallel coordinate of any global rank."""
+        """The data-parallel coordinate of a global rank."""
         return rank // (self.tp * self.cp) % self.dp
 
     def stage_rank(self, pp_rank: int) -> int:
-        """Global rank with this rank's tp, cp and dp coordinates on pipeline stage `pp_rank`."""
+        """The global rank on pipeline stage `pp_rank` with this rank's tp, cp and dp coordinates."""
         return self.tp_rank + self.tp * (self.cp_rank + self.cp * (self.dp_rank + self.dp * pp_rank))
 
     def expert_rank(self, ep_rank: int) -> int:
-        """Global rank of expert-parallel rank `ep_rank` in this rank's expert-parallel group."""
+        """The global rank of expert-parallel rank `ep_rank` in this rank's expert-parallel group."""
         return self.rank + self.tp * (ep_rank - self.ep_rank)
 
     def agree(self, problem: str | None) -> None:
-        """Collective: raise RankError with all messages on every rank if any rank brings a problem."""
+        """Collective: if any rank has a problem, raise RankError with the problems of all ranks on every rank."""
         flag = torch.tensor(0 if problem is None else 1)
         dist.all_reduce(flag, group=self.control)
         if not flag:
             return
-        problems = self.all_gather(problem)
-        said: dict[str, list[str]] = {}
-        for rank, text in enumerate(problems):
+        ranks_with: dict[str, list[str]] = {}
+        for rank, text in enumerate(self.all_gather(problem)):
             if text is not None:
-                said.setdefault(text, []).append(str(rank))
-        raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items()))
+                ranks_with.setdefault(text, []).append(str(rank))
+        raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_with.items()))
 
     def all_gather(self, value: T) -> list[T]:
-        """Collective: every rank's `value`, in rank order. Small host-side values only: they are pickled."""
+        """Collective: the values of all ranks, in rank order. Small host-side values: they are pickled."""
         return all_gather_values(value, self.control)
 
     def broadcast(self, value: T) -> T:
-        """Collective: rank 0's `value`, on every rank."""
+        """Collective: the value of rank 0, on every rank."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
@@ -134,9 +137,9 @@ def build_mesh(
     seed: int = 42,
     timeout_s: float = 1800.0,
 ) -> Mesh:
-    """Join the world that torchrun described (or a world of one) and make Megatron's groups. Collective.
+    """Join the world of torchrun's environment (without torchrun, a world of one) and make Megatron's groups. Collective.
 
-    Sizes must have been validated: tp * cp * pp, tp * pp * ep and rollout_tp divide the world.
+    Sizes must have been validated: tp * cp * pp, tp * pp * ep and rollout_tp divide the world size.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -155,7 +158,7 @@ def build_mesh(
             context_parallel_size=cp,
             distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         )
-        model_parallel_cuda_manual_seed(seed)  # Megatron's own generators, one a tensor-parallel rank
+        model_parallel_cuda_manual_seed(seed)  # Megatron's own generators, one per tensor-parallel rank
     return Mesh(
         world_size=world_size,
         rank=rank,
@@ -177,7 +180,7 @@ def build_mesh(
 
 
 def destroy_mesh() -> None:
-    """Leave the world: the next `build_mesh` in this process starts afresh."""
+    """Leave the world. This process may then call `build_mesh` again."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

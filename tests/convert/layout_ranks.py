@@ -20,7 +20,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.state import METADATA
-    from grpo_megatron.models.weights import bare, hf_weights, stage_owners
+    from grpo_megatron.models.weights import hf_weights, stage_owners, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
     device = Device("cpu")
@@ -36,9 +36,9 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)
         with device.megatron():
-            wanted = bare(model).sharded_state_dict(metadata=METADATA)
+            wanted = unwrapped(model).sharded_state_dict(metadata=METADATA)
             state = dist_checkpointing.load({"model": wanted}, str(checkpoint))
-            missing, unexpected = bare(model).load_state_dict(state["model"], strict=False)
+            missing, unexpected = unwrapped(model).load_state_dict(state["model"], strict=False)
         assert not [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert all(parameter.isfinite().all() for parameter in model.parameters())
         stages = stage_owners(model, arch, mesh)

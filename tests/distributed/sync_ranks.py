@@ -38,6 +38,7 @@ def build(
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
     actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
     policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
+    policy.set_optimizer(actor.optim, 1)
     rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
     engine = build_engine(
         rollout,
@@ -126,9 +127,9 @@ def faulty(folder: Path, fault: str) -> dict[str, Any]:
 
 
 def _break(policy: Any, engine: Any, fault: str) -> None:
-    from grpo_megatron.models.weights import bare
+    from grpo_megatron.models.weights import unwrapped
 
-    inner = bare(policy.ddp)
+    inner = unwrapped(policy.ddp)
     last = inner.decoder.layers[-1].mlp
     if fault == "missing":
         del inner.decoder.layers[0].mlp.linear_fc2.weight

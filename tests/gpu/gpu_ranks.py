@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.models.gradients import named_gradients
 from tests.tiny import make_batch, make_sequences
 
 VOCABULARY = 32000
@@ -31,7 +32,9 @@ def build(
         _meshes.append(build_mesh(device, tp=1, pp=1, cp=cp, rollout_tp=1))
     actor = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": chunk, "optim": {"lr": lr}})
     model = ModelConfig(path=folder, dtype=dtype)
-    return Policy(model, actor, read_architecture(folder), _meshes[0], device)
+    policy = Policy(model, actor, read_architecture(folder), _meshes[0], device)
+    policy.set_optimizer(actor.optim, 1)
+    return policy
 
 
 def sequences(count: int, longest: int) -> Any:
@@ -53,9 +56,9 @@ def likelihood(inputs: Any) -> Any:
 
 def own_kernels(policy: Any) -> str:
     """Which layers were really built."""
-    from grpo_megatron.models.weights import bare
+    from grpo_megatron.models.weights import unwrapped
 
-    inner: Any = bare(policy.ddp)
+    inner: Any = unwrapped(policy.ddp)
     return type(inner.decoder.layers[0].self_attention.linear_qkv).__name__
 
 
@@ -73,7 +76,7 @@ def scores_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -> 
     batch = whole_batch(sequences(8, 400))
     logprobs = policy.logprobs(batch)
     policy.backward(batch, batch.mini_batches[0], likelihood, [])
-    gradients = {name: g.float().cpu() for name, g in policy.named_gradients().items()}
+    gradients = {name: g.float().cpu() for name, g in named_gradients(policy).items()}
     return {"layers": own_kernels(policy), "logprobs": logprobs, "gradients": gradients, "mask": batch.response_mask}
 
 
@@ -184,7 +187,7 @@ def offloaded(folder: Path) -> dict[str, float]:
     start = time.monotonic()
     policy.offload()
     away = time.monotonic() - start
-    freed, states = free_gib() - before, policy._away.num_bytes / 2**30
+    freed, states = free_gib() - before, policy._offloaded.num_bytes / 2**30
     policy.logprobs(batch)  # works without them
     start = time.monotonic()
     policy.onload()

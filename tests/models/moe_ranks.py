@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests import tiny
+from tests.models.gradients import named_gradients
 from tests.models.policy_ranks import loss, share
 
 Layout = tuple[int, int, int, int]
@@ -34,7 +35,9 @@ def build(folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", **meg
     }
     optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
     config = ActorConfig.model_validate({"megatron": megatron, "optim": optim, "logprob_chunk_size": 7})
-    return Policy(ModelConfig(path=folder, dtype=dtype), config, read_architecture(folder), mesh, device)
+    policy = Policy(ModelConfig(path=folder, dtype=dtype), config, read_architecture(folder), mesh, device)
+    policy.set_optimizer(config.optim, 1)
+    return policy
 
 
 def everything(folders: list[Path], pairs: Any, layout: Layout) -> list[dict[str, Any]]:
@@ -70,12 +73,12 @@ def whole(policy: Any) -> dict[str, torch.Tensor]:
     """Hugging Face gradients from every rank's own, by the rows' merge; replicas must agree. Collective."""
     import torch.distributed as dist
 
-    from grpo_megatron.models.weights import bound_rows
+    from grpo_megatron.models.weights import model_rows
 
     everyone: list[Any] = [None] * policy.mesh.world_size
-    dist.all_gather_object(everyone, (policy.mesh.tp_rank, policy.mesh.ep_rank, policy.named_gradients()))
+    dist.all_gather_object(everyone, (policy.mesh.tp_rank, policy.mesh.ep_rank, named_gradients(policy)))
     out = {}
-    for name, row in bound_rows(policy.arch).items():
+    for name, row in model_rows(policy.arch).items():
         owner = row.ep_rank(policy.arch, policy.mesh.ep)
         shards: dict[int, torch.Tensor] = {}
         for tp_rank, ep_rank, held in everyone:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.models.gradients import named_gradients
 from tests.tiny import make_batch
 
 # name -> (world, tp, pp, sequence parallel)
@@ -45,7 +46,9 @@ def build(
     mesh = _meshes.get((tp, pp)) or _meshes.setdefault((tp, pp), build_mesh(device, tp=tp, pp=pp, rollout_tp=1))
     config = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": 7, **actor})
     model = ModelConfig(path=folder, dtype=dtype)
-    return Policy(model, config, read_architecture(folder), mesh, device, temperature=temperature)
+    policy = Policy(model, config, read_architecture(folder), mesh, device, temperature=temperature)
+    policy.set_optimizer(config.optim, 1)
+    return policy
 
 
 def share(count: int, dp_rank: int, dp: int) -> list[int]:
@@ -113,7 +116,7 @@ def update(
     step = policy._step
 
     def look_and_step() -> float:
-        gradients.update(whole(policy, policy.named_gradients()))
+        gradients.update(whole(policy, named_gradients(policy)))
         return step()
 
     policy._step = look_and_step
@@ -126,12 +129,12 @@ def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     """Hugging Face tensors from every rank's Megatron tensors, by the rows' own merge. Collective, independent of weights.py."""
     import torch.distributed as dist
 
-    from grpo_megatron.models.weights import bound_rows
+    from grpo_megatron.models.weights import model_rows
 
     everyone: list[Any] = [None] * policy.mesh.world_size
     dist.all_gather_object(everyone, (policy.mesh.tp_rank, policy.mesh.pp_rank, policy.mesh.dp_rank, local))
     out = {}
-    for name, row in bound_rows(policy.arch).items():
+    for name, row in model_rows(policy.arch).items():
         shards = {t: held[name] for t, _, d, held in everyone if d == 0 and name in held}
         merged = row.merge([shards[t] for t in sorted(shards)], policy.arch)
         out.update(zip(row.hf, merged, strict=True))

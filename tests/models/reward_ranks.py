@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests import tiny
+from tests.models.gradients import named_gradients
 
 Layout = tuple[int, int, int, bool]
 _meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layout for its whole life
@@ -20,7 +21,10 @@ def build(folder: Path, layout: Layout, *, dtype: str = "float32", megatron: Any
 
     settings = {"path": folder, "optim": {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}, **config}
     device, mesh = world(layout)
-    return RewardModel(RewardModelConfig.model_validate(settings), dtype, actor(layout, **megatron or {}), mesh, device)
+    reward = RewardModelConfig.model_validate(settings)
+    model = RewardModel(reward, dtype, actor(layout, **megatron or {}), mesh, device)
+    model.set_optimizer(reward.optim, 1)
+    return model
 
 
 def world(layout: Layout) -> tuple[Any, Any]:
@@ -66,7 +70,7 @@ def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients to look at
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
     model.backward_pairs(batch, len(pairs))
-    gradients = whole(model, model.named_gradients())
+    gradients = whole(model, named_gradients(model))
     model = build(folder, layout)
     metrics = model.update_pairs(batch, len(pairs))
     return {"gradients": gradients, "metrics": metrics, "weights": stream(model)}
@@ -80,14 +84,14 @@ def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     """Hugging Face gradients from every rank's own; ranks that hold the same tensor must agree on it. Collective."""
     import torch.distributed as dist
 
-    from grpo_megatron.models.weights import bound_rows
+    from grpo_megatron.models.weights import model_rows
 
     everyone: list[Any] = [None] * model.mesh.world_size
     dist.all_gather_object(everyone, (model.mesh.tp_rank, local))
     heads = [held["score.weight"] for _, held in everyone if "score.weight" in held]
     assert all(torch.equal(head, heads[0]) for head in heads)
     out = {"score.weight": heads[0]}
-    for name, row in bound_rows(model.arch).items():
+    for name, row in model_rows(model.arch).items():
         shards = {tp_rank: held[name] for tp_rank, held in everyone if name in held}
         out.update(zip(row.hf, row.merge([shards[t] for t in sorted(shards)], model.arch), strict=True))
     return out
@@ -108,7 +112,7 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
 
 def poisoned(folder: Path) -> dict[str, Any]:
     """Two ranks; in the second of three updates rank 1's weights give NaN."""
-    from grpo_megatron.models.weights import bare
+    from grpo_megatron.models.weights import unwrapped
     from grpo_megatron.training.preferences import pair_batch
 
     model = build(folder, (2, 1, 1, False))
@@ -116,7 +120,7 @@ def poisoned(folder: Path) -> dict[str, Any]:
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, 2)
     first = model.update_pairs(batch, len(pairs))
     before = stream(model)
-    head = bare(model.ddp).score.weight
+    head = unwrapped(model.ddp).score.weight
     if model.mesh.rank == 1:
         kept, head.data = head.data, head.data * float("nan")
     second = model.update_pairs(batch, len(pairs))
@@ -146,8 +150,8 @@ def read_at(cp: int) -> list[int]:
         scorer.device, scorer.multiple, scorer.temperature, scorer.chunk = Device("cpu"), 2 * cp, 1.0, 8
         scorer.pad_token_id = None
         (pack,) = scorer.packs(batch, [[0, 1, 2]])
-        assert pack.share is not None and pack.share.count == 3
-        found[pack.share.slots] += pack.tokens[0, pack.targets.positions]
+        assert pack.share is not None and pack.share.num_targets == 3
+        found[pack.share.target_indices] += pack.tokens[0, pack.targets.state_indices]
     return found.tolist()
 
 

@@ -1,7 +1,7 @@
-"""Context parallelism's arithmetic: each token on one rank, each rank with as much causal work, and everything back.
+"""Context parallelism's arithmetic: each token on one rank, equal causal work per rank, and results on every rank.
 
-Two real ranks on the CPU compute a per-token function of their own tokens; what they bring together, and the gradients
-they sum, are those of one rank with the whole pack. (The attention between them needs a GPU and Transformer Engine.)
+Two real ranks on the CPU compute a per-token function of their own tokens. The values that they gather, and the gradients
+that they sum, equal those of one rank with the whole pack. (The attention itself needs a GPU and Transformer Engine.)
 """
 
 from __future__ import annotations
@@ -14,56 +14,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_megatron.device import Device
-from grpo_megatron.models.context import own_scores, own_tokens
+from grpo_megatron.models.context import local_tokens, target_share
 from grpo_megatron.models.forward import pack
 from tests import tiny, worlds
 
 
 @given(st.sampled_from([1, 2, 3, 4, 8]), st.lists(st.integers(0, 5), min_size=1, max_size=5))
-def test_each_token_is_on_one_rank_and_comes_back(cp: int, chunks: list[int]) -> None:
+def test_each_token_is_on_one_rank(cp: int, chunks: list[int]) -> None:
     lengths = [2 * cp * n for n in chunks]
     total = sum(lengths)
-    parts = [own_tokens(lengths, cp, rank) for rank in range(cp)]
+    parts = [local_tokens(lengths, cp, rank) for rank in range(cp)]
     assert all(len(part) == total // cp for part in parts)
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(total))
-    values = torch.randn(total)
-    back = torch.empty(total)
-    for part in parts:
-        back[part] = values[part]
-    assert torch.equal(back, values)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_ranks_have_equal_causal_work(cp: int) -> None:
-    """A token at place i of its sequence attends to i + 1: the same sum on every rank, to the last product."""
+    """The token at position i of its sequence attends to i + 1 tokens. The sums over the ranks' tokens are equal, exactly."""
     lengths = [8 * cp, 2 * cp, 64 * cp]
-    places = torch.cat([torch.arange(n) for n in lengths])
-    work = [int((places[own_tokens(lengths, cp, rank)] + 1).sum()) for rank in range(cp)]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    work = [int((positions[local_tokens(lengths, cp, rank)] + 1).sum()) for rank in range(cp)]
     assert len(set(work)) == 1 and sum(work) == sum(n * (n + 1) // 2 for n in lengths)
 
 
 def test_the_cut_is_the_one_in_the_header() -> None:
-    assert own_tokens([8, 4], 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
-    assert own_tokens([8, 4], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    assert local_tokens([8, 4], 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert local_tokens([8, 4], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
 
 
-def test_a_length_that_cannot_be_cut_is_our_mistake() -> None:
+def test_a_length_that_cannot_be_cut_is_an_internal_error() -> None:
     with pytest.raises(AssertionError, match="6 cannot be cut in 2 x cp 2"):
-        own_tokens([6], 2, 0)
+        local_tokens([6], 2, 0)
 
 
-def test_scored_positions_are_found_among_a_ranks_own() -> None:
-    share = own_scores(torch.tensor([2, 3, 9]), own_tokens([8, 4], 2, 1))
-    assert (share.slots.tolist(), share.positions.tolist(), share.count) == ([0, 1, 2], [0, 1, 4], 3)
-    share = own_scores(torch.tensor([2, 3, 9]), own_tokens([8, 4], 2, 0))
-    assert (share.slots.tolist(), share.positions.tolist(), share.count) == ([], [], 3)
-    assert own_scores(torch.empty(0, dtype=torch.int64), torch.arange(4)).count == 0
+def test_targets_are_found_among_a_ranks_own_tokens() -> None:
+    share = target_share(torch.tensor([2, 3, 9]), local_tokens([8, 4], 2, 1))
+    assert (share.target_indices.tolist(), share.state_indices.tolist(), share.num_targets) == ([0, 1, 2], [0, 1, 4], 3)
+    share = target_share(torch.tensor([2, 3, 9]), local_tokens([8, 4], 2, 0))
+    assert (share.target_indices.tolist(), share.state_indices.tolist(), share.num_targets) == ([], [], 3)
+    assert target_share(torch.empty(0, dtype=torch.int64), torch.arange(4)).num_targets == 0
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("rows", [[0, 1, 2], [3], []])
 def test_a_pack_is_cut_as_a_whole(cp: int, rows: list[int]) -> None:
-    """Tokens, places and targets of all ranks together are those of the uncut pack."""
+    """Tokens, position ids and targets of all ranks together are those of the uncut pack."""
     pairs = tiny.make_sequences(4)
     batch = tiny.make_batch(pairs, [[rows]])
     settings: dict[str, Any] = {"temperature": 1.0, "chunk": 7, "device": Device("cpu")}
@@ -71,29 +66,29 @@ def test_a_pack_is_cut_as_a_whole(cp: int, rows: list[int]) -> None:
     parts = [pack(batch, rows, multiple=8 * cp, cp=cp, cp_rank=rank, **settings) for rank in range(cp)]
     targets = torch.full((len(whole.targets.tokens),), -1)
     for part in parts:
-        assert part.share is not None and part.share.count == len(targets) and part.lengths == whole.lengths
-        targets[part.share.slots] = part.targets.tokens
+        assert part.share is not None and part.share.num_targets == len(targets) and part.lengths == whole.lengths
+        targets[part.share.target_indices] = part.targets.tokens
         cuts = part.packed.cu_seqlens_q
         assert cuts is part.packed.cu_seqlens_q_padded and int(cuts[-1]) == cp * part.tokens.numel()
         assert int(cuts[-1]) % (8 * cp) == 0 and bool(((cuts[1:] - cuts[:-1]) % (2 * cp) == 0).all())
-        assert part.num_padding == int(cuts[-1]) - sum(len(batch.tokens[row]) for row in rows)
-        # the state that is scored belongs to the token before the target
-        sources = part.tokens[0][part.targets.positions]
-        assert torch.equal(sources, whole.tokens[0][whole.targets.positions[part.share.slots]])
+        # The hidden states of the targets belong to the same tokens, at the same positions, as in the uncut pack.
+        local, uncut = part.targets.state_indices, whole.targets.state_indices[part.share.target_indices]
+        assert torch.equal(part.tokens[0][local], whole.tokens[0][uncut])
+        assert torch.equal(part.position_ids[0][local], whole.position_ids[0][uncut])
     assert torch.equal(targets, whole.targets.tokens)
 
 
-def test_one_rank_has_the_pack_of_always() -> None:
+def test_without_context_parallelism_there_is_no_share() -> None:
     batch = tiny.make_batch(tiny.make_sequences(3), [[[0, 1]]])
     one = pack(batch, [0, 1], multiple=4, temperature=1.0, chunk=7, device=Device("cpu"))
     assert one.share is None and one.packed.cu_seqlens_q_padded is None and one.tokens.numel() % 4 == 0
 
 
 def shared() -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks' values and the gradient of w, summed over ranks as DDP would, for y_i = w * x_i and sum(c_i y_i^2)."""
+    """For y_i = w * x_i and the loss sum(c_i y_i^2): all ranks' y, and the gradient of w, summed over ranks as by DDP."""
     import torch.distributed as dist
 
-    from grpo_megatron.models.context import bring_together
+    from grpo_megatron.models.context import gather_targets
     from grpo_megatron.parallel.mesh import build_mesh
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, cp=2, rollout_tp=1)
@@ -101,16 +96,16 @@ def shared() -> tuple[torch.Tensor, torch.Tensor]:
     assert mesh.is_first_replica_rank == (mesh.rank == 0) and mesh.stage_rank(0) == mesh.rank
     x, c = torch.arange(1.0, 13.0), torch.linspace(-1, 1, 5)
     w = torch.tensor(0.5, requires_grad=True)
-    own = own_tokens([8, 4], 2, mesh.cp_rank)
-    share = own_scores(torch.tensor([1, 2, 6, 8, 9]), own)
-    y = bring_together((w * x[own])[share.positions], share, dist.group.WORLD)
+    own = local_tokens([8, 4], 2, mesh.cp_rank)
+    share = target_share(torch.tensor([1, 2, 6, 8, 9]), own)
+    y = gather_targets((w * x[own])[share.state_indices], share, dist.group.WORLD)
     (c * y**2).sum().backward()
     assert w.grad is not None
     dist.all_reduce(w.grad)
     return y.detach(), w.grad
 
 
-def test_values_come_together_and_gradients_add_up() -> None:
+def test_values_are_gathered_and_gradients_add_up() -> None:
     x, c, w = torch.arange(1.0, 13.0)[[1, 2, 6, 8, 9]], torch.linspace(-1, 1, 5), torch.tensor(0.5, requires_grad=True)
     (c * (w * x) ** 2).sum().backward()
     for y, grad in worlds.run(shared, 2):

@@ -15,7 +15,7 @@ import torch
 
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, table_of
-from grpo_megatron.models.mapping import bind_table
+from grpo_megatron.models.mapping import expand_table
 from tests import tiny, worlds
 from tests.models import moe_ranks
 from tests.models.test_moe import MODELS
@@ -83,7 +83,7 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     arch = architecture_of(_published(name))
     assert arch.num_parameters() == COUNTS[name]
     assert sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values()) == COUNTS[name]
-    rows = list(bind_table(table_of(arch), arch))
+    rows = list(expand_table(table_of(arch), arch))
     padding = (arch.padded_vocab_size(1) - arch.vocab_size) * arch.hidden_size * (1 if arch.tied else 2)
     assert sum(torch.Size(row.local_shape(arch, 1)).numel() for row in rows) - padding == COUNTS[name]
 
@@ -130,7 +130,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: layers without experts"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]: layers without experts"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64: shared experts"),
-    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and probabilities made to sum to 1"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and probabilities scaled to sum to 1"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: it has 4 experts"),
     ("gemma3_text", {}, "model_type='gemma3_text'"),
     ("deepseek_v3", {}, "model_type='deepseek_v3'"),

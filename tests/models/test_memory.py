@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_megatron.models.families import architecture_of, hf_shapes
-from grpo_megatron.models.weights import bound_rows
+from grpo_megatron.models.weights import model_rows
 from tests import tiny, worlds
 
 
@@ -66,7 +66,7 @@ def test_a_rank_reads_only_its_own_slices(tp: int) -> None:
         def read(name: str, counts: list[int] = counts) -> Counting:
             return Counting(shapes[name], counts)
 
-        for row in bound_rows(arch).values():
+        for row in model_rows(arch).values():
             part = row.shard(read, arch, rank, tp)
             assert tuple(part.shape) == row.local_shape(arch, tp)
         whole = (total - norms) / tp + norms

@@ -1,6 +1,6 @@
-"""Optimizer and reference off the device and back: same objects, same bits, in the order that leaves room for the engine.
+"""Offload and onload of optimizer and reference: same objects, same bits, in an order that leaves room for the engine.
 
-On the CPU the "device" is the host; storages are emptied and filled all the same.
+On the CPU the "device" is the host. Storages are emptied and filled in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.offload import Offloaded
+from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.vllm import VllmEngine
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
@@ -27,40 +27,39 @@ from tests.models import policy_ranks
 def test_tensors_return_as_they_were() -> None:
     alone, buffer, one = torch.arange(6.0), torch.arange(10.0), torch.tensor(3.0)
     view_of_alone, part = alone.view(2, 3), buffer[2:5]
-    away = Offloaded(Device("cpu"))
-    away.leave([alone, part, one, alone])
-    assert away.is_away and away.num_bytes == 24
-    assert alone.untyped_storage().nbytes() == 0  # and whoever looks now, looks at nothing
-    assert buffer.untyped_storage().nbytes() == 40 and one.item() == 3.0  # not its own storage; not worth the trip
-    away.leave([torch.zeros(5)])  # already away: nothing happens
-    away.come_back()
-    assert not away.is_away and away.num_bytes == 0
+    tensors = OffloadedTensors(Device("cpu"))
+    tensors.offload([alone, part, one, alone])
+    assert tensors.is_offloaded and tensors.num_bytes == 24
+    assert alone.untyped_storage().nbytes() == 0
+    assert buffer.untyped_storage().nbytes() == 40 and one.item() == 3.0  # a view of a larger buffer; one number
+    tensors.offload([torch.zeros(5)])  # already offloaded: does nothing
+    tensors.onload()
+    assert not tensors.is_offloaded and tensors.num_bytes == 0
     assert torch.equal(view_of_alone, torch.arange(6.0).view(2, 3)) and torch.equal(alone, torch.arange(6.0))
     alone += 1
-    away.leave([alone])
-    away.come_back()
-    away.come_back()
+    tensors.offload([alone])
+    tensors.onload()
+    tensors.onload()
     assert torch.equal(view_of_alone.flatten(), torch.arange(1.0, 7.0))
-    away.leave([alone, part], unchanged=True)  # no second copy of what the host has; a first one of what it has not
-    away.come_back()
+    alone += 1
+    tensors.offload([alone], unchanged=True)  # contrary to what happened: the existing host copy is used, not a new one
+    tensors.onload()
     assert torch.equal(alone, torch.arange(1.0, 7.0))
 
 
 def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
-    """Weights after three updates, with and without trips between them, and what the trips emptied."""
+    """Weights after three updates, with and without offloading between them, and the offloaded bytes."""
     out: dict[str, Any] = {}
     for offload in (False, True):
         megatron = {"offload_optimizer": offload, "use_distributed_optimizer": distributed}
         policy = policy_ranks.build(folder, 1, 1, False, dtype=dtype, megatron=megatron, optim={"lr": 1e-3})
         batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]], policy_ranks.share(6, policy.mesh.dp_rank, 2))
-        policy.offload()  # before there is any optimizer
-        policy.onload()
         for _ in range(3):
             policy.update(batch, policy_ranks.loss)
             gradients = policy.ddp.buffers[0].grad_data.untyped_storage()
             before = gradients.nbytes()
             policy.offload()
-            out["away"] = policy._away.num_bytes
+            out["offloaded bytes"] = policy._offloaded.num_bytes
             assert gradients.nbytes() == (0 if offload else before)
             out[f"logprobs {offload}"] = policy.logprobs(batch)
             list(policy.hf_weights(1))
@@ -73,7 +72,7 @@ def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
 
 
 def referred(folder: Path, policy: Any, batch: Any) -> dict[str, Any]:
-    """A reference that lives on the host scores as one that stays, before and after it takes the policy's weights."""
+    """An offloaded reference gives the same logprobs as one on the device, before and after `copy_from`."""
     from grpo_megatron.config import ModelConfig
     from grpo_megatron.models.reference import Reference
 
@@ -87,26 +86,35 @@ def referred(folder: Path, policy: Any, batch: Any) -> dict[str, Any]:
         reference.copy_from(policy)
         sizes = {p.untyped_storage().nbytes() for p in reference.model.parameters()}
         out.append((first, reference.logprobs(batch), torch.stack(streamed), sizes == {0}))
-    (first, second, sums, kept), (first_away, second_away, sums_away, is_empty) = out
-    same = torch.equal(first, first_away) and torch.equal(second, second_away) and torch.equal(sums, sums_away)
-    return {"same": same, "moved": not torch.equal(first, second), "kept": not kept, "is_empty": is_empty}
+    (first, second, sums, is_empty_without), (first_offloaded, second_offloaded, sums_offloaded, is_empty_with) = out
+    return {
+        "same logprobs": torch.equal(first, first_offloaded) and torch.equal(second, second_offloaded),
+        "same stream": torch.equal(sums, sums_offloaded),
+        "copied": not torch.equal(first, second),
+        "is empty": (is_empty_without, is_empty_with),
+    }
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
-def test_training_does_not_notice(tmp_path: Path, dtype: str, distributed: bool) -> None:
-    """float32 keeps two moments a parameter, bfloat16 a float32 copy besides; the distributed optimizer half of each."""
+def test_offloading_changes_no_bit_of_the_training(tmp_path: Path, dtype: str, distributed: bool) -> None:
+    """Per parameter, float32 has two moments and bfloat16 also a float32 copy. The distributed optimizer halves each."""
     folder = tiny.make_model(tmp_path / "model", "qwen2")
     for result in worlds.run(trained, 2, folder=folder, dtype=dtype, distributed=distributed):
-        stay, away = result["weights False"], result["weights True"]
-        assert all(torch.equal(stay[name], away[name]) for name in stay)
+        without, with_offload = result["weights False"], result["weights True"]
+        assert all(torch.equal(without[name], with_offload[name]) for name in without)
         assert torch.equal(result["logprobs False"], result["logprobs True"])
         numbers = (2 if dtype == "float32" else 3) * (0.5 if distributed else 1.0) * result["parameters"]
-        assert result["away"] == pytest.approx(4 * numbers, rel=0.02)
-        assert result["reference"] == {"same": True, "moved": True, "kept": True, "is_empty": True}
+        assert result["offloaded bytes"] == pytest.approx(4 * numbers, rel=0.02)
+        assert result["reference"] == {
+            "same logprobs": True,
+            "same stream": True,
+            "copied": True,
+            "is empty": (False, True),
+        }
 
 
 class Recorder:
-    """Stands in for engine, policy or device: every call is written down, and answered with nothing."""
+    """A stand-in for engine, policy or device, which records every call."""
 
     def __init__(self, name: str, calls: list[str], **values: Any) -> None:
         self._name, self._calls = name, calls
@@ -116,15 +124,15 @@ class Recorder:
         return lambda *args, **kwargs: self._calls.append(f"{self._name}.{method}")
 
 
-def test_the_order_leaves_room_for_whoever_grows() -> None:
-    """The engine wakes only when the optimizer is gone, its cache only after the weights; the way back is the reverse."""
+def test_the_order_frees_memory_before_it_is_needed() -> None:
+    """The engine wakes after the optimizer is offloaded, its cache after the weights are loaded; then the reverse."""
     calls: list[str] = []
     device = Recorder("device", calls)
     policy: Any = Recorder("policy", calls, arch=SimpleNamespace(vocab_size=50), device=device)
     engine: Any = Recorder("engine", calls)
     colocation = Colocation(policy, engine, SimpleNamespace(), tolerance=1, bucket_megabytes=1, max_length=8)  # type: ignore[arg-type]
     colocation.probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
-    assert calls == ["engine.sleep"]  # from the start: training comes first where there is a warm-up
+    assert calls == ["engine.sleep"]  # at construction: a warmup trains before the first rollout
     calls.clear()
     with contextlib.suppress(KeyError), colocation.rollout(0, Metrics()):
         calls.append("generate")
@@ -137,14 +145,14 @@ def test_the_order_leaves_room_for_whoever_grows() -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
-    """What vLLM is asked for on a GPU, weights first; and an engine that slept has no version, at either level."""
-    asked: list[tuple[str, Any]] = []
+    """The calls to vLLM on a GPU, weights first. An engine that slept has no version, at either level."""
+    calls: list[tuple[str, Any]] = []
     engine = VllmEngine.__new__(VllmEngine)
     engine.__dict__.update(
         _can_sleep=True, _sleep_level=level, _asleep=set(), _version=3, _device=SimpleNamespace(is_cuda=True)
     )
     engine._llm = SimpleNamespace(
-        sleep=lambda level: asked.append(("sleep", level)), wake_up=lambda tags: asked.append(("wake", tags))
+        sleep=lambda level: calls.append(("sleep", level)), wake_up=lambda tags: calls.append(("wake", tags))
     )
     engine.sleep()
     engine.sleep()
@@ -154,7 +162,7 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
     engine.wake_weights()
     engine.wake_kv_cache()
     engine.wake_kv_cache()
-    assert asked == [("sleep", level), ("wake", ["weights"]), ("wake", ["kv_cache"])]
+    assert calls == [("sleep", level), ("wake", ["weights"]), ("wake", ["kv_cache"])]
 
 
 def test_what_vllm_is_built_with_on_a_gpu() -> None:

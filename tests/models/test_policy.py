@@ -1,4 +1,4 @@
-"""Updates in the modes of the configuration: recomputation, bfloat16, overlap, plain DDP; and steps that are skipped."""
+"""Updates in the modes of the configuration: recomputation, bfloat16, overlap. Skipped steps. A policy without optimizer."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def trained(
 )
 def test_modes_that_must_not_change_the_numbers(folder: Path, layout: str, megatron: dict[str, Any]) -> None:
     shape = policy_ranks.LAYOUTS[layout]
-    plain = worlds.run(trained, shape[0], folder=folder, layout=shape, megatron={})[0]
+    want = worlds.run(trained, shape[0], folder=folder, layout=shape, megatron={})[0]
     for got in worlds.run(trained, shape[0], folder=folder, layout=shape, megatron=megatron):
-        assert all(torch.equal(got[name], plain[name]) for name in plain)
+        assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_bfloat16_follows_float32(folder: Path) -> None:
@@ -101,3 +101,25 @@ def test_a_gradient_that_is_nan_on_one_rank_is_skipped_on_all(folder: Path) -> N
         assert result["norms"][1] is None and result["norms"][2] is not None
         assert result["untouched"] and result["moved"]
         assert "2 updates in a row" in result["stopped"] and "actor.max_skipped_steps=1" in result["stopped"]
+
+
+def without_optimizer(folder: Path) -> dict[str, Any]:
+    """A policy that has no optimizer yet: what works, and what an update raises."""
+    from grpo_megatron.config import ModelConfig
+    from grpo_megatron.models.policy import Policy
+
+    first = policy_ranks.build(folder, 1, 1, False, megatron={"offload_optimizer": True})
+    model = ModelConfig(path=folder, dtype="float32")
+    policy = Policy(model, first.actor, first.arch, first.mesh, first.device)
+    batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]])
+    policy.offload()
+    logprobs = policy.logprobs(batch)
+    policy.onload()
+    with pytest.raises(RuntimeError) as error:
+        policy.update(batch, policy_ranks.loss)
+    return {"same": torch.equal(logprobs, first.logprobs(batch)), "error": str(error.value)}
+
+
+def test_a_policy_has_no_optimizer_until_it_is_set(folder: Path) -> None:
+    [result] = worlds.run(without_optimizer, 1, folder=folder)
+    assert result == {"same": True, "error": "the policy has no optimizer: call set_optimizer first"}

@@ -27,11 +27,11 @@ from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.precision import (
     QUANTIZATIONS,
     RECIPES,
-    fill,
+    dequantized,
     fp8_settings,
     hardware_problems,
-    plain,
     precision_problems,
+    set_parameter,
     token_multiple,
 )
 from grpo_megatron.models.spec import Kernels, choose_kernels
@@ -253,7 +253,7 @@ def test_a_machine_is_looked_at_only_when_something_is_asked_of_it() -> None:
         ),
         ({"fp8": {"recipe": "mxfp8", "param_gather": True}}, "leave param_gather out"),
         ({"fp8": {"margin": 1}}, "fp8.margin=1 has no effect without actor.megatron.fp8.recipe"),
-        ({"fp8": {"recipe": "mxfp8"}, "tensor_model_parallel_size": 2}, "MLP width, 112 / tp 2 = 56, is none"),
+        ({"fp8": {"recipe": "mxfp8"}, "tensor_model_parallel_size": 2}, "MLP width, 112 / tp 2 = 56, is not"),
         (
             {"fp8": {"recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}},
             "in_bf16 = 4 leave none of 4 layers",
@@ -339,7 +339,7 @@ def test_param_gather_reaches_ddp_and_optimizer(gathers: bool) -> None:
     with (
         mock.patch.object(optimizer, "DistributedDataParallel") as ddp,
         mock.patch.object(optimizer, "get_megatron_optimizer") as build,
-        mock.patch.object(optimizer, "_begin_state"),
+        mock.patch.object(optimizer, "_initialize_state"),
     ):
         optimizer.wrap_ddp(model, megatron, device)
         optimizer.build_optimizer(model, OptimConfig(), megatron, device)
@@ -350,19 +350,19 @@ def test_param_gather_reaches_ddp_and_optimizer(gathers: bool) -> None:
 def test_a_filled_parameter_remembers_the_exact_values() -> None:
     """As Transformer Engine's do until the optimizer has taken its float32 copy."""
     parameter, exact, values = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
-    fill(parameter, values)
-    assert torch.equal(parameter, values) and torch.equal(plain(parameter), values)
+    set_parameter(parameter, values)
+    assert torch.equal(parameter, values) and torch.equal(dequantized(parameter), values)
     parameter.get_high_precision_init_val = lambda: exact  # type: ignore[attr-defined]
-    fill(parameter, 2 * values)
+    set_parameter(parameter, 2 * values)
     assert torch.equal(exact, 2 * values)
     parameter.get_high_precision_init_val = lambda: None  # type: ignore[attr-defined]
-    fill(parameter, values)
+    set_parameter(parameter, values)
     assert torch.equal(exact, 2 * values) and torch.equal(parameter, values)
 
 
 def test_a_new_optimizer_takes_over_the_float32_copies() -> None:
     groups = [[torch.zeros(2), torch.zeros(3)], [None]]
     old: Any = SimpleNamespace(shard_fp32_from_float16_groups=[[torch.ones(2), torch.full((3,), 2.0)], [None]])
-    optimizer.keep_main_parameters(old, SimpleNamespace(shard_fp32_from_float16_groups=groups))  # type: ignore[arg-type]
+    optimizer.copy_main_parameters(old, SimpleNamespace(shard_fp32_from_float16_groups=groups))  # type: ignore[arg-type]
     assert groups[0][0] is not None and groups[0][1] is not None
     assert groups[0][0].tolist() == [1, 1] and groups[0][1].tolist() == [2, 2, 2]

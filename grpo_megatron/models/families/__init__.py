@@ -1,6 +1,7 @@
-"""Model families. One file each: `architecture(config)` from config.json, `table(arch)` of weight rows.
+"""Model families, one file each, with two functions: `architecture_from(config)` and `weight_table(arch)`.
 
-To add one: write the file and list it in `FAMILIES`; loader, export, sync and tests pick it up.
+`config` is the contents of config.json. To add a family, write the file and list it in `FAMILIES`: loader, converter,
+export, sync and tests use that table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel
 from grpo_megatron.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from grpo_megatron.models.mapping import WeightRow, bind_table
+from grpo_megatron.models.mapping import WeightRow, expand_table
 
 FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
     "llama": llama,
@@ -39,25 +40,26 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Raises ValueError (UnsupportedModel for a family or feature that is not there)."""
+    """The architecture of a Hugging Face folder. Raises ValueError; UnsupportedModel for a family or feature."""
     return architecture_of(read_config(folder))
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
+    """The architecture that a config.json describes. Raises UnsupportedModel."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise UnsupportedModel(f"model_type={model_type!r} is not supported (supported: {', '.join(sorted(FAMILIES))})")
-    return FAMILIES[model_type].architecture(config)  # type: ignore[no-any-return]
+    return FAMILIES[model_type].architecture_from(config)  # type: ignore[no-any-return]
 
 
 def table_of(arch: Architecture) -> list[WeightRow]:
-    """The weight table, in Megatron's local-spec names, with {layer} and {expert} placeholders."""
-    return FAMILIES[arch.family].table(arch)  # type: ignore[no-any-return]
+    """The weight table, in Megatron's names of the local layer spec, with {layer} and {expert} placeholders."""
+    return FAMILIES[arch.family].weight_table(arch)  # type: ignore[no-any-return]
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model with its shape: the census of loads and syncs."""
+    """Every Hugging Face tensor of the model with its shape: what loads and syncs must bring."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for row in bind_table(table_of(arch), arch):
+    for row in expand_table(table_of(arch), arch):
         shapes.update(zip(row.hf, row.hf_shapes(arch), strict=True))
     return shapes

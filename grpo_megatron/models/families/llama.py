@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3: grouped-query attention, no biases, llama3 RoPE scaling from 3.1 on."""
+"""Llama 2, 3, 3.1, 3.2, 3.3: grouped-query attention, no biases. From 3.1 on with llama3 RoPE scaling."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from grpo_megatron.models.architecture import Architecture, UnsupportedModel, co
 from grpo_megatron.models.mapping import WeightRow, decoder_table
 
 
-def architecture(config: dict[str, Any]) -> Architecture:
+def architecture_from(config: dict[str, Any]) -> Architecture:
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise UnsupportedModel(f"Llama with {key}=true is not supported")
     return Architecture(family="llama", tied=bool(config.get("tie_word_embeddings", False)), **common_settings(config))
 
 
-def table(arch: Architecture) -> list[WeightRow]:
+def weight_table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(tied=arch.tied)

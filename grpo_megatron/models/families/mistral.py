@@ -1,4 +1,4 @@
-"""Mistral: Llama's shapes; v0.1 attends within a sliding window, and sequences longer than it are refused."""
+"""Mistral: the same shapes as Llama. v0.1 has a sliding window; sequences longer than the window are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_megatron.models.architecture import Architecture, common_settings
 from grpo_megatron.models.mapping import WeightRow, decoder_table
 
 
-def architecture(config: dict[str, Any]) -> Architecture:
+def architecture_from(config: dict[str, Any]) -> Architecture:
     return Architecture(
         family="mistral",
         tied=bool(config.get("tie_word_embeddings", False)),
@@ -17,5 +17,5 @@ def architecture(config: dict[str, Any]) -> Architecture:
     )
 
 
-def table(arch: Architecture) -> list[WeightRow]:
+def weight_table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(tied=arch.tied)

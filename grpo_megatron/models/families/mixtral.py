@@ -1,4 +1,5 @@
-"""Mixtral: Mistral's attention, and a few large experts in place of every MLP, weighed by a softmax over the chosen."""
+"""Mixtral: Mistral's attention, and few large experts in place of every MLP. A softmax over the selected experts weights
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from grpo_megatron.models.architecture import Architecture, common_settings, exp
 from grpo_megatron.models.mapping import WeightRow, decoder_table, expert_rows
 
 
-def architecture(config: dict[str, Any]) -> Architecture:
+def architecture_from(config: dict[str, Any]) -> Architecture:
     experts = expert_settings(config, width="intermediate_size", renormalise=True)
     return Architecture(
         family="mixtral",
@@ -18,5 +19,5 @@ def architecture(config: dict[str, Any]) -> Architecture:
     )
 
 
-def table(arch: Architecture) -> list[WeightRow]:
+def weight_table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(tied=arch.tied, mlp=expert_rows("block_sparse_moe", "w1", "w3", "w2"))

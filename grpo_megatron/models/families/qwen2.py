@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on query, key and value; small sizes tie their embeddings."""
+"""Qwen2 and Qwen2.5: biases on query, key and value. The small sizes have tied embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_megatron.models.architecture import Architecture, common_settings
 from grpo_megatron.models.mapping import WeightRow, decoder_table
 
 
-def architecture(config: dict[str, Any]) -> Architecture:
+def architecture_from(config: dict[str, Any]) -> Architecture:
     return Architecture(
         family="qwen2",
         tied=bool(config.get("tie_word_embeddings", False)),
@@ -18,5 +18,5 @@ def architecture(config: dict[str, Any]) -> Architecture:
     )
 
 
-def table(arch: Architecture) -> list[WeightRow]:
+def weight_table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(qkv_bias=True, tied=arch.tied)

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): no biases, RMSNorm on every query and key head, a head size of its own."""
+"""Qwen3 (dense): no biases, RMSNorm on every query and key head, a head size that config.json gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_megatron.models.architecture import Architecture, UnsupportedModel, co
 from grpo_megatron.models.mapping import WeightRow, decoder_table
 
 
-def architecture(config: dict[str, Any]) -> Architecture:
+def architecture_from(config: dict[str, Any]) -> Architecture:
     if config.get("attention_bias"):
         raise UnsupportedModel("Qwen3 with attention_bias=true is not supported")
     return Architecture(
@@ -20,5 +20,5 @@ def architecture(config: dict[str, Any]) -> Architecture:
     )
 
 
-def table(arch: Architecture) -> list[WeightRow]:
+def weight_table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(qk_norm=True, tied=arch.tied)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and routed experts in place of every MLP; no shared expert."""
+"""Qwen3-MoE: Qwen3's attention, and routed experts in place of every MLP. There is no shared expert."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_megatron.models.architecture import Architecture, UnsupportedModel, co
 from grpo_megatron.models.mapping import WeightRow, decoder_table, expert_rows
 
 
-def architecture(config: dict[str, Any]) -> Architecture:
+def architecture_from(config: dict[str, Any]) -> Architecture:
     if config.get("attention_bias"):
         raise UnsupportedModel("Qwen3-MoE with attention_bias=true is not supported")
     renormalise = bool(config.get("norm_topk_prob", False))
@@ -22,5 +22,5 @@ def architecture(config: dict[str, Any]) -> Architecture:
     )
 
 
-def table(arch: Architecture) -> list[WeightRow]:
+def weight_table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(qk_norm=True, tied=arch.tied, mlp=expert_rows("mlp", "gate_proj", "up_proj", "down_proj"))
