@@ -27,9 +27,10 @@ ROOMS: dict[str, set[str]] = {
     "types": set(),
     "registry": set(),
     "importing": set(),
+    "child": set(),
     "config": set(),
     "algo": {"types", "config", "registry"},
-    "rewards": {"registry"},
+    "rewards": {"registry", "child"},
     "data": {"types", "config", "registry", "rewards"},
     "device": {"config"},
     "parallel": {"types", "device"},
@@ -48,11 +49,18 @@ ROOMS: dict[str, set[str]] = {
         *("types", "config", "algo", "rewards", "device", "parallel", "observability", "models", "rollout"),
         *("checks", "sampling", "training"),
     },
-    "cli": {"importing", "config", "rollout", "convert", "evaluation", "checks", "training", "trainer"},
+    "cli": {"importing", "child", "config", "rollout", "convert", "evaluation", "checks", "training", "trainer"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = {"types", "registry", "importing", "config", "rewards", "data", "cli", "__main__"}
+WITHOUT_TORCH = {"types", "registry", "importing", "child", "config", "rewards", "data", "cli", "__main__"}
 ALWAYS_ALLOWED = {"numpy", "torch"}  # except in WITHOUT_TORCH
+FENCED = ("rewards.math", "rewards.workers")  # folders of which other rooms may import the modules of ENTRANCES only
+ENTRANCES = {  # module -> the rooms that may import it
+    "rewards.math.boxed": {"data", "evaluation"},
+    "rewards.math.grader": {"data"},
+    "rewards.math.formula": {"evaluation"},
+    "rewards.workers.pool": {"evaluation", "sampling", "trainer"},
+}
 THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> who may import it, by beginning of the name
     "megatron": ("models.", "parallel.mesh", "device"),
     "transformer_engine": ("models.",),
@@ -66,6 +74,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> who may import it, by 
     "yaml": ("cli.config_file", "checks.dry_run", "trainer", "evaluation.task"),
     "matplotlib": ("observability.curves",),
     "tqdm": ("observability.sinks", "training.validation", "evaluation.", "convert."),
+    "latex2mathml": ("evaluation.formulas",),
     "math_verify": ("rewards.math.formula", "evaluation.grading_speed"),
     "latex2sympy2_extended": ("rewards.math.formula",),
     "sympy": ("rewards.math.formula",),
@@ -150,9 +159,16 @@ def test_no_torch_where_it_is_not_needed(module: str) -> None:
     assert "torch" not in third_party(module)
 
 
-def test_rewards_are_standard_library_and_the_registry() -> None:
+def test_rewards_are_standard_library() -> None:
     for module in (m for m in MODULES if top(m) == "rewards"):
         assert third_party(module) == set() or module == "rewards.math.formula", module
+
+
+def test_fenced_folders_are_entered_by_their_entrances() -> None:
+    for module in MODULES:
+        for name in own_imports(module):
+            if name.startswith(FENCED) and top(module) != top(name):
+                assert top(module) in ENTRANCES.get(name, set()), f"{module} imports {name}, which is fenced"
 
 
 def test_models_and_rollout_do_not_know_each_other() -> None:
@@ -165,7 +181,7 @@ def test_the_command_line_starts_light() -> None:
     """`--help` and a misspelt key must not wait for torch: cli/main.py imports nothing heavy at the top."""
     at_the_top = {
         "cli.main": {"config", "cli.config_file", "importing", "cli"},
-        "cli.ranks": set(),
+        "cli.ranks": {"child"},
         "importing": set(),
     }
     for module, expected in at_the_top.items():

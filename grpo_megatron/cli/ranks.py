@@ -6,7 +6,6 @@ while this process is still checking the config: imports are most of what a star
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -18,8 +17,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.child import die_with_parent
+
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"
-PR_SET_PDEATHSIG = 1
 
 
 def is_on_cpu(device: str) -> bool:
@@ -100,6 +100,4 @@ def die_with_launcher() -> None:
     """For a rank, and for what it is forked from: when their parent is killed outright, nobody is left to end them."""
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):
-            os._exit(1)  # it died before the call above
+        die_with_parent(int(launcher))
