@@ -28,9 +28,10 @@ ROOMS: dict[str, set[str]] = {
     "registry": set(),
     "passthrough": set(),
     "importing": set(),
+    "child": set(),
     "config": set(),
     "storage": set(),
-    "rewards": {"registry"},
+    "rewards": {"registry", "child"},
     "algo": {"types", "registry", "config"},
     "data": {"types", "registry", "config", "rewards"},
     "device": {"config"},
@@ -56,10 +57,11 @@ ROOMS: dict[str, set[str]] = {
         *("types", "config", "algo", "device", "parallel"),
         *("observability", "models", "checks", "sampling", "training"),
     },
-    "cli": {"importing", "config", "rollout", "convert", "evaluation", "checks", "training", "trainer"},
+    "cli": {"importing", "child", "config", "rollout", "convert", "evaluation", "checks", "training", "trainer"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = {
+    "child",
     "types",
     "registry",
     "passthrough",
@@ -72,6 +74,13 @@ WITHOUT_TORCH = {
     "__main__",
 }
 ALWAYS_ALLOWED = {"numpy", "torch"}  # except in WITHOUT_TORCH
+FENCED = ("rewards.math", "rewards.workers")  # folders of which other rooms may import the modules of ENTRANCES only
+ENTRANCES = {  # module -> the rooms that may import it
+    "rewards.math.boxed": {"data", "evaluation"},
+    "rewards.math.grader": {"data"},
+    "rewards.math.formula": {"evaluation"},
+    "rewards.workers.pool": {"evaluation", "sampling", "training"},
+}
 THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> who may import it, by beginning of the name
     "megatron": ("models.", "parallel.mesh", "device"),
     "transformer_engine": ("models.",),
@@ -85,6 +94,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> who may import it, by 
     "yaml": ("cli.config_file", "checks.dry_run", "trainer", "evaluation.task"),
     "matplotlib": ("observability.curves",),
     "tqdm": ("observability.sinks", "training.validation", "evaluation.", "convert."),
+    "latex2mathml": ("evaluation.formulas",),
     "math_verify": ("rewards.math.formula", "evaluation.grading_speed"),
     "latex2sympy2_extended": ("rewards.math.formula",),
     "sympy": ("rewards.math.formula",),
@@ -169,9 +179,16 @@ def test_no_torch_where_it_is_not_needed(module: str) -> None:
     assert "torch" not in third_party(module)
 
 
-def test_rewards_are_standard_library_and_the_registry() -> None:
+def test_rewards_are_standard_library() -> None:
     for module in (m for m in MODULES if top(m) == "rewards"):
         assert third_party(module) == set() or module == "rewards.math.formula", module
+
+
+def test_fenced_folders_are_entered_by_their_entrances() -> None:
+    for module in MODULES:
+        for name in own_imports(module):
+            if name.startswith(FENCED) and top(module) != top(name):
+                assert top(module) in ENTRANCES.get(name, set()), f"{module} imports {name}, which is fenced"
 
 
 def test_models_and_rollout_do_not_know_each_other() -> None:
@@ -186,6 +203,7 @@ def test_the_command_line_starts_light() -> None:
         "cli.main": {"config", "cli.config_file", "importing", "cli"},
         "cli.ranks": {"cli.failures"},
         "cli.failures": {"config"},
+        "cli.ranks": {"child"},
         "importing": set(),
     }
     for module, expected in at_the_top.items():

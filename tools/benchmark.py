@@ -203,7 +203,7 @@ def grade(args: argparse.Namespace) -> int:
     from grpo_megatron.evaluation import grading_speed
 
     try:
-        grading_speed.report(args.data, args.problems)
+        grading_speed.print_rates(args.data, args.problems)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,7 +6,6 @@ With GPUs each rank is a new program. On CPU the ranks are forked from a server 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -17,10 +16,10 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
+from grpo_megatron.child import die_with_parent
 from grpo_megatron.cli.failures import explain_failure
 
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def is_on_cpu(device: str) -> bool:
@@ -83,6 +82,4 @@ def die_with_launcher() -> None:
     """
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):
-            os._exit(1)  # the parent ended before the call above
+        die_with_parent(int(launcher))

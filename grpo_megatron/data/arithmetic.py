@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.rewards.format import TAGS
 
 LARGEST = 99
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Zoe", "Leo", "Mia", "Sam", "Ida", "Kai", "Amy")
@@ -31,7 +32,6 @@ TEMPLATES = (
 WORKED_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 360, 60, 32, 0.6  # the warm-up's curriculum
 
 SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
-TAGS = ("<think>", "</think>", "<answer>", "</answer>", SEPARATOR)
 CHARACTERS = "0123456789+=,.? "  # a token each
 VOCABULARY_SIZE = 80
 
@@ -106,7 +106,7 @@ def build_tokenizer() -> Any:
 
     characters = CHARACTERS.replace(" ", "\u0120")  # how byte-level BPE writes a space
     tokenizer = Qwen2Tokenizer(vocab={c: index for index, c in enumerate(characters)}, merges=[], **SPECIAL_TOKENS)
-    tokens = [*TAGS, *_words()]
+    tokens = [*TAGS, SEPARATOR, *_words()]
     num_unused = VOCABULARY_SIZE - len(tokenizer) - len(tokens)
     assert num_unused >= 0
     tokens += [f"<unused{index}>" for index in range(num_unused)]  # so that every id the model can draw decodes

@@ -12,9 +12,9 @@ from typing import Any
 
 from grpo_megatron.data.rows import text_field
 from grpo_megatron.registry import Registry
-from grpo_megatron.rewards.gsm8k import read_gold
+from grpo_megatron.rewards.gsm8k import numeric_answer
 from grpo_megatron.rewards.math.boxed import last_boxed
-from grpo_megatron.rewards.math.grader import read_gold as read_math_gold
+from grpo_megatron.rewards.math.grader import latex_answer
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
 Question = str | Messages
@@ -74,7 +74,7 @@ def gsm8k() -> Task:
         _, mark, gold = map(str.strip, solution.rpartition("####"))
         if not mark:
             raise ValueError("field 'answer' has no #### before the final answer")
-        read_gold(gold)
+        numeric_answer(gold)
         return question, gold
 
     return Task("gsm8k", read_row, reward="gsm8k", system_prompt=HASHES)
@@ -94,7 +94,7 @@ def _read_math(row: dict[str, Any]) -> tuple[Question, str]:
         raise ValueError("field 'solution' has no closed \\boxed{...}")
     if not gold.strip() and problem.startswith(EMPTY_BOXES):
         gold = "0"
-    return problem, read_math_gold(gold)
+    return problem, latex_answer(gold)
 
 
 @tasks.register("math")
@@ -117,7 +117,7 @@ def olympiadbench() -> Task:
         final = row.get("final_answer")
         if not isinstance(final, list) or not final or not all(isinstance(part, str) for part in final):
             raise ValueError("field 'final_answer' is not a list of strings")
-        return text_field(row, "question"), read_math_gold(", ".join(final))
+        return text_field(row, "question"), latex_answer(", ".join(final))
 
     return _boxed_task("olympiadbench", read_row)
 
@@ -131,7 +131,7 @@ def boxed() -> Task:
         answer = row.get("answer")
         if isinstance(answer, int) and not isinstance(answer, bool):
             return read_question(row, field), str(answer)
-        return read_question(row, field), read_math_gold(text_field(row, "answer"))
+        return read_question(row, field), latex_answer(text_field(row, "answer"))
 
     return _boxed_task("boxed", read_row)
 
@@ -145,7 +145,7 @@ def svamp() -> Task:
         if isinstance(answer, bool) or not isinstance(answer, int | float | str):
             raise ValueError("field 'Answer' is not a number")
         gold = str(int(answer)) if isinstance(answer, float) and answer == int(answer) else str(answer)
-        read_gold(gold)
+        numeric_answer(gold)
         return f"{text_field(row, 'Body')} {text_field(row, 'Question')}", gold
 
     return Task("svamp", read_row, reward="gsm8k", system_prompt=HASHES)

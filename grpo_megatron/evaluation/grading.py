@@ -21,8 +21,8 @@ from tqdm import tqdm
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.data.tasks import get_task, tasks
-from grpo_megatron.rewards import answers, check_reward, rewards
-from grpo_megatron.rewards.known import KNOWN_ANSWERS
+from grpo_megatron.rewards import check_reward, extractors, rewards
+from grpo_megatron.rewards.known import KNOWN_REWARDS
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file
 
@@ -77,7 +77,7 @@ def grade(
     name = grader_of(task)
     if pool is None and workers == 1 and name in IN_PROCESS:
         return _grade_here(name, golds, completions, quiet)
-    extract = answers.get(name).extract if name in answers.names() else None
+    extract = extractors.get(name).extract if name in extractors.names() else None
     extracted = [extract(completion) if extract else None for completion in completions]
     grades: list[Grade | None] = [
         Grade(True, text) if name == "math" and text == gold else None  # one string: no worker needed
@@ -93,8 +93,8 @@ def grade(
         for start in range(0, len(todo), CHUNK):
             assert pool is not None
             chunk = todo[start : start + CHUNK]
-            for index, result in zip(chunk, pool.score([(name, completions[i], golds[i]) for i in chunk]), strict=True):
-                correct = result.scores.get("acc", result.score) == 1.0
+            for index, result in zip(chunk, pool.grade([(name, completions[i], golds[i]) for i in chunk]), strict=True):
+                correct = result.metrics.get("acc", result.reward) == 1.0
                 grades[index] = Grade(correct, extracted[index], result.status, result.message)
             bar.update(len(chunk))
     return grades  # type: ignore[return-value]
@@ -123,13 +123,13 @@ def grade_file(
     name, output = grader_of(task), Path(output_path)
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"cannot write {str(output)!r}: {'it is' if output.is_dir() else 'it is not in'} a folder")
-    reader = answers.get(name) if name in answers.names() else None
+    reader = extractors.get(name) if name in extractors.names() else None
 
     def parse(row: dict[str, Any]) -> dict[str, Any]:
         text_field(row, "completion", empty=True)
         gold = _gold(row)
         if reader and (gold or name != "math"):  # two references of MATH are empty boxes
-            reader.read_gold(gold)
+            reader.read_answer(gold)
         return row
 
     rows = read_rows(rows_path, parse)
@@ -149,8 +149,8 @@ def grade_file(
 
 
 def _grade_here(name: str, golds: Sequence[str], completions: Sequence[str], quiet: bool) -> list[Grade]:
-    function, extract = rewards.get(name), answers.get(name).extract
-    for completion, answer, score in KNOWN_ANSWERS.get(name, []):
+    function, extract = rewards.get(name), extractors.get(name).extract
+    for completion, answer, score in KNOWN_REWARDS.get(name, []):
         if function(completion, answer)["score"] != score:
             raise RuntimeError(
                 f"the reward {name!r} fails its self-test on completion {completion!r}, answer {answer!r}"

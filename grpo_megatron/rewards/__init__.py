@@ -1,11 +1,28 @@
-"""Rewards: plain functions `fn(completion, answer, **kwargs) -> float | dict`, scored in killable worker processes.
+"""Rewards: plain functions `f(completion, answer, **kwargs) -> float | dict`, run in killable worker processes.
 
-Standard library only, so that a worker starts in some 50 ms (math-verify is imported by the worker that needs it, in
-`math/formula.py`). Importing this package registers the built-in rewards; `RewardPool` is in `workers/pool.py`.
+reward.py                 the registry, and what a reward function may return
+gsm8k.py lm_eval.py       numeric answers: our grader, and lm-evaluation-harness' two
+math/                     the grader of MATH (`math/__init__.py` names what other rooms may use)
+arithmetic.py             the quickstart's reward
+format.py                 the layout of a response
+steps.py equation.py      a step reward: is the written arithmetic right?
+known.py                  completions whose reward is known, for the self-test of the workers
+time_limit.py             a limit on processor time
+workers/                  the processes (`workers/pool.py` is for other rooms)
+
+Importing this package registers the built-in rewards. It imports the standard library only, so that a worker starts in
+some 50 ms; the worker that needs math-verify imports it in `math/formula.py`.
 """
 
 from grpo_megatron.rewards import arithmetic, format, gsm8k, lm_eval, steps  # noqa: F401 - importing registers them
 from grpo_megatron.rewards.math import grader  # noqa: F401
-from grpo_megatron.rewards.reward import Answers, Reward, RewardResult, Steps, answers, check_reward, rewards
+from grpo_megatron.rewards.reward import (
+    Extractor,
+    RewardFunction,
+    RewardResult,
+    check_reward,
+    extractors,
+    rewards,
+)
 
-__all__ = ["Answers", "Reward", "RewardResult", "Steps", "answers", "check_reward", "rewards"]
+__all__ = ["Extractor", "RewardFunction", "RewardResult", "check_reward", "extractors", "rewards"]

@@ -1,10 +1,11 @@
-r"""Written arithmetic checked exactly: finds the equations of a text and says which hold. No `eval`: a small parser.
+r"""Written arithmetic, checked exactly: finds the equations of a text and tells which hold. A small parser, no `eval`.
 
-An equation is a chain `48/2=24` or `2*3 = 6 = 12/2` of sides without variables, at least one with an operator. GSM8K's
-calculator annotations `<<48/2=24>>` are equations, and so is the text around them. Numbers may have `$`, `%` (a
-hundredth), thousands commas; operators + - * / x ^ and LaTeX's \times \cdot \div \frac; values are exact fractions.
-A side may be a rounding of its neighbour when it is written with two decimals or more, or when the exact value has no
-end: `10/3=3.3` and `200/3=66` hold, `7/2=3` and `1/3=0.34` do not. Work is bounded: MAX_LINE characters, small powers only.
+An equation is a chain `48/2=24` or `2*3 = 6 = 12/2` of sides without variables; at least one side has an operator.
+GSM8K's calculator annotations `<<48/2=24>>` are equations, and so is the text around them. Numbers may have `$`, `%` (a
+hundredth) and thousands commas. Operators are + - * / x ^ and LaTeX's \times \cdot \div \frac. Values are exact
+fractions. A side may be a rounding of its neighbour when it has two decimals or more, or when the exact value is no
+finite decimal: `10/3=3.3` and `200/3=66` hold, `7/2=3` and `1/3=0.34` do not. Work is bounded: MAX_LINE characters,
+small powers only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-MAX_LINE = 4000  # characters of a line that are read
+MAX_LINE = 4000  # characters read of one line
 MAX_DIGITS = 40
 MAX_POWER = 64
 
@@ -26,26 +27,26 @@ _OPERATORS = (
     (re.compile(r"(?<![0-9)])\*\*(?=\$?[0-9])|(?<=[0-9%])\*\*(?!\s?[0-9(])"), ""),  # bold
     (re.compile(r"\\%"), "%"),
 )
-_NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-_TOKEN = re.compile(rf"\s*({_NUMBER}|\*\*|[-+*/^()=%])")
-_RUN = re.compile(rf"(?:{_NUMBER}|\*\*|[-+*/^()=%]|\s)+")
+_DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_ARITHMETIC_TOKEN = re.compile(rf"\s*({_DECIMAL}|\*\*|[-+*/^()=%])")
+_ARITHMETIC_RUN = re.compile(rf"(?:{_DECIMAL}|\*\*|[-+*/^()=%]|\s)+")
 
 
 def equations(text: str) -> list[bool]:
-    """Whether each equation of a line holds, in order; lines without one give []."""
+    """Whether each equation of a line holds, in order; [] for a line without equations."""
     text = text[:MAX_LINE]
     verdicts = []
     for annotation in _ANNOTATION.findall(text):
-        verdicts += _chain(_plain(annotation), "", "")
-    text = _plain(_ANNOTATION.sub("", text))
-    for run in _RUN.finditer(text):
+        verdicts += _chain(_without_latex(annotation), "", "")
+    text = _without_latex(_ANNOTATION.sub("", text))
+    for run in _ARITHMETIC_RUN.finditer(text):
         if "=" in run[0]:
             start = run.end() - len(run[0].lstrip())
             verdicts += _chain(run[0], text[max(0, start - 20) : start], text[run.end() : run.end() + 3])
     return verdicts
 
 
-def _plain(text: str) -> str:
+def _without_latex(text: str) -> str:
     text = _FRACTION.sub(r"(\1)/(\2)", text)
     for pattern, plain in _OPERATORS:
         text = pattern.sub(plain, text)
@@ -53,11 +54,11 @@ def _plain(text: str) -> str:
 
 
 def _chain(run: str, before: str, after: str) -> list[bool]:
-    """The verdict on one run of numbers and operators, [] when it is no equation."""
+    """Whether one run of numbers and operators holds, in a list; [] when it is no equation."""
     sides = [side.strip() for side in run.split("=")]
-    if _has_unknown_left(sides[0], before):
+    if _continues_left(sides[0], before):
         sides = sides[1:]
-    if sides and (not sides[-1] or _goes_on(run.rstrip(), after)):
+    if sides and (not sides[-1] or _continues_right(run.rstrip(), after)):
         sides = sides[:-1]
     values = [evaluate(side) for side in sides]
     holds: list[bool] = []
@@ -69,13 +70,15 @@ def _chain(run: str, before: str, after: str) -> list[bool]:
 
 
 def _equal(left: str, right: str, first: Fraction, second: Fraction) -> bool:
-    if first == second or _rounds(right, second, first) or _rounds(left, first, second):
+    if first == second or _is_rounded(right, second, first) or _is_rounded(left, first, second):
         return True
-    return right.endswith("%") and _equal(left, right[:-1].rstrip(), first, second * 100)  # 3 / 4 * 100 = 75%
+    if not right.endswith("%"):
+        return False
+    return _equal(left, right[:-1].rstrip(), first, second * 100)  # 3 / 4 * 100 = 75%
 
 
-def _has_unknown_left(side: str, before: str) -> bool:
-    """The left side begins outside the run: `x + 5`, `apples * 2`, `of 20 + 1`, `-` behind a word."""
+def _continues_left(side: str, before: str) -> bool:
+    """Whether the left side begins before the run: `x + 5`, `apples * 2`, `of 20 + 1`, `-` behind a word."""
     word = before.rstrip()
     behind_letter = bool(before) and before == word and word[-1:].isalpha()
     if word[-1:].isalnum() and not _is_compound(side):
@@ -86,8 +89,8 @@ def _has_unknown_left(side: str, before: str) -> bool:
     return behind_letter or bool(re.search(r"(?:\bof|\bthan|\bx|%|/|[a-z]\))$", word))
 
 
-def _goes_on(run: str, after: str) -> bool:
-    """The last side ends outside the run: `6 + x`, `5x`, `3(a`."""
+def _continues_right(run: str, after: str) -> bool:
+    """Whether the last side ends after the run: `6 + x`, `5x`, `3(a`."""
     return run[-1:] in "+-*/^(" or (bool(re.match(r"[A-Za-z](?![A-Za-z])|\\[a-z]", after)) and not run.endswith(" "))
 
 
@@ -95,23 +98,24 @@ def _is_compound(side: str) -> bool:
     return bool(re.search(r"[0-9)%]\s*(?:[-+*/^])|[0-9)]\s*\(", side))
 
 
-def _rounds(text: str, value: Fraction, exact: Fraction) -> bool:
+def _is_rounded(text: str, value: Fraction, exact: Fraction) -> bool:
+    """Whether the side `text`, of this value, may stand for `exact`: rounded to nearest, or cut."""
     number = text.strip("() ")
-    if not re.fullmatch(rf"-?{_NUMBER}", number):
+    if not re.fullmatch(rf"-?{_DECIMAL}", number):
         return False
     places = len(number.partition(".")[2])
-    endless = 10**MAX_DIGITS % exact.denominator != 0
+    is_endless = 10**MAX_DIGITS % exact.denominator != 0
     unit, error = Fraction(1, 10**places), abs(value) - abs(exact)
-    return (places >= 2 or endless) and value * exact >= 0 and (abs(error) * 2 <= unit or -unit < error < 0)
+    return (places >= 2 or is_endless) and value * exact >= 0 and (abs(error) * 2 <= unit or -unit < error < 0)
 
 
 def evaluate(text: str) -> Fraction | None:
-    """The exact value of an arithmetic expression; None when it is none, divides by zero, or is too large."""
+    """The exact value of an arithmetic expression; None when it is malformed, divides by zero, or is too large."""
     tokens: list[str] = []
     position = 0
     text = text.rstrip()
     while position < len(text):
-        match = _TOKEN.match(text, position)
+        match = _ARITHMETIC_TOKEN.match(text, position)
         if match is None or len(match[1]) > MAX_DIGITS or len(tokens) > 400:
             return None
         tokens.append(match[1])
@@ -150,7 +154,7 @@ def _power(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
     if at < len(tokens) and tokens[at] in ("^", "**"):
         exponent, at = _power(tokens, at + 1, depth + 1)
         if exponent.denominator != 1 or abs(exponent) > MAX_POWER:
-            raise ValueError("an exponent that is no small integer")
+            raise ValueError("the exponent is not a small integer")
         value = value ** int(exponent)
         _bound(value)
     return value, at
@@ -158,11 +162,11 @@ def _power(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
 
 def _atom(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
     if depth > 40:
-        raise ValueError("nested too deeply")
+        raise ValueError("brackets are nested too deeply")
     if tokens[at] == "(":
         value, at = _sum(tokens, at + 1, depth + 1)
         if tokens[at] != ")":
-            raise ValueError("an open bracket")
+            raise ValueError("a bracket is not closed")
     else:
         value = Fraction(tokens[at].replace(",", ""))  # ValueError for an operator
     at += 1
@@ -173,4 +177,4 @@ def _atom(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
 
 def _bound(value: Fraction) -> None:
     if value.numerator.bit_length() > 2000 or value.denominator.bit_length() > 2000:
-        raise ValueError("too large")
+        raise ValueError("the value is too large")

@@ -1,4 +1,4 @@
-"""The format reward: did the response keep to a layout that a grader can read? The answer itself is not looked at."""
+"""The format reward: does the response keep to a layout that a grader can read? The answer itself is not checked."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def is_tagged(text: str) -> bool:
 
 
 def is_hash_marked(text: str) -> bool:
-    """The last line is `#### N`, N one plain number, and no other line has a `####`."""
+    """The last line is `#### N`, where N is one plain number, and no other line has a `####`."""
     head, mark, tail = text.strip().partition("####")
-    line_start = not head or head.rstrip(" ").endswith("\n")
-    return bool(mark) and line_start and "####" not in tail and "\n" not in tail and parse_number(tail) is not None
+    starts_line = not head or head.rstrip(" ").endswith("\n")
+    return bool(mark) and starts_line and "####" not in tail and "\n" not in tail and parse_number(tail) is not None
 
 
 @rewards.register("format")

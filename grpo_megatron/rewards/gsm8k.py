@@ -1,12 +1,12 @@
 r"""Exact numeric answers: the one extractor of GSM8K training and evaluation, and two rewards on top of it.
 
 The last mark decides: `#### 18`, `<answer>18</answer>` or `\boxed{18}`, whichever comes last in the text. The number
-has to follow the mark at once; currency signs, markdown and LaTeX dressing, thousands commas and a percent sign are
-dropped, units may follow. Values are compared as exact fractions, so 12.50 = 25/2. What is not one plain number
-(`9 * 2`, `10-20`, `5e3`, `1,23`, a digit outside ASCII) is no answer. GSM8K: arXiv 2110.14168.
+must follow the mark at once. Currency signs, markdown, LaTeX commands, thousands commas and a percent sign are dropped;
+units may follow. Values are compared as exact fractions, so 12.50 = 25/2. What is not one plain number (`9 * 2`,
+`10-20`, `5e3`, `1,23`, a digit outside ASCII) is no prediction. GSM8K: arXiv 2110.14168.
 
-Departures from verl's `gsm8k` reward: it reads only the last 300 characters, wants one space after `####`, takes no
-`$`, compares strings, and knows only `####`; its "flexible" mode takes the last number of the text, marked or not.
+Departures from verl's `gsm8k` reward: verl reads only the last 300 characters, needs one space after `####`, accepts no
+`$`, compares strings, and knows only `####`. Its "flexible" mode takes the last number of the text, marked or not.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from grpo_megatron.rewards.reward import Answers, answers, rewards
+from grpo_megatron.rewards.math.boxed import last_boxed
+from grpo_megatron.rewards.reward import Extractor, extractors, rewards
 
 WINDOW = 256  # characters read after a mark; bounds every regular expression below, so time is linear in the text
 
 _SIGNS_AND_SPACES = str.maketrans({"\u2212": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)\s?(?=[0-9]{3}(?![0-9]))")  # LaTeX spellings of 1,234
-_NUMBER = re.compile(
+_LATEX_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)\s?(?=[0-9]{3}(?![0-9]))")  # LaTeX spellings of 1,234
+_LEADING_NUMBER = re.compile(
     r"""(?:\s | [*_`=~] | \\?\$ | [\u20ac\u00a3\u00a5] | \\\( | \\\[ | USD?(?=\s?\$))*  # $, euro, pound, yen
         (?P<sign>[-+]?) (?:\\?\$|[\u20ac\u00a3\u00a5])?
         (?: \\[dt]?frac \s*\{ (?P<top>[0-9]+) \}\s*\{ (?P<bottom>[0-9]+) \}
@@ -29,16 +30,16 @@ _NUMBER = re.compile(
         ) (?:\s?\\?%)?""",
     re.VERBOSE,
 )
-# the number goes on: an operator and an operand, a second number, an exponent, a malformed group, an identifier
-_GOES_ON = re.compile(
+# more follows: an operator and an operand, a second number, an exponent, a malformed group, an identifier
+_CONTINUATION = re.compile(
     r"""\s*(?: [-+*/^=<>\u00d7\u00f7\u00b7\u2013] | \*\* | \\times | \\cdot | \\div ) \s* [-(\\{$]* [0-9]
       | \s+[.]?[0-9] | [,._':][0-9] | [A-Za-z][-+]?[0-9]""",
     re.VERBOSE,
 )
 
 
-def extract_answer(text: str) -> Fraction | None:
-    """The number the text's last mark gives as its answer; None when there is no mark or no plain number behind it."""
+def marked_number(text: str) -> Fraction | None:
+    """The number behind the text's last mark; None when there is no mark, or no plain number behind it."""
     hashes, tag = text.rfind("####"), text.rfind("<answer>")
     box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     last = max(hashes, tag, box)
@@ -50,15 +51,16 @@ def extract_answer(text: str) -> Fraction | None:
         start = last + len("<answer>")
         end = text.find("</answer>", start)
         return parse_number(text[start:end].strip()) if end >= 0 else None
-    return _boxed(text[last : last + WINDOW])
+    content = last_boxed(text[last : last + WINDOW], joined=False)
+    return None if content is None else parse_number(content)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number `text` begins with, exactly; None when it begins with anything else or the number is an expression."""
-    window = _THOUSANDS.sub(",", text[:WINDOW].translate(_SIGNS_AND_SPACES))
-    match = _NUMBER.match(window)
+    """The exact number that `text` begins with; None when it begins with anything else, or with an expression."""
+    window = _LATEX_THOUSANDS.sub(",", text[:WINDOW].translate(_SIGNS_AND_SPACES))
+    match = _LEADING_NUMBER.match(window)
     assert match is not None, "every part of the pattern is optional"
-    if (match.end() == len(window) and len(text) > WINDOW) or _GOES_ON.match(window, match.end()):
+    if (match.end() == len(window) and len(text) > WINDOW) or _CONTINUATION.match(window, match.end()):
         return None
     following = window[match.end() : match.end() + 1]
     if not following.isascii() and following.isnumeric():
@@ -80,22 +82,9 @@ def _ratio(top: str, bottom: str) -> Fraction | None:
     return Fraction(top) / int(bottom) if int(bottom) else None
 
 
-def _boxed(text: str) -> Fraction | None:
-    r"""The number of a text that starts with `\boxed{...}` or `\boxed 7`; None when the brace is not closed."""
-    content = text.removeprefix("\\boxed").removeprefix("\\fbox").lstrip()
-    if not content.startswith("{"):
-        return parse_number(re.split(r"[$\n]", content, maxsplit=1)[0])
-    depth = 0
-    for position, character in enumerate(content):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return parse_number(content[1:position].strip())
-    return None
-
-
-def read_gold(answer: str) -> Fraction:
-    """The reference answer as a number, marked or bare. Raises ValueError: without one no sample can be scored."""
-    value = extract_answer(answer)
+def numeric_answer(answer: str) -> Fraction:
+    """The reference answer as a number, marked or bare. Raises ValueError: without one no sample can be graded."""
+    value = marked_number(answer)
     value = parse_number(answer.strip()) if value is None else value
     if value is None:
         raise ValueError(f"the reference answer {answer[:80]!r} is not a number")
@@ -104,27 +93,32 @@ def read_gold(answer: str) -> Fraction:
 
 def contains_number(text: str, value: Fraction) -> bool:
     """Whether `value` stands anywhere in `text` as a number of its own, as a decimal or as a fraction. Linear time."""
-    top, bottom = abs(value.numerator), value.denominator
-    spellings = [] if bottom == 1 else [rf"{top}\s?/\s?{bottom}"]
-    places = next((n for n in range(20) if (10**n) % bottom == 0), None)
-    if places is not None:  # a finite decimal
-        whole, rest = divmod(top * 10**places // bottom, 10**places)
+    numerator, denominator = abs(value.numerator), value.denominator
+    spellings = []
+    if denominator != 1:
+        spellings.append(rf"{numerator}\s?/\s?{denominator}")
+    places = _decimal_places(value, 20)
+    if places is not None:
+        whole, rest = divmod(numerator * 10**places // denominator, 10**places)
         decimals = rf"\.{rest:0{places}d}0*" if places else r"(?:\.0*)?"
-        spellings.append((f"{whole:,}".replace(",", ",?") if whole or not places else "0?") + decimals)
+        integer = f"{whole:,}".replace(",", ",?") if whole or not places else "0?"
+        spellings.append(integer + decimals)
     sign = "-" if value < 0 else ""
-    return bool(
-        re.search(
-            rf"(?<![0-9.])(?<![0-9],){sign}\$?(?:{'|'.join(spellings)})(?![0-9]|\.[0-9]|,[0-9]{{3}}(?![0-9]))", text
-        )
-    )
+    before, after = r"(?<![0-9.])(?<![0-9],)", r"(?![0-9]|\.[0-9]|,[0-9]{3}(?![0-9]))"  # no part of a longer number
+    return bool(re.search(rf"{before}{sign}\$?(?:{'|'.join(spellings)}){after}", text))
 
 
-def answer_text(text: str) -> str | None:
-    """The extracted number as text: `1234`, `-12.5`, or `1/3` when no decimal can write it."""
-    value = extract_answer(text)
+def _decimal_places(value: Fraction, limit: int) -> int | None:
+    """The number of decimals, below `limit`, that write the value exactly; None when no number does."""
+    return next((places for places in range(limit) if 10**places % value.denominator == 0), None)
+
+
+def numeric_prediction(text: str) -> str | None:
+    """The marked number as text: `1234`, `-12.5`, or `1/3` when no decimal is exact."""
+    value = marked_number(text)
     if value is None:
         return None
-    places = next((n for n in range(40) if 10**n % value.denominator == 0), None)
+    places = _decimal_places(value, 40)
     if not places:
         return str(value)
     whole, rest = divmod(abs(value.numerator) * 10**places // value.denominator, 10**places)
@@ -132,22 +126,22 @@ def answer_text(text: str) -> str | None:
 
 
 for _name in ("gsm8k", "graded", "arithmetic_steps"):
-    answers.register(_name)(Answers(answer_text, read_gold))
+    extractors.register(_name)(Extractor(numeric_prediction, numeric_answer))
 
 
 @rewards.register("gsm8k")
-def gsm8k(completion: str, answer: str) -> dict[str, float]:
-    """1 when the extracted answer equals the reference, else 0. "extracted": 1 when there was an answer to compare."""
-    gold, value = read_gold(answer), extract_answer(completion)
-    correct = float(value == gold)
-    return {"score": correct, "acc": correct, "extracted": float(value is not None)}
+def gsm8k_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 when the prediction equals the answer, else 0. "extracted": 1 when there is a prediction to compare."""
+    expected, prediction = numeric_answer(answer), marked_number(completion)
+    correct = float(prediction == expected)
+    return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
 
 
 @rewards.register("graded")
-def graded(completion: str, answer: str) -> dict[str, float]:
-    """1 for the exact answer, 0.5 when the reference stands somewhere in the text as a number, 0.01 otherwise."""
-    gold, value = read_gold(answer), extract_answer(completion)
-    if value == gold:
+def graded_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 for the exact answer, 0.5 when the answer stands somewhere in the text as a number, 0.01 otherwise."""
+    expected, prediction = numeric_answer(answer), marked_number(completion)
+    if prediction == expected:
         return {"score": 1.0, "acc": 1.0, "extracted": 1.0}
-    score = 0.5 if contains_number(completion, gold) else 0.01
-    return {"score": score, "acc": 0.0, "extracted": float(value is not None)}
+    score = 0.5 if contains_number(completion, expected) else 0.01
+    return {"score": score, "acc": 0.0, "extracted": float(prediction is not None)}

@@ -1,13 +1,14 @@
-r"""Answers whose verdict is known, by reward: a grader that calls everything right, or everything wrong, stops the run.
+r"""Completions whose reward is known, per reward function: the self-test of the reward workers.
 
-`RewardPool` asks for them before the first sample of a reward is scored, through the same worker processes.
+A grader that calls everything right, or everything wrong, then stops the run. `RewardPool` grades these completions
+before the first sample of each reward, in the same worker processes.
 """
 
 from __future__ import annotations
 
-Known = tuple[str, str, float]  # completion, answer, score
+KnownReward = tuple[str, str, float]  # completion, answer, reward
 
-_GSM8K: list[Known] = [
+_GSM8K: list[KnownReward] = [
     ("6 * 7 = 42\n#### 42", "42", 1.0),
     ("<answer> $1,234.50 </answer>", "2469/2", 1.0),
     ("so \\boxed{42}", "42", 1.0),
@@ -16,7 +17,7 @@ _GSM8K: list[Known] = [
     ("", "42", 0.0),
 ]
 
-KNOWN_ANSWERS: dict[str, list[Known]] = {
+KNOWN_REWARDS: dict[str, list[KnownReward]] = {
     "gsm8k": _GSM8K,
     "arithmetic_steps": _GSM8K,
     "gsm8k_strict": [("#### 42", "42", 1.0), ("#### 43", "42", 0.0), ("it is 42", "42", 0.0)],
@@ -32,7 +33,7 @@ KNOWN_ANSWERS: dict[str, list[Known]] = {
         (r"so \boxed{42}.", "42", 1.0),
         (r"so $\boxed{\tfrac{1}{2}}$", "0.5", 1.0),
         (r"\boxed{\text{Evelyn}}", "Evelyn", 1.0),
-        (r"\boxed{(1+x)^2}", "x^2+2x+1", 1.0),  # this one and the next go through math-verify
+        (r"\boxed{(1+x)^2}", "x^2+2x+1", 1.0),  # this one and the next need math-verify
         (r"\boxed{(1+x)^2}", "x^2+2x+2", 0.0),
         (r"\boxed{43}", "42", 0.0),
         ("The answer is 42.", "42", 0.0),

@@ -1,10 +1,11 @@
-"""What a reward is: its registry, the check that a name can be used, and the reading of what it returned.
+"""What a reward function is: the registry, the check that a name can be used, and the check of what it returned.
 
-A reward is `fn(completion: str, answer: str, **kwargs) -> float | dict`; `kwargs` are `reward.kwargs`. A dict holds
-"score" and further numbers for metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}). No units; larger is better.
+A reward function is `f(completion: str, answer: str, **kwargs) -> float | dict`; `kwargs` are `reward.kwargs`. A dict
+holds "score", which is the reward, and further numbers that become metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}).
+A reward has no unit; larger is better.
 
-A step reward (a process reward model, or `rewards/steps.py`) also returns "steps": [(end, value), ...], where `end` is
-the character of the completion behind the step's last one; ends increase, from at least 1 to at most its length.
+A step reward (a process reward model, or `rewards/steps.py`) also returns "steps": [(end, value), ...]. `end` is the
+number of characters of the completion up to the end of the step. Ends increase; they are between 1 and its length.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from grpo_megatron.registry import FactRegistry, Registry
 
-Reward = Callable[..., Any]  # float or dict; `read_result` holds it to that
+RewardFunction = Callable[..., Any]  # returns float or dict; `parse_reward` checks that
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class RewardFacts:
     gives_steps: bool = False  # returns "steps": the rewards of single steps
 
 
-rewards: FactRegistry[Reward, RewardFacts] = FactRegistry("reward", RewardFacts())
+rewards: FactRegistry[RewardFunction, RewardFacts] = FactRegistry("reward", RewardFacts())
 
-preloads: dict[str, Callable[[], None]] = {}  # reward name -> slow imports, run before its first item's clock starts
+preloads: dict[str, Callable[[], None]] = {}  # name of a reward -> slow imports, run before its first item is timed
 
-MAX_EXTRA_SCORES = 64  # metrics are one curve per name: a reward that returns more is keyed by its data
+MAX_METRICS = 64  # a metric is one curve per name: a reward with more metrics has names that depend on the data
 MAX_STEPS = 10_000
 
 Steps = tuple[tuple[int, float], ...]
@@ -39,29 +40,29 @@ Steps = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One completion's verdict. `score` is NaN unless `status` is "ok"; `message` says why."""
+    """The reward of one completion. `reward` is NaN unless `status` is "ok"; `message` then says why."""
 
-    score: float
-    scores: dict[str, float] = field(default_factory=dict)  # what the reward also reported, without "score"
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)  # what the function reports besides "score"
     status: Literal["ok", "error", "timeout"] = "ok"
     message: str = ""
     steps: Steps = ()  # (end of the step in the completion, its reward), increasing
 
 
 @dataclass(frozen=True)
-class Answers:
-    """How a reward reads answers: the one extractor that training, evaluation and `grade` share."""
+class Extractor:
+    """How a reward reads texts. Training, evaluation and `evaluate grade` share it."""
 
-    extract: Callable[[str], str | None]  # completion -> answer; linear time in any text
-    read_gold: Callable[[str], object]  # raises ValueError for a reference that nothing could be compared with
-    vote_key: Callable[[str], str] = str.strip  # extracted answers of one key are one vote in maj@k
-
-
-answers: Registry[Answers] = Registry("extractor")  # by the reward's name
+    extract: Callable[[str], str | None]  # completion -> prediction; linear time in any text
+    read_answer: Callable[[str], object]  # raises ValueError for a reference answer that nothing can be compared with
+    vote_key: Callable[[str], str] = str.strip  # predictions with one key are one vote in maj@k
 
 
-def check_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
-    """The function called `name`, once it is certain that a worker can import it and call it with `kwargs`.
+extractors: Registry[Extractor] = Registry("extractor")  # by the name of the reward
+
+
+def check_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
+    """The function called `name`, after checks that a worker can import it and call it with `kwargs`.
 
     Starts no process. Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs.
     """
@@ -83,35 +84,35 @@ def check_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> Reward:
             f"reward {name!r} cannot be called as fn(completion, answer, **reward.kwargs) with kwargs {given}: {error}"
         ) from None
     except ValueError:
-        pass  # a builtin without a signature: the first call will tell
+        pass  # a builtin without a signature: only the first call can tell
     return function
 
 
-def read_result(returned: object, length: int | None = None) -> tuple[float, dict[str, float], Steps]:
-    """(score, other scores, steps) of what a reward returned for a completion of `length` characters.
+def parse_reward(returned: object, length: int | None = None) -> tuple[float, dict[str, float], Steps]:
+    """(reward, metrics, steps) of what a function returned for a completion of `length` characters.
 
-    Raises ValueError unless every entry is a finite number, and "steps" increasing (end, value) pairs.
+    Raises ValueError unless every entry is a finite number, and "steps" are (end, value) pairs with increasing ends.
     """
     if not isinstance(returned, Mapping):
-        return _number("the reward", returned), {}, ()
+        return _finite_number("the reward", returned), {}, ()
     if "score" not in returned:
         raise ValueError(f"the reward returned a dict without 'score' (keys: {', '.join(map(str, returned))})"[:500])
-    if len(returned) > MAX_EXTRA_SCORES + 2:
-        raise ValueError(f"the reward returned {len(returned)} entries; at most {MAX_EXTRA_SCORES} besides 'score'")
+    if len(returned) > MAX_METRICS + 2:
+        raise ValueError(f"the reward returned {len(returned)} entries; at most {MAX_METRICS} besides 'score'")
     entries = {str(key): value for key, value in returned.items()}
-    steps = _steps(entries.pop("steps", ()), length)
-    numbers = {key: _number(f"the reward's entry {key!r}", value) for key, value in entries.items()}
+    steps = _parse_steps(entries.pop("steps", ()), length)
+    numbers = {key: _finite_number(f"the reward's entry {key!r}", value) for key, value in entries.items()}
     return numbers.pop("score"), numbers, steps
 
 
-def _steps(returned: object, length: int | None) -> Steps:
+def _parse_steps(returned: object, length: int | None) -> Steps:
     if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
         raise ValueError(f"the reward's entry 'steps' is {type(returned).__name__}, not a list of (end, value)")
     steps: list[tuple[int, float]] = []
     for step in returned:
         if not isinstance(step, Sequence) or len(step) != 2:
             raise ValueError(f"the reward's step {len(steps)} is {type(step).__name__}, not (end, value)")
-        end, value = _number("a step's end", step[0]), _number("a step's value", step[1])
+        end, value = _finite_number("a step's end", step[0]), _finite_number("a step's value", step[1])
         last = steps[-1][0] if steps else 0
         if end != int(end) or end <= last or (length is not None and end > length):
             bound = "" if length is None else f" and at most the completion's {length}"
@@ -122,8 +123,8 @@ def _steps(returned: object, length: int | None) -> Steps:
     return tuple(steps)
 
 
-def _number(what: str, value: object) -> float:
-    # str has no __float__; numpy and torch scalars do
+def _finite_number(what: str, value: object) -> float:
+    # str has no __float__; scalars of numpy and torch have one
     if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
         raise ValueError(f"{what} is {type(value).__name__}, not a number")
     number = float(value)  # type: ignore[arg-type]

@@ -91,11 +91,11 @@ class Generator:
             return
         for sample in samples:
             sample.text = self._text(sample.response_ids)
-        results = self.pool.score([(s.prompt.reward, s.text, s.prompt.answer) for s in samples])
+        results = self.pool.grade([(s.prompt.reward, s.text, s.prompt.answer) for s in samples])
         for sample, result in zip(samples, results, strict=True):
             sample.reward, sample.reward_metrics = (
-                result.score,
-                {**result.scores, "ok": float(result.status == "ok")},
+                result.reward,
+                {**result.metrics, "ok": float(result.status == "ok")},
             )
             sample.reward_metrics["timeout"] = float(result.status == "timeout")
             sample.steps = self._step_tokens(sample, result.steps)

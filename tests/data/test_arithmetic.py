@@ -22,7 +22,7 @@ from grpo_megatron.data.arithmetic import (
     worked_response,
     write_task,
 )
-from grpo_megatron.rewards.arithmetic import arithmetic
+from grpo_megatron.rewards.arithmetic import arithmetic_reward
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_the_curriculum(supervised: list[dict[str, str]]) -> None:
     for row in supervised:
         a, b = _numbers(row["prompt"])
         assert not is_held_out(a, b)
-        assert arithmetic(row["response"], str(a + b))["score"] == 1.0
+        assert arithmetic_reward(row["response"], str(a + b))["score"] == 1.0
 
 
 def test_problems_are_right_different_and_on_their_side_of_the_split() -> None:

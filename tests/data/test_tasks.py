@@ -9,7 +9,7 @@ import pytest
 
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import EMPTY_BOXES, get_task, tasks
-from grpo_megatron.rewards import answers, check_reward
+from grpo_megatron.rewards import check_reward, extractors
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -58,7 +58,7 @@ def test_every_task_with_a_reward_shares_its_extractor() -> None:
         assert task.name == name
         if task.reward is not None:
             check_reward(task.reward)
-            assert task.reward in answers.names()
+            assert task.reward in extractors.names()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-r"""Pairs of answers to mathematics: gold | answer. PEERS.md V18, MATH's own spellings, and what math-verify gets wrong."""
+r"""Pairs of texts in mathematics: answer | prediction. PEERS.md V18, MATH's own spellings, what math-verify gets wrong."""
 
 from __future__ import annotations
 
@@ -331,6 +331,6 @@ y=2x+1 | y=2x
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    """(gold, answer) of every line; the bar stands between spaces, and the last one counts."""
+    """(answer, prediction) of every line. The bar stands between spaces; the last one of a line counts."""
     rows = [line.rpartition(" | ") for line in table.strip("\n").split("\n")]
-    return [(gold.strip(), answer.strip()) for gold, _, answer in rows]
+    return [(answer.strip(), prediction.strip()) for answer, _, prediction in rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_megatron.rewards.arithmetic import arithmetic
+from grpo_megatron.rewards.arithmetic import arithmetic_reward
 from grpo_megatron.rewards.format import format_reward
 
 
@@ -19,7 +19,7 @@ from grpo_megatron.rewards.format import format_reward
         "I add.\n  #### -$5.50 \n",
     ],
 )
-def test_a_kept_format_scores_one(text: str) -> None:
+def test_a_kept_format_earns_one(text: str) -> None:
     assert format_reward(text, "") == 1.0
 
 
@@ -43,7 +43,7 @@ def test_a_kept_format_scores_one(text: str) -> None:
         "####",
     ],
 )
-def test_a_broken_format_scores_zero(text: str) -> None:
+def test_a_broken_format_earns_zero(text: str) -> None:
     assert format_reward(text, "") == 0.0
 
 
@@ -67,5 +67,5 @@ def test_a_broken_format_scores_zero(text: str) -> None:
         ("<answer>" + "9" * 5000 + "</answer>", 0, 0, 0),
     ],
 )
-def test_arithmetic_wants_the_integer_at_the_very_end(text: str, score: int, formatted: int, worked: int) -> None:
-    assert arithmetic(text, "91") == {"score": score, "acc": score, "format": formatted, "worked": worked}
+def test_arithmetic_needs_the_integer_at_the_very_end(text: str, score: int, formatted: int, worked: int) -> None:
+    assert arithmetic_reward(text, "91") == {"score": score, "acc": score, "format": formatted, "worked": worked}

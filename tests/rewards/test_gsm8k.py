@@ -8,19 +8,19 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.arithmetic import arithmetic
+from grpo_megatron.rewards.arithmetic import arithmetic_reward
 from grpo_megatron.rewards.gsm8k import (
-    answer_text,
     contains_number,
-    extract_answer,
-    graded,
-    gsm8k,
+    graded_reward,
+    gsm8k_reward,
+    marked_number,
+    numeric_answer,
+    numeric_prediction,
     parse_number,
-    read_gold,
 )
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
@@ -41,7 +41,7 @@ V17 = [
 
 @pytest.mark.parametrize(("text", "expected"), V17)
 def test_extracts_the_vectors_of_v17(text: str, expected: str) -> None:
-    assert extract_answer(text) == Fraction(expected)
+    assert marked_number(text) == Fraction(expected)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_extracts_the_vectors_of_v17(text: str, expected: str) -> None:
         ("#### Step 1: think\n<answer>5</answer>", "5"),
     ],
 )
-def test_drops_dressing_and_units(text: str, expected: str) -> None:
-    assert extract_answer(text) == Fraction(expected)
+def test_drops_markup_and_units(text: str, expected: str) -> None:
+    assert marked_number(text) == Fraction(expected)
 
 
 @pytest.mark.parametrize(
@@ -122,21 +122,23 @@ def test_drops_dressing_and_units(text: str, expected: str) -> None:
         "#### \u00b2",
     ],
 )
-def test_gives_no_answer_when_there_is_no_plain_number(text: str) -> None:
-    assert extract_answer(text) is None
-    assert gsm8k(text, "42") == {"score": 0.0, "acc": 0.0, "extracted": 0.0}
+def test_no_prediction_without_a_plain_number(text: str) -> None:
+    assert marked_number(text) is None
+    assert gsm8k_reward(text, "42") == {"score": 0.0, "acc": 0.0, "extracted": 0.0}
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(0, 6))
 def test_every_decimal_comes_back_exactly(number: int, places: int) -> None:
     value = Fraction(number, 10**places)
     whole, rest = divmod(abs(number), 10**places)
     text = f"{'-' if number < 0 else ''}{whole:,}" + (f".{rest:0{places}d}" if places else "")
-    assert extract_answer(f"so it is\n#### ${text} in all") == value
-    assert gsm8k(f"<answer>{text}</answer>", str(value))["score"] == 1.0
-    assert gsm8k(rf"\boxed{{{text}}}", str(value + 1))["score"] == 0.0
+    assert marked_number(f"so it is\n#### ${text} in all") == value
+    assert gsm8k_reward(f"<answer>{text}</answer>", str(value))["score"] == 1.0
+    assert gsm8k_reward(rf"\boxed{{{text}}}", str(value + 1))["score"] == 0.0
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("#<answer>/\\boxed{} 0159.,-+*$%\u0665\u00bd\n"), max_size=60))
 def test_any_text_is_graded_without_an_exception(text: str) -> None:
     for name in NUMERIC:
@@ -149,21 +151,21 @@ def test_any_text_is_graded_without_an_exception(text: str) -> None:
     ("text", "answer"),
     [("#### 1,234", "1234"), ("#### -12.50", "-12.5"), ("#### 1/3", "1/3"), ("#### .125", "0.125"), ("none", None)],
 )
-def test_the_extracted_answer_as_text(text: str, answer: str | None) -> None:
-    assert answer_text(text) == answer
+def test_the_prediction_as_text(text: str, answer: str | None) -> None:
+    assert numeric_prediction(text) == answer
 
 
-def test_a_wrong_reference_is_an_error_not_a_zero() -> None:
-    assert read_gold("1,234") == read_gold("so it is\n#### 1,234") == 1234
+def test_an_answer_that_is_no_number_is_an_error_not_a_zero() -> None:
+    assert numeric_answer("1,234") == numeric_answer("so it is\n#### 1,234") == 1234
     with pytest.raises(ValueError, match="'many' is not a number"):
-        gsm8k("#### 42", "many")
+        gsm8k_reward("#### 42", "many")
 
 
-def test_graded_rewards_the_reference_in_the_text() -> None:
-    assert graded("#### 42", "42")["score"] == 1.0
-    assert graded("it is 42, I think", "42")["score"] == 0.5
-    assert graded("it is 42, I think\n#### 43", "42") == {"score": 0.5, "acc": 0.0, "extracted": 1.0}
-    assert graded("it is 142 or 421 or 4.2 or 42.5 or 42,000", "42")["score"] == 0.01
+def test_graded_rewards_the_answer_in_the_text() -> None:
+    assert graded_reward("#### 42", "42")["score"] == 1.0
+    assert graded_reward("it is 42, I think", "42")["score"] == 0.5
+    assert graded_reward("it is 42, I think\n#### 43", "42") == {"score": 0.5, "acc": 0.0, "extracted": 1.0}
+    assert graded_reward("it is 142 or 421 or 4.2 or 42.5 or 42,000", "42")["score"] == 0.01
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_contained_means_a_number_of_its_own(text: str, number: str, contained: 
     assert contains_number(text, Fraction(number)) == contained
 
 
-def test_parse_number_wants_the_number_first() -> None:
+def test_parse_number_needs_the_number_first() -> None:
     assert parse_number("18 apples") == 18
     assert parse_number("apples 18") is None
 
@@ -205,9 +207,9 @@ def test_every_reference_solution_of_real_gsm8k_is_right(split: str) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == {"train": 7473, "test": 1319}[split]
     for row in rows:
-        gold = row["answer"].rpartition("####")[2].strip()
-        assert gsm8k(row["answer"], gold)["score"] == 1.0
-        assert gsm8k(row["answer"] + "1", gold)["score"] == 0.0  # a digit more
+        answer = row["answer"].rpartition("####")[2].strip()
+        assert gsm8k_reward(row["answer"], answer)["score"] == 1.0
+        assert gsm8k_reward(row["answer"] + "1", answer)["score"] == 0.0  # a digit more
 
 
 MEGABYTES_10 = 10_000_000
@@ -221,7 +223,7 @@ ADVERSARIAL = {
         "zeros": "0",
         "decimals": "0." + "0" * 5000,
         "groups": "1,000",
-        "golds": "42.00",
+        "answers": "42.00",
         "spaces": " ",
         "newlines": "\n",
         "minus": "-",
@@ -234,13 +236,13 @@ ADVERSARIAL = {
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_ten_megabytes_take_linear_time(name: str) -> None:
-    """Each of these reads 10 MB a few times (some 10 ms each); quadratic time would be hours."""
+    """Each of these reads 10 MB a few times: 0.1 to 1.5 s of processor time. Quadratic time would be hours."""
     text = ADVERSARIAL[name]
     start = time.process_time()
     names = ["arithmetic", "format", "gsm8k", *(["graded"] if text[0].isdigit() else [])]  # graded looks for digits
     for reward in NUMERIC if name in ("zeros", "groups", "newlines") else names:
         rewards.get(reward)(text, "42")
     for prefix in ("####", "<answer>", "\\boxed{"):
-        extract_answer(prefix + text + "</answer>")
-    arithmetic("<think>" + text, "42")
-    assert time.process_time() - start < 10.0
+        marked_number(prefix + text + "</answer>")
+    arithmetic_reward("<think>" + text, "42")
+    assert time.process_time() - start < 60

@@ -1,8 +1,8 @@
-r"""The mapping to lm-evaluation-harness' GSM8K: its documented algorithm, written out again here with `findall`.
+r"""The rewards that copy lm-evaluation-harness' GSM8K, against its documented algorithm, written again with `findall`.
 
-filter: re.findall, first or last match, of a tuple the first group that is not empty, "[invalid]" without a match;
-metric exact_match: remove `,`, `\$`, `(?s).*#### ` and `\.$` from both sides, small letters, compare. Compared with the
-code of lm-eval 0.4.13 itself (RegexFilter, exact_match_hf_evaluate, the task's YAML): no difference in 7,914 completions.
+Filter: re.findall; the first or the last match; of a tuple the first group that is not empty; "[invalid]" without a
+match. Metric exact_match: remove `,`, `\$`, `(?s).*#### ` and `\.$` from both sides, lower the case, compare. The code of
+lm-eval 0.4.13 itself (RegexFilter, exact_match_hf_evaluate, the task's YAML) gave the same in all of 7,914 completions.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ def harness(pattern: str, select: int, completion: str, solution: str) -> float:
     return float(sides[0] == sides[1])
 
 
-def _compare(completion: str, gold: str, solution: str) -> None:
+def _compare(completion: str, answer: str, solution: str) -> None:
     for name, pattern, select in (("gsm8k_strict", STRICT, 0), ("gsm8k_flexible", FLEXIBLE, -1)):
         expected = harness(pattern, select, completion, solution)
-        for reference in (gold, solution):  # both are allowed as the answer
+        for reference in (answer, solution):  # either may be the reference answer
             assert rewards.get(name)(completion, reference)["score"] == expected, (name, completion, reference)
 
 
-def test_the_same_completions_get_the_same_scores() -> None:
+def test_equal_completions_get_equal_scores() -> None:
     draw = random.Random(0)
     for number in range(1500):
-        gold = draw.choice([str(number), f"{number * 1000:,}", f"-{number}", f"{number}.5"])
-        solution = f"It is 3 * 4 = <<3*4=12>>12.\n#### {gold}"
-        value = draw.choice([gold, gold.replace(",", ""), str(draw.randint(0, 99))])
+        answer = draw.choice([str(number), f"{number * 1000:,}", f"-{number}", f"{number}.5"])
+        solution = f"It is 3 * 4 = <<3*4=12>>12.\n#### {answer}"
+        value = draw.choice([answer, answer.replace(",", ""), str(draw.randint(0, 99))])
         form = draw.choice(FORMS)
         text = draw.choice(["", "It is 3 * 4 = 12.\n"]) + (form % value if "%s" in form else form)
-        _compare(text, gold, solution)
+        _compare(text, answer, solution)
 
 
 def test_real_solutions_are_right_under_both_filters() -> None:
     if not GSM8K.exists():
         pytest.skip(f"real GSM8K not found at {GSM8K}")
     for row in map(json.loads, GSM8K.read_text().splitlines()):
-        gold = row["answer"].rpartition("#### ")[2]
-        _compare(row["answer"], gold, row["answer"])
-        assert rewards.get("gsm8k_strict")(row["answer"], gold)["score"] == 1.0
+        answer = row["answer"].rpartition("#### ")[2]
+        _compare(row["answer"], answer, row["answer"])
+        assert rewards.get("gsm8k_strict")(row["answer"], answer)["score"] == 1.0
 
 
 def test_where_it_differs_from_our_own_reward() -> None:

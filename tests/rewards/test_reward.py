@@ -1,4 +1,4 @@
-"""Names and results of rewards, and what importing the package costs."""
+"""Names and results of reward functions, and what importing the package imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.rewards import check_reward, rewards
-from grpo_megatron.rewards.reward import read_result
+from grpo_megatron.rewards.reward import parse_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,12 +52,12 @@ def test_kwargs_are_checked_against_the_signature(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("returned", [1, True, 1.0, np.float32(1.0), np.int64(1), Decimal(1), {"score": 1}])
-def test_any_finite_number_is_a_score(returned: object) -> None:
-    assert read_result(returned) == (1.0, {}, ())
+def test_any_finite_number_is_a_reward(returned: object) -> None:
+    assert parse_reward(returned) == (1.0, {}, ())
 
 
 def test_further_entries_are_numbers_too() -> None:
-    assert read_result({"score": 0.5, "acc": True, "length": 3}) == (0.5, {"acc": 1.0, "length": 3.0}, ())
+    assert parse_reward({"score": 0.5, "acc": True, "length": 3}) == (0.5, {"acc": 1.0, "length": 3.0}, ())
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_further_entries_are_numbers_too() -> None:
 )
 def test_anything_else_is_an_error(returned: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_result(returned)
+        parse_reward(returned)
 
 
 def test_steps_are_ends_and_values() -> None:
     steps = [(3, 1), [np.int64(7), np.float32(0.5)], (10, -1.0)]
-    assert read_result({"score": 1.0, "steps": steps}, 10) == (1.0, {}, ((3, 1.0), (7, 0.5), (10, -1.0)))
+    assert parse_reward({"score": 1.0, "steps": steps}, 10) == (1.0, {}, ((3, 1.0), (7, 0.5), (10, -1.0)))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_steps_are_ends_and_values() -> None:
 )
 def test_wrong_steps_are_errors(steps: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_result({"score": 1.0, "steps": steps}, 10)
+        parse_reward({"score": 1.0, "steps": steps}, 10)
 
 
 def test_workers_import_neither_torch_nor_transformers_nor_pydantic() -> None:

@@ -1,10 +1,10 @@
-r"""The last `\boxed{...}` of a text, which by the habit of MATH (arXiv 2103.03874) holds the final answer.
+r"""The last `\boxed{...}` of a text, which holds the final answer by the convention of MATH (arXiv 2103.03874).
 
-The last box decides; when its brace is not closed (a truncated response) there is no answer, whatever was boxed before.
-`\boxed 7$` ends at the dollar sign or the line, `\fbox` counts, `\{` and `\}` are characters of the answer, of nested
-boxes the innermost is read, an empty box is the answer "". Boxes with nothing but `,`, `and` or `or` between them are
-one answer, a list. Time is linear in the text: at most MAX_BOX characters are looked at behind a box, and at most
-MAX_BOXES boxes.
+The last box decides. When its brace is not closed (a truncated response), there is no prediction, even if the text has
+an earlier box. `\boxed 7$` ends at the dollar sign or at the end of the line. `\fbox` counts. `\{` and `\}` are characters
+of the answer. Of nested boxes the innermost is read. An empty box is the prediction "". Boxes with only `,`, `and` or
+`or` between them are one prediction, a list. Time is linear in the text: at most MAX_BOX characters are read after a
+box, and at most MAX_BOXES boxes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LINK = re.compile(r"[\s$.]*(?:,|;|\\text\{\s*(?:,?\s*(?:and|or))\s*\}|,?\s*(?:a
 def last_boxed(text: str, joined: bool = True) -> str | None:
     """The content of the last box, or (`joined`) of the last few boxes; None without one, or if it is not closed."""
     start = box_start(text)
-    content, _ = _read(text, start) if start >= 0 else (None, 0)
+    content, _ = _read_box(text, start) if start >= 0 else (None, 0)
     if content is None:
         return None
     contents = [content]
     while joined and len(contents) < MAX_BOXES:
         previous = box_start(text, max(0, start - MAX_BOX), start)
-        before, end = _read(text, previous) if previous >= 0 else (None, 0)
+        before, end = _read_box(text, previous) if previous >= 0 else (None, 0)
         if before is None or end > start or not _LINK.fullmatch(text[end:start]):
             break
         contents.insert(0, before)
@@ -41,8 +41,8 @@ def box_start(text: str, low: int = 0, high: int | None = None) -> int:
     return max(text.rfind("\\boxed", low, high), text.rfind("\\fbox", low, high))
 
 
-def _read(text: str, start: int) -> tuple[str | None, int]:
-    """(content of the box that begins there, or None; where it ends)."""
+def _read_box(text: str, start: int) -> tuple[str | None, int]:
+    """(content of the box that begins at `start`, or None if it is not closed; where the box ends)."""
     start += len("\\boxed") if text.startswith("\\boxed", start) else len("\\fbox")
     window = text[start : start + MAX_BOX]
     content = window.lstrip()

@@ -1,38 +1,33 @@
-r"""Equivalence of two formulas by math-verify (sympy), behind guards: it is slow, and a policy will write anything.
+r"""Whether two formulas are equal, by math-verify (sympy), behind guards: it is slow, and a policy writes any text.
 
-Refused without asking it (two different strings are then different): other characters than printable ASCII, more than
-MAX_FORMULA of them, deep nesting, towers of powers of numbers such as `9^{9^{9^9}}`, huge factorials and literals.
-What passes may still take for ever: TIME_LIMIT_S raises TimeoutError from inside; what hangs in C is killed with its
-worker from outside (`rewards/pool.py`), which also bounds the memory. Nothing here evaluates Python: latex2sympy2 is
-a grammar (ANTLR), and math-verify's own search for expressions, which calls sympy's `parse_expr`, is not used.
+Refused before math-verify sees it: characters other than printable ASCII, more than MAX_FORMULA of them, deep nesting,
+towers of powers of numbers such as `9^{9^{9^9}}`, huge factorials and literals. A refused formula equals only the same
+string. The rest may still run for ever: TIME_LIMIT_S raises TimeoutError from inside. What hangs in C is killed with
+its worker from outside (`rewards/workers/pool.py`), which also bounds the memory. Nothing here evaluates Python:
+latex2sympy2 is a grammar (ANTLR), and math-verify's own search for expressions, which calls sympy's `parse_expr`, is
+not used.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator
 from typing import Any
+
+from grpo_megatron.rewards.time_limit import time_limit
 
 MAX_FORMULA = 300  # characters
 MAX_NESTING = 12
-TIME_LIMIT_S = 2.0  # of the processor, for one comparison: a busy machine does not change verdicts
+TIME_LIMIT_S = 2.0  # processor seconds per comparison
 
 _TOWER = re.compile(r"\^\s?(?:[0-9]{5,}|\{[^{}A-Za-z]*(?:[0-9]{5,}|\^|!)|[0-9]+\s?\^)")
 _POWER_OF_POWER = re.compile(r"\([^()]*\^[^()]*\)\s?\^\s?\{?[0-9]{3,}")
 _HUGE = re.compile(r"[0-9]{60,}|[0-9]{4,}\s?!|[)}!]\s?!\s?!?|(?:binom|choose)[^A-Za-z]*[0-9]{5,}")
 
 
-class _OutOfTime(BaseException):
-    """Not an Exception: sympy and math-verify catch those all over the place."""
-
-
 def refuses(text: str) -> bool:
-    """Whether a formula is not given to sympy at all."""
+    """Whether a formula is not passed to sympy at all."""
     if len(text) > MAX_FORMULA or not (text.isascii() and text.isprintable()):
         return True
     depth = deepest = 0
@@ -43,18 +38,18 @@ def refuses(text: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)  # a prompt's samples share a few answers
-def same_formula(gold: str, answer: str) -> bool:
+def same_formula(answer: str, prediction: str) -> bool:
     """Whether math-verify finds two LaTeX formulas equivalent. Raises TimeoutError after TIME_LIMIT_S."""
-    if refuses(gold) or refuses(answer):
+    if refuses(answer) or refuses(prediction):
         return False
-    load()
-    with _time_limit():
-        first, second = _parsed(gold), _parsed(answer)
+    import_math_verify()
+    with time_limit(TIME_LIMIT_S, "a formula"):
+        first, second = _parsed(answer), _parsed(prediction)
         return first is not None and second is not None and not _differ(first, second) and _verify(first, second)
 
 
-def load() -> None:
-    """Import math-verify: a second or two, once a process."""
+def import_math_verify() -> None:
+    """Takes a second or two, once per process."""
     _library()
 
 
@@ -64,7 +59,7 @@ def _library() -> Any:
     import math_verify.parser
 
     for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns that its own time limit is off
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they warn that their own time limit is off
     return math_verify
 
 
@@ -76,51 +71,30 @@ def _parsed(text: str) -> Any:
     )
     try:
         return _library().parser.parse_latex_cached(normalize_latex(text, config=config))
-    except Exception:  # noqa: BLE001 - a formula that the grammar does not know is equal to nothing
+    except Exception:  # noqa: BLE001 - a formula outside the grammar equals nothing
         return None
 
 
-def _differ(gold: Any, answer: Any) -> bool:
-    """Whether two expressions have clearly different values somewhere: most wrong answers, without `simplify`."""
+def _differ(answer: Any, prediction: Any) -> bool:
+    """Whether two expressions clearly differ at one point: this settles most wrong predictions without `simplify`."""
     from sympy import Expr
 
-    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
+    if not (isinstance(answer, Expr) and isinstance(prediction, Expr)):
         return False
-    names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
+    names = sorted({symbol.name for symbol in answer.free_symbols | prediction.free_symbols})
     point = {name: 0.618034 + 0.377 * index for index, name in enumerate(names)}
     try:
         first, second = (
             complex(expression.subs({symbol: point[symbol.name] for symbol in expression.free_symbols}).evalf(20))
-            for expression in (gold, answer)
+            for expression in (answer, prediction)
         )
         return abs(first - second) > 1e-5 * max(1.0, abs(first), abs(second))  # False for nan
-    except Exception:  # noqa: BLE001 - no number there; math-verify shall tell
+    except Exception:  # noqa: BLE001 - not a number there; math-verify decides
         return False
 
 
-def _verify(gold: Any, answer: Any) -> bool:
+def _verify(answer: Any, prediction: Any) -> bool:
     try:
-        return bool(_library().grader.sympy_expr_eq(gold, answer, 6, 15))
-    except Exception:  # noqa: BLE001 - sympy raises all kinds of things at odd formulas
+        return bool(_library().grader.sympy_expr_eq(answer, prediction, 6, 15))
+    except Exception:  # noqa: BLE001 - sympy raises exceptions of many types at odd formulas
         return False
-
-
-@contextlib.contextmanager
-def _time_limit() -> Iterator[None]:
-    """SIGVTALRM, where that is possible: on the main thread."""
-    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise _OutOfTime
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, TIME_LIMIT_S, 0.5)  # again and again: sympy may lose one in a destructor
-    try:
-        yield
-    except _OutOfTime:
-        raise TimeoutError(f"no verdict on a formula after {TIME_LIMIT_S:g} s") from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)

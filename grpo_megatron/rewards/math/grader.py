@@ -1,27 +1,27 @@
 r"""Answers to competition mathematics: the one extractor and verifier of MATH, MATH-500, OlympiadBench, AIME, AMC, Minerva.
 
-The answer is what the last `\boxed{...}` holds (`rewards/boxed.py`), or the last `<answer>...</answer>` behind it. It is
-right when it is the reference by value: one string after `rewards/latex.py`, or the same tree (`rewards/answer.py`) of
-the same values (`rewards/value.py`), formulas by math-verify (`rewards/formula.py`). Plain numbers, words and identical
-strings never reach sympy. MATH: arXiv 2103.03874.
+The prediction is the content of the last `\boxed{...}` (`boxed.py`), or of a later `<answer>...</answer>`. It is right
+when its value is the answer's: both are one string after `latex.py`, or one tree (`tree.py`) with equal values
+(`value.py`), where math-verify compares formulas (`formula.py`). Plain numbers, words and identical strings never reach
+sympy. MATH: arXiv 2103.03874.
 
-Departures from math-verify 0.9: a list `3, 5` is not `3, 5, 5` and not the pair `(3,5)`; `(-\infty,3)` = `x < 3` in both
-directions; `11_2` is not `11_3`, 5 cm not 5 m, A not a; anagrams are not equal; of several boxes in a text the last one
-counts, not the one that happens to parse.
+Departures from math-verify 0.9: a list `3, 5` is neither `3, 5, 5` nor the pair `(3,5)`; `(-\infty,3)` = `x < 3` in both
+directions; `11_2` is not `11_3`, 5 cm is not 5 m, A is not a; anagrams are not equal; of several boxes in a text the last
+one counts, not the one that happens to parse.
 """
 
 from __future__ import annotations
 
-from grpo_megatron.rewards.math.answer import MAX_ANSWER, read, same
 from grpo_megatron.rewards.math.boxed import MAX_BOX, box_start, last_boxed
-from grpo_megatron.rewards.math.formula import load, same_formula
+from grpo_megatron.rewards.math.formula import import_math_verify, same_formula
 from grpo_megatron.rewards.math.latex import tidy
+from grpo_megatron.rewards.math.tree import MAX_ANSWER, parse_tree, same_tree
 from grpo_megatron.rewards.math.value import rational, same_value
-from grpo_megatron.rewards.reward import Answers, answers, preloads, rewards
+from grpo_megatron.rewards.reward import Extractor, extractors, preloads, rewards
 
 
-def extract(text: str) -> str | None:
-    """The answer a text gives, as it stands there; several boxes in a row are a list. None when it gives none."""
+def boxed_prediction(text: str) -> str | None:
+    """The prediction of a text, as it is written there. Several boxes in a row are a list. None without a prediction."""
     tag = text.rfind("<answer>")
     if tag < 0 or box_start(text) > tag:
         return last_boxed(text)
@@ -29,53 +29,59 @@ def extract(text: str) -> str | None:
     return text[tag + len("<answer>") : end].strip() if 0 <= end <= tag + MAX_BOX else None
 
 
-def equivalent(gold: str, answer: str) -> bool:
-    """Whether two answers, LaTeX or plain text, are the same. Raises TimeoutError when sympy takes too long."""
-    if gold.strip() == answer.strip():
+def equivalent(answer: str, prediction: str) -> bool:
+    """Whether two texts, LaTeX or plain, are the same answer. Raises TimeoutError when sympy takes too long."""
+    if answer.strip() == prediction.strip():
         return True
-    if len(gold) > MAX_ANSWER or len(answer) > MAX_ANSWER:
-        return "".join(gold.split()) == "".join(answer.split())
-    return same(read(gold), read(answer), lambda one, other: same_value(one, other, same_formula))
+    if len(answer) > MAX_ANSWER or len(prediction) > MAX_ANSWER:
+        return "".join(answer.split()) == "".join(prediction.split())
+    return same_tree(
+        parse_tree(answer), parse_tree(prediction), lambda one, other: same_value(one, other, same_formula)
+    )
 
 
-def is_right(gold: str, completion: str) -> bool:
-    """Whether the answer of `completion` is `gold`. Raises TimeoutError.
+def is_right(answer: str, completion: str) -> bool:
+    """Whether the prediction of `completion` is `answer`. Raises TimeoutError.
 
-    Where several boxes make a list, the last alone may also be right: some references of MATH hold only that one.
+    Where several boxes make a list, the last one alone may also be right: some references of MATH hold only that one.
     """
-    answer = extract(completion)
-    if answer is None:
+    prediction = boxed_prediction(completion)
+    if prediction is None:
         return False
+    if equivalent(answer, prediction):
+        return True
     last = last_boxed(completion, joined=False)
-    return equivalent(gold, answer) or (last not in (None, answer) and answer.endswith(last) and equivalent(gold, last))
+    if last is None or last == prediction or not prediction.endswith(last):
+        return False
+    return equivalent(answer, last)
 
 
-def read_gold(answer: str) -> str:
-    """The reference, boxed or bare. Raises ValueError when it is empty."""
-    gold = _bare(answer)
-    if not gold:
+def latex_answer(answer: str) -> str:
+    """The reference answer, boxed or bare. Raises ValueError when it is empty."""
+    content = _without_box(answer)
+    if not content:
         raise ValueError("the reference answer is empty")
-    return gold
+    return content
 
 
-def _bare(answer: str) -> str:
+def _without_box(answer: str) -> str:
     return (last_boxed(answer) if box_start(answer) >= 0 else answer.strip()) or ""
 
 
-def vote_key(answer: str) -> str:
-    """Answers with one key are one vote in maj@k: the exact number, else the tidy string."""
-    text = tidy(answer[:MAX_ANSWER])
-    node = read(text)
+def vote_key(prediction: str) -> str:
+    """Predictions with one key are one vote in maj@k: the exact number, else the tidy string."""
+    text = tidy(prediction[:MAX_ANSWER])
+    node = parse_tree(text)
     value = rational(node.text) if node.kind == "value" else None
     return str(value) if value is not None else text
 
 
-answers.register("math")(Answers(extract, read_gold, vote_key))
-preloads["math"] = load
+extractors.register("math")(Extractor(boxed_prediction, latex_answer, vote_key))
+preloads["math"] = import_math_verify
 
 
 @rewards.register("math")
-def math(completion: str, answer: str) -> dict[str, float]:
-    """1 when the boxed answer is the reference, else 0. "extracted": 1 when there was an answer to compare."""
-    correct = float(is_right(_bare(answer), completion))
-    return {"score": correct, "acc": correct, "extracted": float(bool(extract(completion)))}
+def math_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 when the prediction is the answer, else 0. "extracted": 1 when there is a prediction to compare."""
+    correct = float(is_right(_without_box(answer), completion))
+    return {"score": correct, "acc": correct, "extracted": float(bool(boxed_prediction(completion)))}

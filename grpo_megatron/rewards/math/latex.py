@@ -1,8 +1,8 @@
-r"""Two spellings of one LaTeX answer -> one string: dressing, sizes, spacing, fonts, thousands, shorthand fractions.
+r"""One spelling for equal LaTeX answers: removes sizes, spacing, fonts and thousands commas, completes short fractions.
 
-`tidy` keeps everything that can change the meaning; brackets, separators, relations and units are read by
-`rewards/answer.py`. What stays of text is `\text{...}`; a percent sign is `%`; white space is left only where it
-separates (`\pi r`, `1 000`, words). Linear or quadratic in at most `answer.MAX_ANSWER` characters.
+`tidy` keeps everything that can change the meaning; `tree.py` and `value.py` read brackets, separators, relations and
+units. Text stays as `\text{...}`; a percent sign is `%`; white space stays only where it separates (`\pi r`, `1 000`,
+words). Linear or quadratic time in at most `tree.MAX_ANSWER` characters.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ _UNICODE = str.maketrans(
         "\u00a3": "\\$",
     }
 )
-_DIGITS_GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\!,|,\\!|,\\,|\\,|\\;|\\ |~)\s*(?:\\!)?(?=[0-9]{3}(?![0-9]))")
-_BRACED = re.compile(r"(?<!\\)\{(-?[0-9]{1,3}(?:,[0-9]{3})+)\}")
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|\\!,|,\\!|,\\,|\\,|\\;|\\ |~)\s*(?:\\!)?(?=[0-9]{3}(?![0-9]))")
+_BRACED_NUMBER = re.compile(r"(?<!\\)\{(-?[0-9]{1,3}(?:,[0-9]{3})+)\}")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![A-Za-z])\.?")
 _SPACES = re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\\(?:\(|\)|\[|\])|\\v?phantom\{[^{}]*\}|\\hspace\{[^{}]*\}")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|texttt|textsc|mbox|hbox|mathrm|operatorname)\s*\{")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|texttt|textsc|mbox|hbox|mathrm|operatorname)\s*\{"
+)
 _FONT = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|rm|bf|it)(?![A-Za-z])\s*")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{[A-Za-z]+\}")
-_NO_TEXT = re.compile(r"\\text\{([^{}A-Za-z]*)\}")
+_WORDLESS_TEXT = re.compile(r"\\text\{([^{}A-Za-z]*)\}")
 _CHOOSE = re.compile(r"\{([^{}\\]+)\\choose\s*([^{}\\]+)\}")
-_NAMES = {
+_SYNONYMS = {
     "dfrac": "frac",
     "tfrac": "frac",
     "cfrac": "frac",
@@ -65,7 +67,7 @@ _NAMES = {
     "degree": "circ",
     "infin": "infty",
 }
-_NAME = re.compile(r"\\(" + "|".join(sorted(_NAMES, key=len, reverse=True)) + r")(?![A-Za-z])")
+_SYNONYM = re.compile(r"\\(" + "|".join(sorted(_SYNONYMS, key=len, reverse=True)) + r")(?![A-Za-z])")
 _PLAIN = {"[", "]", "|", "<", ">"}  # without a backslash
 _TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
@@ -85,15 +87,15 @@ _SPACE = re.compile(r"(\\[A-Za-z]+\s+(?=[A-Za-z]))|([0-9A-Za-z]\s+(?=[0-9A-Za-z]
 
 
 def tidy(text: str) -> str:
-    """One spelling of an answer. Idempotent on what it returns, for practical purposes; never raises."""
-    text = text.translate(_UNICODE).replace("\\\\", "\x00")  # a line of a matrix, not a space
-    text = _DIGITS_GROUPED.sub("", text)
-    text = _BRACED.sub(lambda match: match[0].replace(",", ""), text)
+    """One spelling of an answer. Tidying twice changes nothing, for practical purposes. Never raises."""
+    text = text.translate(_UNICODE).replace("\\\\", "\x00")  # the end of a matrix row, not a space
+    text = _LATEX_COMMA.sub("", text)
+    text = _BRACED_NUMBER.sub(lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"(?<!\\)\$|\*\*|`", "", text)
     text = _SIZES.sub("", text)
-    text = _NAME.sub(lambda m: ("" if _NAMES[m[1]] in _PLAIN else "\\") + _NAMES[m[1]] + " ", text)
-    text = _TEXT.sub(r"\\text{", text)
-    text = _NO_TEXT.sub(r"\1", text)
+    text = _SYNONYM.sub(lambda m: ("" if _SYNONYMS[m[1]] in _PLAIN else "\\") + _SYNONYMS[m[1]] + " ", text)
+    text = _TEXT_COMMAND.sub(r"\\text{", text)
+    text = _WORDLESS_TEXT.sub(r"\1", text)
     text = _FONT.sub("", _COLOR.sub("", text))
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _SPACES.sub(" ", text)
@@ -110,7 +112,7 @@ def tidy(text: str) -> str:
 
 
 def _squeeze(text: str) -> str:
-    r"""White space only where it separates names or digits; the content of `\text{...}` keeps single spaces."""
+    r"""Keeps white space only between names or digits; the content of `\text{...}` keeps single spaces."""
     pieces = re.split(r"(\\text\{[^{}]*\})", text)
     for index, piece in enumerate(pieces):
         if index % 2:

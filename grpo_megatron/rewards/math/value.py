@@ -1,9 +1,13 @@
-r"""Are two single values one? Exact fractions, units, percent, ratios, bases and words here; formulas by math-verify.
+r"""Whether two single values are equal. Fractions, units, percent, ratios, bases and words here; formulas by math-verify.
 
-In this order, the first that can tell decides: one string; two plain numbers (exact; a decimal of six places or more
-may stand for a fraction it rounds, as in math-verify); numerals with a base (`1101_2`, digits compared, the base may be
-left out); words (letters only, any case: `\text{Evelyn}` = Evelyn, while algebra would call anagrams equal); ratios
-`1:2`; at last `rewards/formula.py`. Units are dropped (`5\text{ cm}` = 5), but 5 cm is not 5 m; `10\%` is 10 and 0.1.
+The first test that can tell decides, in this order:
+1. one string;
+2. two plain numbers (exact; a decimal of six places or more may stand for a fraction that it rounds, as in math-verify);
+3. numerals with a base (`1101_2`: digits are compared, the base may be left out);
+4. words (letters only, any case: `\text{Evelyn}` = Evelyn, while algebra would call anagrams equal);
+5. ratios `1:2`;
+6. `formula.py`.
+Units are dropped (`5\text{ cm}` = 5), but 5 cm is not 5 m. `10\%` is both 10 and 0.1.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-PLACES = 6  # of a decimal that may stand for an endless one
+PLACES = 6  # decimals of a number that may stand for a fraction without finite decimal
 
 _INTEGER = r"[0-9]{1,60}"
 _RATIONAL = re.compile(
@@ -25,11 +29,11 @@ _REPEATING = re.compile(r"(-?)([0-9]{0,20})\.([0-9]{0,20})\\overline\{([0-9]{1,2
 _SPACED = re.compile(r"-?[0-9]{1,3}(?: [0-9]{3})+")
 _GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _NUMERAL = re.compile(r"(-?[0-9A-Z.]+?)_\{?(?:\\text\{)?([0-9]{1,2}|[a-z]+)\}{0,2}")
-_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_TEXT_GROUP = re.compile(r"\\text\{([^{}]*)\}")
 _TEXT_UNIT = re.compile(r"(.*(?:[0-9})/%]|\\pi))\s*\\text\{([^{}]*)\}(?:\s*\^?\{?[23]\}?)?", re.DOTALL)
 _BARE_UNIT = re.compile(r"(.*[0-9}])\s+([A-Za-z][A-Za-z.]+(?: [A-Za-z.]+){0,3})(?:\^?\{?[23]\}?)?", re.DOTALL)
 _JOINED_UNIT = re.compile(r"(-?[0-9.]+)(cm|mm|km|kg|ft|mph|min|inches|feet|miles|hours|days|degrees)(?:\^?\{?[23]\}?)?")
-_DIMENSIONS = {  # units that exclude each other, by dimension
+_DIMENSIONS = {  # units of one dimension exclude each other
     "length": "mm | cm centimeter centimeters | m meter meters | km kilometer kilometers | in inch inches"
     " | ft foot feet | yd yard yards | mi mile miles",
     "time": "s sec second seconds | min minute minutes | h hr hour hours | day days | week weeks | month months"
@@ -39,13 +43,11 @@ _DIMENSIONS = {  # units that exclude each other, by dimension
     "half": "am a.m. a.m | pm p.m. p.m",
     "angle": "degree degrees | rad radian radians",
 }
-_NO_UNITS = {"pi", "or", "and", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "choose", "to", "over", "times"}
-_UNITS = {
-    name: (dimension, group.split()[0])
-    for dimension, groups in _DIMENSIONS.items()
-    for group in groups.split("|")
-    for name in group.split()
-}
+_NOT_UNITS = {"pi", "or", "and", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "choose", "to", "over", "times"}
+_UNITS: dict[str, tuple[str, str]] = {}  # name of a unit -> (dimension, shortest name)
+for _dimension, _groups in _DIMENSIONS.items():
+    for _names in map(str.split, _groups.split("|")):
+        _UNITS |= dict.fromkeys(_names, (_dimension, _names[0]))
 _CLOCK = re.compile(r"([0-9]{1,2}:[0-9]{2})\s?([aApP])\.?\s?[mM]\.?")
 
 
@@ -87,42 +89,50 @@ def split_unit(text: str) -> tuple[str, str]:
     r"""(`text` without its unit, the unit in small letters or ""). `-\$5` -> ("-5", "$"), `5\text{ cm}^2` -> ("5", "cm")."""
     plain = text.replace("\\$", "").replace("$", "")
     unit = "$" if plain != text else ""
-    whole = _TEXT.fullmatch(plain)
+    whole = _TEXT_GROUP.fullmatch(plain)
     plain = whole[1] if whole and whole[1][:1].isdigit() else plain
-    match = _CLOCK.fullmatch(_TEXT.sub(r"\1", plain))
+    match = _CLOCK.fullmatch(_TEXT_GROUP.sub(r"\1", plain))
     if match:
         return match[1], match[2].lower() + "m"
     match = _TEXT_UNIT.fullmatch(plain) or _BARE_UNIT.fullmatch(plain) or _JOINED_UNIT.fullmatch(plain)
-    if match and match[2].split() and match[2].split()[0].lower() not in _NO_UNITS:
+    if match and match[2].split() and match[2].split()[0].lower() not in _NOT_UNITS:
         return match[1].strip().removesuffix("\\").strip(), unit or match[2].strip().lower()
     return plain.strip(), unit
 
 
 def units_clash(one: str, other: str) -> bool:
-    """Whether both are known units of one dimension, and not the same."""
-    first, second = (next((_UNITS[word] for word in unit.split() if word in _UNITS), None) for unit in (one, other))
-    return bool(first and second and first[0] == second[0] and first[1] != second[1])
-
-
-def same_value(gold: str, answer: str, same_formula: Callable[[str, str], bool]) -> bool:
-    """Whether two values (tidy LaTeX) are one; `same_formula` is asked last, and not for plain numbers or words."""
-    if gold == answer:
-        return bool(gold)
-    (gold, gold_unit), (answer, answer_unit) = split_unit(gold), split_unit(answer)
-    if not gold or not answer or units_clash(gold_unit, answer_unit):
+    """Whether both are known units of one dimension, and differ."""
+    first, second = _known_unit(one), _known_unit(other)
+    if first is None or second is None:
         return False
-    if "percent" in gold_unit:
-        gold = gold.removesuffix("%") + "%"
+    return first[0] == second[0] and first[1] != second[1]
+
+
+def _known_unit(text: str) -> tuple[str, str] | None:
+    """The entry in _UNITS of the first known unit in a text."""
+    return next((_UNITS[word] for word in text.split() if word in _UNITS), None)
+
+
+def same_value(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
+    """Whether two values (tidy LaTeX) are equal. `same_formula` is called last, and not for plain numbers or words."""
+    if answer == prediction:
+        return bool(answer)
+    answer, answer_unit = split_unit(answer)
+    prediction, prediction_unit = split_unit(prediction)
+    if not answer or not prediction or units_clash(answer_unit, prediction_unit):
+        return False
     if "percent" in answer_unit:
         answer = answer.removesuffix("%") + "%"
-    if gold.endswith("%") != answer.endswith("%"):
-        return _same_percent(gold, answer, same_formula)
-    return _same(gold.removesuffix("%").strip(), answer.removesuffix("%").strip(), same_formula)
+    if "percent" in prediction_unit:
+        prediction = prediction.removesuffix("%") + "%"
+    if answer.endswith("%") != prediction.endswith("%"):
+        return _same_percent(answer, prediction, same_formula)
+    return _same(answer.removesuffix("%").strip(), prediction.removesuffix("%").strip(), same_formula)
 
 
-def _same_percent(gold: str, answer: str, same_formula: Callable[[str, str], bool]) -> bool:
-    """One has a percent sign: its number is meant, or a hundredth of it."""
-    percent, plain = (gold, answer) if gold.endswith("%") else (answer, gold)
+def _same_percent(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
+    """One of the two has a percent sign: it means its number, or a hundredth of it."""
+    percent, plain = (answer, prediction) if answer.endswith("%") else (prediction, answer)
     percent = percent[:-1].strip()
     value, other = rational(percent), rational(plain)
     if value is not None and other is not None:
@@ -130,59 +140,63 @@ def _same_percent(gold: str, answer: str, same_formula: Callable[[str, str], boo
     return _same(percent, plain, same_formula) or same_formula(rf"\frac{{{percent}}}{{100}}", plain)
 
 
-def _same(gold: str, answer: str, same_formula: Callable[[str, str], bool]) -> bool:
-    if gold == answer:
+def _same(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
+    if answer == prediction:
         return True
-    first, second = rational(gold), rational(answer)
+    first, second = rational(answer), rational(prediction)
     if first is not None and second is not None:
-        return first == second or _rounds(gold, first, second) or _rounds(answer, second, first)
-    numeral, other = _NUMERAL.fullmatch(gold), _NUMERAL.fullmatch(answer)
-    if (numeral and other) or (numeral and rational(answer) is not None) or (other and first is not None):
-        return _same_numeral(numeral, gold, other, answer)
-    if ":" in gold and ":" in answer:
-        return _same_ratio(gold.split(":"), answer.split(":"), same_formula)
-    if _is_words(gold) or _is_words(answer):
-        return _letters(gold) == _letters(answer) != ""
-    gold, answer = (_TEXT.sub(r"\1", text) for text in (gold, answer))
-    if "\\infty" in (gold.lstrip("+-"), answer.lstrip("+-")):
-        return gold.lstrip("+") == answer.lstrip("+")
-    choice = re.fullmatch(r"\(?([A-Za-z])\)?", gold)
-    if choice and re.fullmatch(r"\(?[A-Za-z]\)?", answer):
-        return choice[1] == answer.strip("()")  # to math-verify a is A
-    if choice and re.match(rf"\(?{choice[1]}(?:\)|[.:]\s)", answer):
+        return first == second or _rounds(answer, first, second) or _rounds(prediction, second, first)
+    numeral, other = _NUMERAL.fullmatch(answer), _NUMERAL.fullmatch(prediction)
+    if (numeral and other) or (numeral and second is not None) or (other and first is not None):
+        return _same_numeral(numeral, answer, other, prediction)
+    if ":" in answer and ":" in prediction:
+        return _same_ratio(answer.split(":"), prediction.split(":"), same_formula)
+    if _is_words(answer) or _is_words(prediction):
+        return _letters(answer) == _letters(prediction) != ""
+    answer, prediction = _TEXT_GROUP.sub(r"\1", answer), _TEXT_GROUP.sub(r"\1", prediction)
+    if "\\infty" in (answer.lstrip("+-"), prediction.lstrip("+-")):
+        return answer.lstrip("+") == prediction.lstrip("+")
+    choice = re.fullmatch(r"\(?([A-Za-z])\)?", answer)
+    if choice and re.fullmatch(r"\(?[A-Za-z]\)?", prediction):
+        return choice[1] == prediction.strip("()")  # math-verify takes a for A
+    if choice and re.match(rf"\(?{choice[1]}(?:\)|[.:]\s)", prediction):
         return True  # (B) 12, B. twelve
-    return same_formula(gold, answer)
+    return same_formula(answer, prediction)
 
 
 def _rounds(text: str, value: Fraction, exact: Fraction) -> bool:
-    """Whether `text` is a decimal of PLACES or more that rounds `exact`, which no decimal can write."""
+    """Whether `text` is a decimal of PLACES or more that rounds `exact`, which is no finite decimal."""
     places = len(text.partition(".")[2]) if "/" not in text and "frac" not in text else 0
-    endless = 10**60 % exact.denominator != 0
-    return places >= PLACES and endless and abs(value - exact) * 2 * 10**places <= 1
+    is_endless = 10**60 % exact.denominator != 0
+    return places >= PLACES and is_endless and abs(value - exact) * 2 * 10**places <= 1
 
 
-def _same_numeral(gold: re.Match[str] | None, gold_text: str, answer: re.Match[str] | None, answer_text: str) -> bool:
-    names = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
-    digits = [match[1] if match else text for match, text in ((gold, gold_text), (answer, answer_text))]
-    bases = {names.get(match[2], match[2]) for match in (gold, answer) if match}
-    return digits[0].lstrip("0") == digits[1].lstrip("0") and len(bases) == 1
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 
 
-def _same_ratio(gold: list[str], answer: list[str], same_formula: Callable[[str, str], bool]) -> bool:
-    if len(gold) != len(answer):
+def _same_numeral(numeral: re.Match[str] | None, answer: str, other: re.Match[str] | None, prediction: str) -> bool:
+    """At least one of the two texts is a numeral with a base; without a match the text itself is the digits."""
+    first = numeral[1] if numeral else answer
+    second = other[1] if other else prediction
+    bases = {_BASES.get(match[2], match[2]) for match in (numeral, other) if match}
+    return first.lstrip("0") == second.lstrip("0") and len(bases) == 1
+
+
+def _same_ratio(answer: list[str], prediction: list[str], same_formula: Callable[[str, str], bool]) -> bool:
+    if len(answer) != len(prediction):
         return False
-    first, second = [rational(part.strip()) for part in gold], [rational(part.strip()) for part in answer]
+    first, second = [rational(part.strip()) for part in answer], [rational(part.strip()) for part in prediction]
     if all(first) and all(second):
         return len({a / b for a, b in zip(first, second, strict=True) if a and b}) == 1
-    return all(_same(g.strip(), a.strip(), same_formula) for g, a in zip(gold, answer, strict=True))
+    return all(_same(a.strip(), b.strip(), same_formula) for a, b in zip(answer, prediction, strict=True))
 
 
 def _is_words(text: str) -> bool:
-    r"""A text of two letters or more in \text, or a bare word of four or more."""
-    inner = "".join(_TEXT.findall(text))
-    bare = _TEXT.sub("", text)
+    r"""Whether a text has two letters or more in \text, or a bare word of four or more."""
+    inner = "".join(_TEXT_GROUP.findall(text))
+    bare = _TEXT_GROUP.sub("", text)
     return len(re.findall("[A-Za-z]", inner)) > 1 or bool(re.search(r"(?<![\\A-Za-z])[A-Za-z]{4,}", bare))
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"[^0-9a-z]", "", _TEXT.sub(r"\1", text).casefold())
+    return re.sub(r"[^0-9a-z]", "", _TEXT_GROUP.sub(r"\1", text).casefold())

@@ -1,10 +1,10 @@
-"""RewardPool: rewards run in worker processes that may raise, hang, print or die, at the cost of that sample only.
+"""RewardPool: rewards run in worker processes. One that raises, hangs, prints or dies costs only its own sample.
 
-Workers are started with `subprocess`, never forked from a process with threads or CUDA, and no `__main__` is imported
-again. Every item has a wall-clock deadline; a worker that misses it is killed with its process group and replaced. One
-thread serves all pipes (`selectors`), so nothing a worker does can block the parent. Workers die with the parent: by
-the end of stdin, and on Linux by PR_SET_PDEATHSIG. That signal also comes when the *thread* that called `score` last
-ends; a worker lost between two calls is replaced without a word.
+Workers are started with `subprocess`: they are never forked from a process with threads or CUDA, and they do not import
+`__main__`. Every item has a wall-clock deadline; a worker that misses it is killed with its process group and replaced.
+One thread serves all pipes (`selectors`), so that no worker can block the parent. Workers die with the parent: by the
+end of stdin, and on Linux by PR_SET_PDEATHSIG. The kernel also sends that signal when the *thread* that started the
+worker ends. A worker that was lost between two calls is replaced silently.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_megatron.rewards.known import KNOWN_ANSWERS
-from grpo_megatron.rewards.reward import RewardResult, check_reward
+from grpo_megatron.rewards.known import KNOWN_REWARDS
+from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.rewards.workers.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-QUEUED = 2  # items at a worker: one in work, one in its pipe; more would wait behind a slow one while others idle
-MAX_FAILED_STARTS = 3  # in a row, before the run is told that workers cannot start at all
-MAX_LOG = 1 << 16  # characters of workers' output shown per `score` call
+QUEUED = 2  # items per worker: one in work, one in its pipe; more would wait behind a slow item
+MAX_FAILED_STARTS = 3  # in a row; then `grade` raises
+MAX_LOG = 1 << 16  # characters of the workers' output that are shown per call of `grade`
 
 Item = tuple[str, str, str]  # (reward name, completion, answer)
 
@@ -35,17 +35,11 @@ Item = tuple[str, str, str]  # (reward name, completion, answer)
 class RewardPool:
     """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function.
 
-    Use it in a `with` block, or call `close`. `counts` sums the statuses of all items ever scored. Raises ValueError
-    when a reward in `names` is unknown or cannot be called with `kwargs`, or these are no JSON.
+    Use it in a `with` block, or call `close`. `counts` sums the statuses of all items that were graded. Raises ValueError
+    when `kwargs` cannot be written as JSON; `check_reward` checks the names of rewards.
     """
 
-    def __init__(
-        self,
-        num_workers: int = 1,
-        timeout_s: float = 10.0,
-        kwargs: Mapping[str, Any] | None = None,
-        names: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, num_workers: int = 1, timeout_s: float = 10.0, kwargs: Mapping[str, Any] | None = None) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ValueError(f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be positive")
         self.timeout_s = timeout_s
@@ -54,8 +48,6 @@ class RewardPool:
             json.dumps(self.kwargs)
         except (TypeError, ValueError) as error:
             raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
-        for name in names:
-            check_reward(name, self.kwargs)
         self.counts: Counter[str] = Counter()
         self._num_workers = num_workers
         self._workers: list[WorkerProcess] = []
@@ -65,7 +57,7 @@ class RewardPool:
         self._closed = False
         self._failed_starts = 0
         self._log_left = MAX_LOG
-        # of the `score` call in progress
+        # the call of `grade` in progress
         self._items: Sequence[Item] = []
         self._todo: deque[int] = deque()
         self._results: list[RewardResult | None] = []
@@ -85,19 +77,19 @@ class RewardPool:
             self._remove(worker)
         self._selector.close()
 
-    def score(self, items: Sequence[Item]) -> list[RewardResult]:
-        """One result per (reward name, completion, answer), in order. Scores are NaN where a reward could not tell.
+    def grade(self, items: Sequence[Item]) -> list[RewardResult]:
+        """One result per (reward name, completion, answer), in order. The reward is NaN where the function failed.
 
-        Raises RuntimeError when worker processes cannot be started at all, when a reward of this package fails its
-        self-test, or when the pool is closed.
+        Raises RuntimeError when worker processes cannot start, when a reward of this package fails its self-test, or
+        when the pool is closed.
         """
         self.self_test(sorted({name for name, _, _ in items} - self._tested))
-        results = self._score(items, self.kwargs)
+        results = self._run(items, self.kwargs)
         self.counts.update(result.status for result in results)
         failed = [result for result in results if result.status != "ok"]
         if failed:
             logger.warning(
-                "%d of %d samples could not be scored (%d timeouts); the first: %s",
+                "%d of %d samples could not be graded (%d timeouts); the first: %s",
                 len(failed),
                 len(results),
                 sum(result.status == "timeout" for result in failed),
@@ -105,23 +97,23 @@ class RewardPool:
             )
         return results
 
-    def self_test(self, names: Iterable[str] = ("gsm8k",)) -> None:
-        """Score answers whose verdict is known (`rewards/known.py`). Raises RuntimeError for a wrong one.
+    def self_test(self, names: Sequence[str] = ("gsm8k",)) -> None:
+        """Grade completions whose reward is known (`rewards/known.py`). Raises RuntimeError for a wrong reward.
 
-        `score` does this by itself for each name that it meets for the first time.
+        `grade` calls this for each name that is new to the pool.
         """
         for name in names:
-            known = KNOWN_ANSWERS.get(name, [])
+            known = KNOWN_REWARDS.get(name, [])
             items = [(name, completion, answer) for completion, answer, _ in known]
-            for (completion, answer, score), result in zip(known, self._score(items, {}), strict=True):
-                if result.score != score:
+            for (completion, answer, reward), result in zip(known, self._run(items, {}), strict=True):
+                if result.reward != reward:
                     raise RuntimeError(
-                        f"the reward workers fail their self-test: {name!r} gave {result.score} ({result.status}"
-                        f" {result.message}) instead of {score} for completion {completion!r}, answer {answer!r}"
+                        f"the reward workers fail their self-test: {name!r} gave {result.reward} ({result.status}"
+                        f" {result.message}) instead of {reward} for completion {completion!r}, answer {answer!r}"
                     )
             self._tested.add(name)
 
-    def _score(self, items: Sequence[Item], kwargs: dict[str, Any]) -> list[RewardResult]:
+    def _run(self, items: Sequence[Item], kwargs: dict[str, Any]) -> list[RewardResult]:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
@@ -129,21 +121,21 @@ class RewardPool:
             self._unloadable, self._log_left = {}, MAX_LOG
             try:
                 for worker in [w for w in self._workers if not w.is_running()]:
-                    self._remove(worker)  # died between two calls
+                    self._remove(worker)  # it died between two calls
                 self._start_missing()
                 self._hand_out(kwargs)
                 while self._todo or any(worker.pending for worker in self._workers):
                     self._serve()
                     self._hand_out(kwargs)
             finally:
-                for worker in [w for w in self._workers if w.pending]:  # interrupted: its answers belong to nobody
+                for worker in [w for w in self._workers if w.pending]:  # interrupted: nobody waits for these results
                     self._remove(worker)
                 self._items = []
             assert all(result is not None for result in self._results)
             return self._results  # type: ignore[return-value]
 
     def _hand_out(self, kwargs: dict[str, Any]) -> None:
-        """Give idle workers items, oldest first, evenly."""
+        """Give items to idle workers, oldest first, evenly."""
         for queued in range(QUEUED):
             for worker in self._workers:
                 while self._todo and worker.ready and len(worker.pending) <= queued:
@@ -155,16 +147,16 @@ class RewardPool:
                         worker.submit(number, name, completion, answer, kwargs)
 
     def _serve(self) -> None:
-        """Wait for something to happen on a pipe, or for the next deadline, and deal with it."""
+        """Wait for an event on a pipe or for the next deadline, and handle it."""
         for worker in self._workers:
-            wanted = selectors.EVENT_WRITE if worker.wants_to_write else 0
-            self._watch(worker.stdin, wanted, worker)
+            events = selectors.EVENT_WRITE if worker.wants_to_write else 0
+            self._watch(worker.stdin, events, worker)
         now = time.monotonic()
         deadline = min(worker.deadline(self.timeout_s) for worker in self._workers)
         for key, _ in self._selector.select(min(max(deadline - now, 0), 60)):
             worker = key.data
             if worker not in self._workers:
-                continue  # replaced a moment ago
+                continue  # an earlier event of this loop replaced it
             if key.fileobj is worker.stdin:
                 worker.write()
             elif key.fileobj is worker.stderr:
@@ -175,20 +167,19 @@ class RewardPool:
         now = time.monotonic()
         for worker in [w for w in self._workers if w.deadline(self.timeout_s) <= now]:
             worker.kill()
-            self._replace(worker, "timeout", f"no verdict after {self.timeout_s:g} s (reward.timeout_s); killed")
+            self._replace(worker, "timeout", f"no result after {self.timeout_s:g} s (reward.timeout_s); killed")
 
     def _collect(self, worker: WorkerProcess) -> bool:
-        """Take the verdicts that have arrived. False: the worker is gone, or no longer speaks the protocol."""
-        verdicts, alive = worker.read()
+        """Take the results that have arrived. Returns False when the worker is gone or has broken the protocol."""
+        replies, alive = worker.read()
         self._failed_starts = 0 if worker.ready else self._failed_starts
-        for verdict in verdicts:
-            if "error" in verdict:
-                self._fail(
-                    verdict["id"], "timeout" if verdict.get("status") == "timeout" else "error", verdict["error"]
-                )
+        for reply in replies:
+            if "error" in reply:
+                status: Literal["error", "timeout"] = "timeout" if reply.get("status") == "timeout" else "error"
+                self._fail(reply["id"], status, reply["error"])
             else:
-                steps = tuple((end, value) for end, value in verdict["steps"])
-                self._results[verdict["id"]] = RewardResult(verdict["score"], verdict["scores"], steps=steps)
+                steps = tuple((end, value) for end, value in reply["steps"])
+                self._results[reply["id"]] = RewardResult(reply["reward"], reply["metrics"], steps=steps)
         return alive
 
     def _fail(self, number: int, status: Literal["error", "timeout"], message: str) -> None:
@@ -196,9 +187,9 @@ class RewardPool:
         self._results[number] = RewardResult(float("nan"), {}, status, message)
 
     def _replace(self, worker: WorkerProcess, status: Literal["error", "timeout"], message: str) -> None:
-        """Charge the item a dead worker was at, return the others to the queue, start another worker."""
+        """Fail the item that a dead worker was at, return its other items to the queue, start another worker."""
         current = worker.pending[0] if worker.pending else None
-        self._collect(worker)  # a verdict may have arrived while it was being killed
+        self._collect(worker)  # a result may have arrived before it was killed
         self._show(worker)
         tail = worker.log_tail.strip().rpartition("\n")[2][-200:]
         message += f" (last output: {tail})" if tail else ""
@@ -206,10 +197,10 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 raise RuntimeError(f"reward workers do not start; {message}")
-        if current and worker.pending and worker.pending[0] == current:  # else it was answered, and the next not begun
+        if current and worker.pending and worker.pending[0] == current:  # else it was answered just before
             number, name = worker.pending.popleft()
             self._fail(number, status, message)
-            if name not in worker.loaded:  # died while importing: do not try again for every sample of this call
+            if name not in worker.loaded:  # it died while importing: do not import again in this call
                 self._unloadable[name] = "its module could not be imported; " + message
         self._todo.extendleft(number for number, _ in reversed(worker.pending))
         worker.pending.clear()
@@ -238,10 +229,10 @@ class RewardPool:
             self._selector.unregister(pipe)
 
     def _show(self, worker: WorkerProcess) -> None:
-        """Pass on what a worker printed, up to MAX_LOG characters a call."""
+        """Print what a worker printed, up to MAX_LOG characters per call of `grade`."""
         text, more = worker.read_log()
         if not more:
-            self._watch(worker.stderr, 0, worker)  # closed by the reward; stdout tells whether the process lives
+            self._watch(worker.stderr, 0, worker)  # the reward closed it; stdout tells whether the process lives
         if text and self._log_left > 0:
             sys.stderr.write(text[: self._log_left])
             self._log_left -= len(text)

@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: three non-blocking pipes, what was sent and not yet answered, one clock."""
+"""The parent's side of one worker process: three non-blocking pipes, the items that are not answered yet, one clock."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 STARTUP_TIMEOUT_S = 120.0  # for the interpreter to start, and for the import of a user's module
-MAX_REPLY = 1 << 20  # bytes of one line; a verdict has some hundred
+MAX_REPLY = 1 << 20  # bytes of one line; a usual result has some hundred
 
 
 class WorkerProcess:
-    """Started by the constructor. `pending` holds (item number, reward name), oldest first; it works on the first."""
+    """The constructor starts the process. `pending` holds (item number, reward name), oldest first; the first is in work."""
 
     def __init__(self) -> None:
         paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -30,7 +30,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # its own process group: killed together with whatever a reward has started
+            start_new_session=True,  # a process group, so that `kill` reaches what a reward has started
             bufsize=0,
         )
         assert self._process.stdin
@@ -40,24 +40,24 @@ class WorkerProcess:
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
         self.ready = False
-        self.loaded: set[str] = set()  # reward names it has imported
+        self.loaded: set[str] = set()  # names of the rewards that it has imported
         self.pending: deque[tuple[int, str]] = deque()
         self.log_tail = ""
-        self.problem = ""  # why it must be killed, when it is not dead
+        self.problem = ""  # why a process that still runs must be killed
         self._clock = time.monotonic()
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._send({"sys_path": [os.path.abspath(entry) for entry in sys.path]})
 
-    def submit(self, number: int, reward: str, completion: str, answer: str, kwargs: dict[str, Any]) -> None:
+    def submit(self, number: int, name: str, completion: str, answer: str, kwargs: dict[str, Any]) -> None:
         """Queue one item."""
         if not self.pending:
             self._clock = time.monotonic()
-        self.pending.append((number, reward))
-        self._send({"id": number, "reward": reward, "completion": completion, "answer": answer, "kwargs": kwargs})
+        self.pending.append((number, name))
+        self._send({"id": number, "name": name, "completion": completion, "answer": answer, "kwargs": kwargs})
 
     def deadline(self, timeout_s: float) -> float:
-        """When (time.monotonic) what it is doing now has taken too long; infinity when it is idle."""
+        """The time (time.monotonic) from which its present work has taken too long; infinity when it is idle."""
         if self.ready and not self.pending:
             return float("inf")
         loading = not self.ready or self.pending[0][1] not in self.loaded
@@ -68,7 +68,7 @@ class WorkerProcess:
         return bool(self._outgoing)
 
     def write(self) -> None:
-        """Hand the pipe what it takes. A dead reader is noticed by `read`."""
+        """Write as much as the pipe takes. If the process is dead, `read` notices it."""
         try:
             del self._outgoing[: os.write(self.stdin.fileno(), bytes(self._outgoing[: 1 << 16]))]
         except BlockingIOError:
@@ -77,7 +77,7 @@ class WorkerProcess:
             self._outgoing.clear()
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """(verdicts that have arrived, whether more can come). Bytes that are no verdict end it."""
+        """(results that have arrived, whether more can come). After bytes that are no result, no more can come."""
         alive = True
         with contextlib.suppress(BlockingIOError):
             while alive and len(self._incoming) <= MAX_REPLY:
@@ -86,19 +86,19 @@ class WorkerProcess:
                 alive = bool(chunk)
         *lines, rest = self._incoming.split(b"\n")
         self._incoming = rest
-        verdicts: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         try:
             for line in lines:
-                self._accept(json.loads(line), verdicts)
+                self._accept(json.loads(line), results)
             if len(rest) > MAX_REPLY:
-                raise ValueError("a reply without end")
+                raise ValueError("a line is too long")
         except (ValueError, RecursionError) as error:
             self.problem = f"something wrote to its reply pipe ({error})"
             self._incoming.clear()
             alive = False
-        return verdicts, alive
+        return results, alive
 
-    def _accept(self, message: Any, verdicts: list[dict[str, Any]]) -> None:
+    def _accept(self, message: Any, results: list[dict[str, Any]]) -> None:
         if not isinstance(message, dict):
             raise ValueError("not an object")
         self._clock = time.monotonic()
@@ -106,14 +106,14 @@ class WorkerProcess:
             self.ready = True
         elif "loaded" in message:
             self.loaded.add(str(message["loaded"]))
-        elif self.pending and message.get("id") == self.pending[0][0] and _is_verdict(message):
+        elif self.pending and message.get("id") == self.pending[0][0] and _is_result(message):
             self.pending.popleft()
-            verdicts.append(message)
+            results.append(message)
         else:
-            raise ValueError("not the verdict that was due")
+            raise ValueError("not the expected result")
 
     def read_log(self) -> tuple[str, bool]:
-        """(what the worker has printed since the last call, at most 64 KiB; whether more can come)."""
+        """(what the worker has printed, at most 64 KiB per call; whether more can come)."""
         try:
             chunk = os.read(self.stderr.fileno(), 1 << 16)
         except BlockingIOError:
@@ -123,11 +123,11 @@ class WorkerProcess:
         return text, bool(chunk)
 
     def is_running(self) -> bool:
-        # WNOWAIT: while it is not reaped, its process group's number cannot become somebody else's
+        # WNOWAIT: does not reap it, so that its process group's id cannot be used again
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def kill(self) -> str:
-        """SIGKILL to the whole group; returns how the process ended. The pipes stay readable until `close`."""
+        """Send SIGKILL to its process group; returns how the process ended. The pipes stay readable until `close`."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -149,13 +149,13 @@ class WorkerProcess:
         self.write()
 
 
-def _is_verdict(message: dict[str, Any]) -> bool:
+def _is_result(message: dict[str, Any]) -> bool:
     if "error" in message:
         return isinstance(message["error"], str)
     steps = message.get("steps")
     return (
-        isinstance(message.get("score"), float)
-        and isinstance(message.get("scores"), dict)
+        isinstance(message.get("reward"), float)
+        and isinstance(message.get("metrics"), dict)
         and isinstance(steps, list)
         and all(isinstance(step, list) and list(map(type, step)) == [int, float] for step in steps)
     )

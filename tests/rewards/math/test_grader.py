@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.rewards.math.answer import read
-from grpo_megatron.rewards.math.formula import load, refuses
-from grpo_megatron.rewards.math.grader import equivalent, extract, is_right, math, read_gold, vote_key
+from grpo_megatron.rewards.math.formula import import_math_verify, refuses
+from grpo_megatron.rewards.math.grader import (
+    boxed_prediction,
+    equivalent,
+    is_right,
+    latex_answer,
+    math_reward,
+    vote_key,
+)
+from grpo_megatron.rewards.math.tree import parse_tree
 from grpo_megatron.rewards.workers.pool import RewardPool
 from tests.rewards.answers import DIFFERENT, EQUAL, pairs
 
@@ -27,12 +34,12 @@ PIECES = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def math_verify() -> None:
-    load()  # so that no test's clock has it
+def imported_math_verify() -> None:
+    import_math_verify()  # before any test measures time
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("text", "prediction"),
     [
         (r"so \boxed{7}", "7"),
         (r"\boxed{1} no, $\boxed{2}$.", "2"),
@@ -56,20 +63,20 @@ def math_verify() -> None:
         ("", None),
     ],
 )
-def test_extract(text: str, answer: str | None) -> None:
-    assert extract(text) == answer
+def test_boxed_prediction(text: str, prediction: str | None) -> None:
+    assert boxed_prediction(text) == prediction
 
 
-@pytest.mark.parametrize(("gold", "answer"), pairs(EQUAL))
-def test_equal_answers(gold: str, answer: str) -> None:
-    assert equivalent(gold, answer)
-    assert math(rf"Thus $\boxed{{{answer}}}$.", gold) == {"score": 1.0, "acc": 1.0, "extracted": 1.0}
+@pytest.mark.parametrize(("answer", "prediction"), pairs(EQUAL))
+def test_equal_answers(answer: str, prediction: str) -> None:
+    assert equivalent(answer, prediction)
+    assert math_reward(rf"Thus $\boxed{{{prediction}}}$.", answer) == {"score": 1.0, "acc": 1.0, "extracted": 1.0}
 
 
-@pytest.mark.parametrize(("gold", "answer"), pairs(DIFFERENT))
-def test_different_answers(gold: str, answer: str) -> None:
-    assert not equivalent(gold, answer)
-    assert math(rf"Thus $\boxed{{{answer}}}$.", gold)["score"] == 0.0
+@pytest.mark.parametrize(("answer", "prediction"), pairs(DIFFERENT))
+def test_different_answers(answer: str, prediction: str) -> None:
+    assert not equivalent(answer, prediction)
+    assert math_reward(rf"Thus $\boxed{{{prediction}}}$.", answer)["score"] == 0.0
 
 
 def test_of_several_boxes_the_list_or_the_last() -> None:
@@ -80,11 +87,11 @@ def test_of_several_boxes_the_list_or_the_last() -> None:
 
 
 def test_the_reference_may_be_boxed_but_not_empty() -> None:
-    assert read_gold(r"so it is \boxed{\frac12}") == r"\frac12"
-    assert read_gold(" 7 ") == "7"
+    assert latex_answer(r"so it is \boxed{\frac12}") == r"\frac12"
+    assert latex_answer(" 7 ") == "7"
     for empty in ("", " ", r"\boxed{}"):
         with pytest.raises(ValueError, match="the reference answer is empty"):
-            read_gold(empty)
+            latex_answer(empty)
 
 
 def test_votes_for_one_number_are_one_vote() -> None:
@@ -95,11 +102,11 @@ def test_votes_for_one_number_are_one_vote() -> None:
 def test_plain_answers_never_need_sympy() -> None:
     code = r"""
 import sys
-from grpo_megatron.rewards.math.grader import math
-for gold, text, score in [("42", "42", 1), ("42", "43", 0), ("0.5", r"\frac12", 1), ("1,000", "1000", 1), ("x+1", "x+1", 1),
+from grpo_megatron.rewards.math.grader import math_reward
+for answer, text, score in [("42", "42", 1), ("42", "43", 0), ("0.5", r"\frac12", 1), ("1,000", "1000", 1), ("x+1", "x+1", 1),
                           ("7", "no idea at all", 0), (r"\text{Evelyn}", "Evelyn", 1), ("(1,2)", "(2,1)", 0), ("2", "x=2", 1),
                           (r"\{1,2\}", "2,1", 1), ("[0,1)", "[0,1]", 0), ("3,5", r"\{5,3\}", 1), ("5", "none", 0)]:
-    assert math(r"\boxed{%s}" % text, gold)["score"] == score, (gold, text)
+    assert math_reward(r"\boxed{%s}" % text, answer)["score"] == score, (answer, text)
 print("sympy" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -110,13 +117,14 @@ print("sympy" in sys.modules)
 @given(st.lists(st.sampled_from(PIECES)))
 def test_any_text_has_a_tree_and_a_key(pieces: list[str]) -> None:
     for text in ("".join(pieces), " ".join(pieces)):
-        read(text)
+        parse_tree(text)
         vote_key(text)
-        extract("\\boxed{" + text + "}")
+        boxed_prediction("\\boxed{" + text + "}")
 
 
 # -- hostile text, in the workers that training and evaluation use -----------------------------------------------------
 
+TIMEOUT_S = 300.0  # usually below 1 s; hours if any of it were evaluated
 MARKER = "grader-was-here"
 MILLIONS = {
     "brackets": "\\boxed{" + "(" * 10_000_000,
@@ -153,7 +161,7 @@ SLOW = {"power of a sum": r"\boxed{(x+y+z+1)^{999}}", "tower of pi": r"\boxed{\p
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
-    with RewardPool(1, 60.0) as pool, pytest.MonkeyPatch.context() as patch:
+    with RewardPool(1, TIMEOUT_S) as pool, pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("cwd"))
         pool.self_test(["math", "gsm8k"])
         yield pool
@@ -162,18 +170,17 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 @pytest.mark.parametrize("name", [*MILLIONS, *HOSTILE])
 def test_hostile_text_is_wrong_and_nothing_more(pool: RewardPool, name: str) -> None:
     text = (MILLIONS | HOSTILE)[name]
-    results = pool.score([("math", text, "42"), ("math", text, "x^2+1"), ("gsm8k", text, "42")])
-    # The pool's limit of 60 s would be a timeout: it takes hours if any of the text is evaluated.
-    assert [(result.score, result.status) for result in results] == [(0.0, "ok")] * 3
+    results = pool.grade([("math", text, "42"), ("math", text, "x^2+1"), ("gsm8k", text, "42")])
+    assert [(result.reward, result.status) for result in results] == [(0.0, "ok")] * 3
     assert not Path(MARKER).exists() and not (ROOT / MARKER).exists()
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_what_sympy_cannot_finish_is_a_timeout_of_that_sample(pool: RewardPool, name: str) -> None:
+def test_what_sympy_cannot_finish_is_a_timeout_of_its_sample_only(pool: RewardPool, name: str) -> None:
     good = ("math", r"\boxed{(x+1)^2}", "x^2+2x+1")
-    results = pool.score([good, ("math", SLOW[name], "x^2+1"), good])
+    results = pool.grade([good, ("math", SLOW[name], "x^2+1"), good])
     assert [result.status for result in results] == ["ok", "timeout", "ok"]
-    assert "no verdict on a formula after 2 s" in results[1].message
+    assert "a formula took more than 2 s of processor time" in results[1].message
 
 
 def test_what_is_refused_before_sympy_sees_it() -> None:

@@ -16,8 +16,8 @@ from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import EMPTY_BOXES, get_task
 from grpo_megatron.rewards import rewards
 from grpo_megatron.rewards.math import formula
-from grpo_megatron.rewards.math.answer import read, same
-from grpo_megatron.rewards.math.grader import equivalent, extract
+from grpo_megatron.rewards.math.grader import boxed_prediction, equivalent
+from grpo_megatron.rewards.math.tree import parse_tree, same_tree
 from grpo_megatron.rewards.math.value import rational, same_value, split_unit
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -34,12 +34,12 @@ def _rows(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_reference_solution_of_real_math_is_right(name: str) -> None:
     rows = _rows(name)
-    golds = [gold for _, gold in read_rows(DATA / "math" / f"{name}.jsonl", get_task("math").read_row)]
-    assert len(rows) == len(golds) == COUNTS[name]
+    answers = [answer for _, answer in read_rows(DATA / "math" / f"{name}.jsonl", get_task("math").read_row)]
+    assert len(rows) == len(answers) == COUNTS[name]
     wrong = [
         row["problem"]
-        for row, gold in zip(rows, golds, strict=True)
-        if rewards.get("math")(row["solution"], gold)["score"] != 1.0
+        for row, answer in zip(rows, answers, strict=True)
+        if rewards.get("math")(row["solution"], answer)["score"] != 1.0
     ]
     assert [problem.startswith(EMPTY_BOXES) for problem in wrong] == [True] * (2 if name == "train" else 0)
 
@@ -55,22 +55,24 @@ def test_another_box_is_wrong() -> None:
 
 def test_respelt_references_are_right() -> None:
     for row in _rows("math500_test"):
-        gold = row["answer"]
-        for answer in (
-            gold.replace("\\frac", "\\dfrac"),
-            gold.replace("\\left", "").replace("\\right", ""),
-            gold.replace(" ", "").replace("\\pi", "\\pi ").replace("\\cos", "\\cos ").replace("\\le", "\\le "),
-            f"$ {gold} $.",
-            f"\\displaystyle {gold}",
+        answer = row["answer"]
+        for prediction in (
+            answer.replace("\\frac", "\\dfrac"),
+            answer.replace("\\left", "").replace("\\right", ""),
+            answer.replace(" ", "").replace("\\pi", "\\pi ").replace("\\cos", "\\cos ").replace("\\le", "\\le "),
+            f"$ {answer} $.",
+            f"\\displaystyle {answer}",
         ):
-            if "\\le f" not in answer:
-                assert equivalent(gold, answer), (gold, answer)
+            if "\\le f" not in prediction:
+                assert equivalent(answer, prediction), (answer, prediction)
 
 
 @pytest.mark.slow
 def test_math_verify_reads_the_references() -> None:
     """The slow path, on every 40th different reference of MATH: no shortcut for one and the same string."""
-    golds = sorted({extract(row["solution"]) or "" for name in ("train", "test") for row in _rows(name)} - {""})
+    answers = sorted(
+        {boxed_prediction(row["solution"]) or "" for name in ("train", "test") for row in _rows(name)} - {""}
+    )
     unread = []
 
     def slow(one: str, other: str) -> bool:
@@ -79,8 +81,8 @@ def test_math_verify_reads_the_references() -> None:
             return same_value(one, other, formula.same_formula)
         return formula.same_formula(one, other)
 
-    for gold in golds[::40]:
-        tree = read(gold)
-        if not same(tree, tree, slow):
-            unread.append(gold)
-    assert len(golds) > 4000 and unread == []
+    for answer in answers[::40]:
+        tree = parse_tree(answer)
+        if not same_tree(tree, tree, slow):
+            unread.append(answer)
+    assert len(answers) > 4000 and unread == []
