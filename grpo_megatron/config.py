@@ -43,12 +43,12 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    task: str = "gsm8k"  # how rows become prompts: a registered task, or module:function (data/tasks.py)
+    task: str = "gsm8k"  # how rows become prompts: a built-in task, a task file, or module:function (data/tasks.py)
     train_files: list[Path] = []  # .jsonl or .json, read in this order
     val_files: list[Path] = []
     train_batch_size: int = Field(512, ge=1)
     gen_batch_size: int | None = Field(None, ge=1)  # prompts per round of dynamic sampling; null: train_batch_size
-    val_tasks: list[str] = []  # tasks of the scripted evaluation (gsm8k, math500, ...), with or without val_files
+    val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
     val_data: Path | None = None  # folder with the files of val_tasks
     val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
     max_prompt_length: int = Field(1024, ge=1)
@@ -56,7 +56,7 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = True  # drop prompts above max_prompt_length; false: they are an error
     shuffle: bool = True  # the training prompts, in another order in each epoch
     seed: int = 42  # of the shuffling
-    apply_chat_template: bool = True  # false: the task's text is the prompt, unchanged
+    apply_chat_template: bool = True  # false: the task's plain text prompt
     chat_template: Path | None = None  # Jinja file; null: the tokenizer's template
     system_prompt: str | None = None  # null: the task's system prompt
 

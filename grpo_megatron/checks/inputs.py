@@ -15,8 +15,8 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.prompts import OfflineGroup, load_offline_groups, load_prompts, load_supervised, load_tokenizer
-from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.tasks import get_task, read_question
+from grpo_megatron.data.rows import read_question, read_rows
+from grpo_megatron.data.tasks import get_task
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf

@@ -7,6 +7,7 @@ from typing import Any
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes, split_problems
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 CP = "actor.megatron.context_parallel_size"
@@ -32,13 +33,12 @@ def layout_problems(config: Config, world_size: int, arch: Architecture | None) 
             f" or start a multiple of {tp * pp} ranks (trainer.nnodes x trainer.n_gpus_per_node)"
         )
     if world_size % rollout_tp:
-        sizes = [n for n in divisors(world_size) if not _misfits(arch, n)]
+        sizes = [n for n in divisors(world_size) if arch is None or not engine_split_problems(arch, n)]
         best = min(sizes, key=lambda n: abs(n - rollout_tp))
         yield f"{ROLLOUT_TP}={rollout_tp} does not divide the world size {world_size}; set {ROLLOUT_TP}={best}"
-    for key, size in ((TP, tp), (ROLLOUT_TP, rollout_tp)):
-        if misfits := _misfits(arch, size):
-            fitting = [n for n in range(1, 65) if not _misfits(arch, n)]
-            yield f"{key}={size} cannot cut this model: {', '.join(misfits)}; set one of {listed(fitting)}"
+    for key, size, split in ((TP, tp, split_problems), (ROLLOUT_TP, rollout_tp, engine_split_problems)):
+        if arch is not None and (problems := split(arch, size)):
+            yield f"{key}={size} cannot cut this model: {', '.join(problems)}; set one of {fitting_sizes(arch, split)}"
     if arch is not None and stage_layers(arch.num_layers, megatron) is None:
         yield _stage_problem(arch.num_layers, megatron)
     if megatron.sequence_parallel and tp == 1:
@@ -109,7 +109,7 @@ def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None
     """The (tp, pp) that works with the fewest changed keys, then the smallest change, then the largest tp x pp."""
 
     def works(t: int, p: int) -> bool:
-        return not _misfits(arch, t) and (arch is None or arch.num_layers % p == 0)
+        return arch is None or (not split_problems(arch, t) and arch.num_layers % p == 0)
 
     def distance(layout: tuple[int, int]) -> tuple[int, int, int]:
         t, p = layout
@@ -117,18 +117,6 @@ def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None
 
     layouts = ((t, p) for t in divisors(world_size) for p in divisors(world_size // t) if works(t, p))
     return min(layouts, key=distance)
-
-
-def _misfits(arch: Architecture | None, tp: int) -> list[str]:
-    """Why the model cannot be cut over `tp` ranks; empty if it can, or if the model is unknown."""
-    if arch is None:
-        return []
-    cut = (("attention heads", arch.num_attention_heads), ("rows of the MLP", arch.ffn_hidden_size))
-    out = [f"{value} {what} over {tp} leave {value % tp}" for what, value in cut if value % tp]
-    groups = arch.num_query_groups
-    if groups % tp and tp % groups:
-        out.append(f"of {groups} key-value heads and {tp}, neither divides the other")
-    return out
 
 
 def divisors(number: int) -> list[int]:

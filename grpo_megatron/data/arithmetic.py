@@ -1,14 +1,16 @@
 """The quickstart's generated task: a + b in word problems, a and b in 1..99, for a tiny model on two CPU cores.
 
-A response is worked, `<think>8+3=11,1+7+1=9</think><answer>91</answer>` (units, then tens with the carry), or bare,
-`<answer>91</answer>`. The warm-up teaches the worked form, then a habit of answering bare, which mostly fails; GRPO
-finds its way back. So what it learns is a mode, not new arithmetic. 10 % of the unordered pairs {a, b}, chosen by a
-hash that does not depend on the seed, never occur in the warm-up or in training: validation is on those only.
+A worked response shows units, then tens with the carry: `<think>8+3=11,1+7+1=9</think><answer>91</answer>`. A bare
+response is `<answer>91</answer>`. The warm-up teaches the worked form, then a habit of bare answers, which are mostly
+wrong. GRPO brings the worked form back: it changes the mode of answering and teaches no new arithmetic. Validation uses
+10 % of the unordered pairs {a, b}, which never occur in the warm-up or in training. A hash chooses them, whatever the
+seed is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -22,7 +24,7 @@ from grpo_megatron.rewards.format import TAGS
 LARGEST = 99
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Zoe", "Leo", "Mia", "Sam", "Ida", "Kai", "Amy")
 NOUNS = ("apples", "books", "coins", "pens", "cards", "eggs", "stamps", "shells")
-SEPARATOR = "<sep>"  # closes the question
+SEPARATOR = "<sep>"  # ends the question
 TEMPLATES = (
     "{name} has {a} {noun} and buys {b} more. How many?",
     "{name} had {a} {noun} and found {b} more. How many now?",
@@ -32,7 +34,7 @@ TEMPLATES = (
 WORKED_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 360, 60, 32, 0.6  # the warm-up's curriculum
 
 SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
-CHARACTERS = "0123456789+=,.? "  # a token each
+CHARACTERS = "0123456789+=,.? "  # one token per character
 VOCABULARY_SIZE = 80
 
 
@@ -56,7 +58,7 @@ def bare_response(a: int, b: int) -> str:
 
 
 def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
-    """The warm-up's 420 x 32 rows {"prompt", "response"}, in the order of the curriculum: to be read unshuffled."""
+    """The warm-up's 420 x 32 rows {"prompt", "response"}, in the order of the curriculum; read them without shuffling."""
     draw = random.Random(f"{seed}/sft")
     for step in range(WORKED_STEPS + MIXED_STEPS):
         for _ in range(ROWS_PER_STEP):
@@ -66,7 +68,10 @@ def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
 
 
 def written_rows(seed: int, count: int) -> Iterator[dict[str, str]]:
-    """`count` rows {"prompt", "response", "chosen", "rejected"}: the worked answer (twice), and a wrong bare one."""
+    """`count` rows {"prompt", "response", "chosen", "rejected"}.
+
+    "response" and "chosen" are the worked answer, "rejected" is a wrong bare one.
+    """
     draw = random.Random(f"{seed}/written")
     for _ in range(count):
         prompt, a, b = _problem(draw, held_out=False)
@@ -78,11 +83,11 @@ def written_rows(seed: int, count: int) -> Iterator[dict[str, str]]:
 def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
     """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others.
 
-    Raises ConfigError when fewer than twice as many exist.
+    Raises ConfigError when fewer than 2 x `count` rows exist.
     """
     numbers = range(1, LARGEST + 1)
     pairs = sum(is_held_out(a, b) == held_out for a in numbers for b in numbers)
-    most = pairs * len(TEMPLATES) * len(NAMES) * len(NOUNS) // 2  # beyond half of them drawing becomes slow
+    most = pairs * len(TEMPLATES) * len(NAMES) * len(NOUNS) // 2  # with more, drawing until all differ becomes slow
     if not 0 < count <= most:
         raise ConfigError(
             f"cannot draw {count} different {'held-out' if held_out else 'training'} rows; at most {most}"
@@ -96,11 +101,11 @@ def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
 
 
 def build_tokenizer() -> Any:
-    """A transformers tokenizer of 80 entries: whole words, single digits, tags; decoding gives the text back exactly.
+    """A transformers tokenizer of 80 entries: whole words, single digits, tags. Decoding returns the text exactly.
 
-    It is Qwen2's class with every word an added token, not a WordLevel model: for `model_type` qwen2, transformers 5
-    puts Qwen2Tokenizer in the place of any other class that the folder names, and would lose all words in silence.
-    Characters outside its vocabulary vanish.
+    The class is Qwen2Tokenizer and every word is an added token. A WordLevel model would not work: for `model_type`
+    qwen2, transformers 5 loads Qwen2Tokenizer whatever class the folder names, and all words would be lost without an
+    error. Characters outside the vocabulary are dropped.
     """
     from transformers import AddedToken, Qwen2Tokenizer
 
@@ -138,8 +143,8 @@ def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
 
 
 def _words() -> list[str]:
-    """The words of all problems, with the space before them as the templates use them."""
-    texts = (
-        template.format(name=name, noun=noun, a=1, b=1) for template in TEMPLATES for name in NAMES for noun in NOUNS
-    )
-    return sorted({word for text in texts for word in re.findall(" ?[A-Za-z]+", text)})
+    """The words of all problems, each with the space that precedes it in the templates."""
+    words: set[str] = set()
+    for template, name, noun in itertools.product(TEMPLATES, NAMES, NOUNS):
+        words.update(re.findall(" ?[A-Za-z]+", template.format(name=name, noun=noun, a=1, b=1)))
+    return sorted(words)

@@ -1,8 +1,8 @@
-"""Sampler: which items step number s sees. A pure function of (seed, step), so a checkpoint needs the step only.
+"""Sampler: which items step number s sees. A pure function of (seed, step), so a checkpoint needs only the step.
 
-The items are passed over again and again; pass (epoch) e has its own permutation, drawn from (seed, e). Step s takes
-positions s * batch_size ... (s + 1) * batch_size - 1 of that endless sequence: batches run across the borders of
-epochs, every item comes exactly once an epoch, and twice in one batch only where two epochs meet in it.
+The items form an endless sequence of epochs. Epoch e has its own permutation, drawn from (seed, e). Step s takes the
+items at cursors s * batch_size ... (s + 1) * batch_size - 1. Batches run across the borders of epochs. Every item comes
+exactly once per epoch; a batch holds an item twice only where two epochs meet in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Sampler(Generic[T]):
-    """Batches of `batch_size` items; every epoch in file order without `shuffle`. Raises ValueError without items."""
+    """Batches of `batch_size` items; without `shuffle`, every epoch in file order. Raises ValueError without items."""
 
     def __init__(self, items: Sequence[T], batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
         if not items or batch_size < 1:
@@ -33,20 +33,22 @@ class Sampler(Generic[T]):
         return self.items_from(step * self.batch_size, self.batch_size)
 
     def items_from(self, start: int, count: int) -> list[T]:
-        """The items at positions `start` ... `start + count - 1` of the endless sequence."""
-        return [self._item(position) for position in range(start, start + count)]
+        """The items at cursors `start` ... `start + count - 1` of the endless sequence."""
+        return [self._item(cursor) for cursor in range(start, start + count)]
 
     def epoch(self, step: int) -> float:
-        """Passes over the items that are complete when step number `step` begins."""
+        """Epochs that are complete when step number `step` begins, with the fraction of the current one."""
         return step * self.batch_size / len(self.items)
 
-    def _item(self, position: int) -> T:
-        epoch, offset = divmod(position, len(self.items))
-        return self.items[_permutation(len(self.items), self.seed, epoch)[offset] if self.shuffle else offset]
+    def _item(self, cursor: int) -> T:
+        epoch, index = divmod(cursor, len(self.items))
+        if self.shuffle:
+            index = _permutation(len(self.items), self.seed, epoch)[index]
+        return self.items[index]
 
 
-@lru_cache(maxsize=4)  # two epochs meet in a batch, and training and the warm-up have a sampler each
+@lru_cache(maxsize=4)  # two epochs per batch at most, for two samplers: training and warm-up
 def _permutation(size: int, seed: int, epoch: int) -> list[int]:
-    # random() after seed(str) is what the random module promises to keep over Python versions; shuffle() is not
+    # Python keeps the sequence of random() after seed(str) over its versions; it does not promise that of shuffle()
     keys = random.Random(f"{seed}/{epoch}")
     return [index for _, index in sorted((keys.random(), index) for index in range(size))]

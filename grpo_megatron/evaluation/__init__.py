@@ -1,12 +1,18 @@
-"""Scripted evaluation: a model folder or checkpoint -> scores with intervals, every completion, one page to look at.
+"""Scripted evaluation: a model folder or checkpoint -> scores with intervals, every completion, and an HTML report.
 
-task.py tasks/*.yaml       what a benchmark asks, when it stops, who grades it: data, versioned, hashed
-problems.py prompting.py   rows -> problems -> prompts, with few-shot examples
-settings.py run.py         one evaluation: what decides its numbers, and drawing them on the training engine
+The tasks are those of training (`data/tasks/`), rendered in the same way.
+
+cli.py arguments.py        the command line
+settings.py run.py         one evaluation: what decides its scores, and drawing the samples on the training engine
+problems.py prompting.py   a task's files -> problems -> prompts, with few-shot examples; stop texts
+weights.py                 a model folder or checkpoint -> the engine's weights
+output_folder.py           one process, and one run, per output folder
 ledger.py                  completions on disk, so that a killed run continues
+grading.py                 completions -> grades, by the rewards of training
 scores.py voting.py        pass@k, avg@k, maj@k, bootstrap intervals
 results.py table.py        results.json and the terminal's table
 report.py figures.py page/ the HTML report
 comparison.py              paired difference of two results, McNemar's test
-validation.py              the same tasks on the live engine in training
+grading_speed.py           a benchmark: answers graded per second
+validation.py              tasks by name on the live engine in training
 """

@@ -1,7 +1,7 @@
-"""The command line: evaluate (no action), grade, compare, tasks. Exit codes: 0; 2 for a mistake of the user's; 1 else.
+"""The command line: evaluate (no action), grade, compare, tasks. Exit codes: 0; 2 for a mistake of the user; else 1.
 
-One process checks everything and, for more than one rank, starts them; under torchrun it is one of them. What is in the
-output folder already is not drawn again; where nothing is missing, no engine is started.
+One process checks everything. For more than one rank it then starts the ranks; under torchrun it is one of them. Samples
+that the output folder holds are not drawn again. If it holds all of them, no engine is started.
 """
 
 from __future__ import annotations
@@ -20,58 +20,61 @@ from grpo_megatron.evaluation import arguments
 from grpo_megatron.storage.atomic import write_file
 
 GRADER_TIMEOUT_S = 10.0
-ACTIONS = ("grade", "compare", "tasks")
 StartRanks = Callable[[int, list[str], str], int]
 
 
 def main(argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> int:
-    """Do what `argv` says. `start_ranks(world size, arguments, device)` starts the program again as ranks, which are children.
+    """Do what `argv` says; returns the exit code. Raises ConfigError.
 
-    Raises ConfigError.
+    `start_ranks(world size, arguments, device)` starts this program once per rank, with `is_child`.
     """
-    if argv[:1] and argv[0] in ACTIONS:
-        return {"grade": _grade, "compare": _compare, "tasks": _tasks}[argv[0]](argv[1:])
-    return _evaluate(arguments.parse(argv), argv, start_ranks, is_child)
+    if argv and argv[0] in ACTIONS:
+        return ACTIONS[argv[0]](argv[1:])
+    return _run_evaluation(arguments.parse_arguments(argv), argv, start_ranks, is_child)
 
 
 # -- evaluate ----------------------------------------------------------------------------------------------------------
 
 
-def _evaluate(args: argparse.Namespace, argv: list[str], start_ranks: StartRanks, is_child: bool) -> int:
-    """A process that was started by hand owns the folder, and so does torchrun's rank 0; ranks that we start do not."""
+def _run_evaluation(args: argparse.Namespace, argv: list[str], start_ranks: StartRanks, is_child: bool) -> int:
+    """One process owns the output folder: the one that the user starts, or torchrun's rank 0."""
     is_rank = "RANK" in os.environ
-    arguments.check(args)
-    world_size = _world_size(args, is_rank)
+    arguments.check_arguments(args)
+    num_ranks = _num_ranks(args, is_rank)
     from grpo_megatron.evaluation import run
+    from grpo_megatron.evaluation.output_folder import claim_output, write_identity
     from grpo_megatron.evaluation.settings import prepare
 
-    plan = prepare(_options(args))
-    owns = not is_child and os.environ.get("RANK", "0") == "0"
-    with run.claimed(plan.options.output) if owns else contextlib.nullcontext():
-        if owns:
+    settings = prepare(_options(args), args.tp)
+    is_owner = not is_child and os.environ.get("RANK", "0") == "0"
+    with claim_output(settings.options.output) if is_owner else contextlib.nullcontext():
+        if is_owner:
             _test_graders()
-            run.remember(plan)
-        if not is_rank and run.is_complete(plan):
-            print("every sample is there already: no engine is started", flush=True)
-        elif not is_rank and world_size > 1:
-            code = start_ranks(world_size, ["evaluate", *argv], args.device)
+            write_identity(settings.options.output, settings.identity())
+        if not is_rank and run.is_complete(settings):
+            print("every sample was drawn before: no engine is started", flush=True)
+        elif not is_rank and num_ranks > 1:
+            code = start_ranks(num_ranks, ["evaluate", *argv], args.device)
             if code:
                 return code
         else:
-            run.draw(plan, _engine_options(args))
-        if owns:
-            _finish(plan, args.report_samples, args.workers)
+            run.draw_samples(settings, _engine_options(args))
+        if is_owner:
+            _grade_and_report(settings, args.report_samples, args.workers)
     return 0
 
 
-def _world_size(args: argparse.Namespace, is_rank: bool) -> int:
+def _num_ranks(args: argparse.Namespace, is_rank: bool) -> int:
     if not is_rank:
         return int(args.tp * (args.dp or 1))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks % args.tp or (args.dp is not None and args.tp * args.dp != ranks):
-        wanted = f"--tp {args.tp}" + (f" x --dp {args.dp} = {args.tp * args.dp}" if args.dp else "")
+        layout = f"--tp {args.tp}"
+        if args.dp:
+            layout += f" x --dp {args.dp} = {args.tp * args.dp}"
         raise ConfigError(
-            f"{wanted} does not fit the {ranks} ranks that torchrun has started; leave --dp out, and let --tp divide them"
+            f"{layout} does not fit the {ranks} ranks that torchrun has started; leave --dp out, and set --tp to a divisor"
+            f" of {ranks}"
         )
     return ranks
 
@@ -95,6 +98,7 @@ def _options(args: argparse.Namespace) -> Any:
         fewshot_seed=args.fewshot_seed,
         format=args.format,
         chat_template=args.chat_template,
+        system_prompt=args.system_prompt,
         tokenizer=args.tokenizer,
         hf=args.hf,
         limit=args.limit,
@@ -118,48 +122,53 @@ def _engine_options(args: argparse.Namespace) -> Any:
 
 
 def _test_graders() -> None:
-    """Known right and wrong answers: a broken grader is found before hours of drawing. Raises RuntimeError."""
+    """Grade known right and wrong answers, so that a broken grader is found before hours of generation.
+
+    Raises RuntimeError.
+    """
     from grpo_megatron.rewards.workers.pool import RewardPool
 
     with RewardPool(1, GRADER_TIMEOUT_S) as pool:
         pool.self_test()
 
 
-def _finish(plan: Any, report_samples: int, workers: int) -> None:
-    """Grade what was drawn, write OUT/samples, OUT/results.json and OUT/report.html, print the tables."""
+def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
+    """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables."""
     from grpo_megatron.evaluation import report, results, table
     from grpo_megatron.rewards.workers.pool import RewardPool
 
-    output, tasks, graded = plan.options.output, {}, {}
+    output, tasks, graded = settings.options.output, {}, {}
     with RewardPool(workers, GRADER_TIMEOUT_S) as pool:
-        for selected in plan.selected:
+        for selected in settings.selected:
             start = time.monotonic()
-            answered = results.grade_task(plan, selected, pool)
-            count = len(selected.keys())
-            print(f"{selected.name}: {count} samples graded in {time.monotonic() - start:.1f} s", flush=True)
-            results.write_samples(output / "samples" / f"{selected.name}.jsonl", selected, answered)
-            tasks[selected.name] = results.task_result(selected, answered, pool)
-            graded[selected.name] = answered
-    result = results.whole_result(plan, tasks)
+            graded_problems = results.grade_task(settings, selected, pool)
+            num_samples = len(selected.keys())
+            print(f"{selected.name}: {num_samples} samples graded in {time.monotonic() - start:.1f} s", flush=True)
+            results.write_samples(output / "samples" / f"{selected.name}.jsonl", selected, graded_problems)
+            tasks[selected.name] = results.task_result(selected, graded_problems, pool)
+            graded[selected.name] = graded_problems
+    result = results.whole_result(settings, tasks)
     write_file(output / "report.html", report.page(result, graded, report_samples))
-    results.write_result(output / "results.json", result)  # last: where it is, everything is
+    results.write_result(output / "results.json", result)  # last, so that it exists only with all other files
     print(f"\n{table.describe(result)}\n\nwrote {output}/results.json, samples/, report.html")
 
 
-# -- the small actions -------------------------------------------------------------------------------------------------
+# -- the other actions -------------------------------------------------------------------------------------------------
 
 
 def _grade(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("evaluate grade", description="Grade completions that came from anywhere.")
-    parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help='rows {"gold": bare answer, "completion": text}')
+    parser = argparse.ArgumentParser("evaluate grade", description="Grade completions of a file.")
+    parser.add_argument(
+        "rows", type=Path, metavar="ROWS.jsonl", help='rows {"answer": bare reference answer, "completion": text}'
+    )
     parser.add_argument("--task", required=True, help="gsm8k or math")
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
     parser.add_argument(
         "--workers",
-        type=arguments.positive,
+        type=arguments.positive_integer,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="processes (default: the cores)",
+        help="worker processes (default: one per core)",
     )
     args = parser.parse_args(argv)
     from grpo_megatron.evaluation.grading import grade_file
@@ -176,7 +185,9 @@ def _compare(argv: list[str]) -> int:
     parser.add_argument("a", type=Path, metavar="A.json")
     parser.add_argument("b", type=Path, metavar="B.json")
     parser.add_argument(
-        "--any-template", action="store_true", help="also where chat templates made other prompts of the same questions"
+        "--any-template",
+        action="store_true",
+        help="compare although chat templates rendered the same questions differently",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -189,12 +200,15 @@ def _compare(argv: list[str]) -> int:
 
 
 def _tasks(argv: list[str]) -> int:
-    argparse.ArgumentParser("evaluate tasks", description="The tasks that are there.").parse_args(argv)
-    from grpo_megatron.evaluation.task import read_tasks, task_names
+    argparse.ArgumentParser("evaluate tasks", description="Print the built-in tasks.").parse_args(argv)
+    from grpo_megatron.data.tasks import get_tasks, task_names
 
-    for task in read_tasks(task_names()):
-        spec = task.spec
-        train = f"; few-shot: {' or '.join(spec.fewshot.files)}" if spec.fewshot else ""
-        print(f"{spec.name} version {spec.version}, sha256 {task.sha256[:12]}: {spec.title}")
-        print(f"    in --data: {' or '.join(spec.files)}{train}")
+    for task in get_tasks(task_names()):
+        print(f"{task.name} version {task.version}, sha256 {task.sha256[:12]}: {task.title}")
+        files = f"in --data: {' or '.join(task.files)}" if task.files else f"--file {task.name}=PATH"
+        examples = f"; few-shot: {' or '.join(task.fewshot.files)}" if task.fewshot else ""
+        print(f"    {files}{examples}")
     return 0
+
+
+ACTIONS: dict[str, Callable[[list[str]], int]] = {"grade": _grade, "compare": _compare, "tasks": _tasks}

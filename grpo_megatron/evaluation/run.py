@@ -1,44 +1,37 @@
-"""Run: the plan's samples, drawn on the training engine by every rank of a world, into the ledger.
+"""Run: all samples of an evaluation, drawn on the training engine by every rank of a world, into the ledger.
 
-Blocks of `tp` ranks answer batches of requests; batches are dealt to blocks in turn, and blocks never wait for each
-other before the end of a task. A batch that is complete in the ledger is not drawn again; one that is not is drawn
-whole, with the composition that it had.
+A rollout block of `tp` ranks generates batches of requests. The batches are assigned to the blocks in turn, and the
+blocks wait for each other only at the end of a task. A batch that is complete in the ledger is skipped. Any other batch
+is drawn as a whole, so that it consists of the same requests as before an interruption.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from grpo_megatron.config import ConfigError, RolloutConfig
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation import weights
-from grpo_megatron.evaluation.ledger import GREEDY, Ledger, LedgerEntry
-from grpo_megatron.evaluation.prompting import cut, stop_token_ids
-from grpo_megatron.evaluation.settings import RUN_FILE, EvaluationSettings, Selected
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
+from grpo_megatron.evaluation.prompting import cut_at_stop, stop_token_ids
+from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
-from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import GREEDY, Prompt
 
-VERSION = 0  # of the weights: there is only one
+WEIGHTS_VERSION = 0  # the weights never change
 BUCKET_BYTES = 512 << 20
-TIMEOUT_S = 7 * 24 * 3600.0  # blocks wait for the slowest at the end of a task
+TIMEOUT_S = 7 * 24 * 3600.0  # of a collective: blocks wait for the slowest one at the end of a task
 REPORT_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the numbers are drawn, none of which decides them."""
+    """Layout and memory of the engine. They are not part of what identifies a run."""
 
     tp: int = 1
     device: str = "auto"
@@ -48,117 +41,97 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
 
 
-def is_complete(plan: EvaluationSettings) -> bool:
-    """Whether every sample is in the ledger: then no engine is needed."""
-    return all(set(s.keys()) <= Ledger(plan.options.output, s.name).read().keys() for s in plan.selected)
+def is_complete(settings: EvaluationSettings) -> bool:
+    """Whether the ledger holds every sample: then no engine is needed."""
+    output = settings.options.output
+    return all(set(task.keys()) <= Ledger(output, task.name).read().keys() for task in settings.selected)
 
 
-@contextmanager
-def claimed(output: Path) -> Iterator[None]:
-    """Hold OUT for this process. Raises ConfigError when another evaluation has it."""
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"--output {str(output)!r} is in use by another evaluation; wait for it, or choose another folder"
-            ) from error
-        yield
+def draw_samples(settings: EvaluationSettings, engine_options: EngineOptions) -> None:
+    """Draw what the ledger does not hold. Collective over the world that the environment describes.
 
-
-def remember(plan: EvaluationSettings) -> None:
-    """Write what decides the numbers to OUT/run.json, beside the tasks that were there."""
-    path = plan.options.output / RUN_FILE
-    identity = plan.identity()
-    if path.exists():
-        identity["tasks"] = {**json.loads(path.read_text())["tasks"], **identity["tasks"]}
-    write_file(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
-
-
-def draw(plan: EvaluationSettings, how: EngineOptions) -> None:
-    """Collective over the world that the environment describes: draw what is missing.
-
-    Raises RankError on every rank when one fails before drawing.
+    Raises RankError on every rank when one fails before drawing. There is no clean-up after a failure: the other ranks
+    may not reach it, so engine and process groups end with the process.
     """
-    device = Device(how.device)  # type: ignore[arg-type]
-    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=how.tp, seed=plan.options.seed, timeout_s=TIMEOUT_S)
-    engine = _engine(plan, how, mesh, device)
-    for (
-        selected
-    ) in plan.selected:  # after a failure other ranks may not come here: engine and groups are left to the exit
-        _draw_task(plan, selected, how, engine, mesh)
+    device = Device(engine_options.device)  # type: ignore[arg-type]
+    tp, seed = engine_options.tp, settings.options.seed
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=tp, seed=seed, timeout_s=TIMEOUT_S)
+    engine = _build_engine(settings, engine_options, mesh, device)
+    for selected in settings.selected:
+        draw_task(settings, selected, engine_options, engine, mesh)
     engine.shutdown()
     destroy_mesh()
 
 
-def _engine(plan: EvaluationSettings, how: EngineOptions, mesh: Mesh, device: Device) -> RolloutEngine:
+def _build_engine(
+    settings: EvaluationSettings, engine_options: EngineOptions, mesh: Mesh, device: Device
+) -> RolloutEngine:
+    """The engine with the model's weights. Collective. Raises RankError when the weights cannot be read."""
     rollout = RolloutConfig(
-        seed=plan.options.seed % 2**31,
-        tensor_model_parallel_size=how.tp,
-        gpu_memory_utilization=how.gpu_memory_utilization,
-        engine_options={"kv_cache_gib": how.kv_cache_gib},
-        max_num_seqs=how.max_num_seqs,
-        max_num_batched_tokens=max(8192, how.max_num_seqs),
-        free_cache_engine=False,  # nobody else wants the memory
-        engine_kwargs=plan.options.engine_kwargs,
+        seed=settings.options.seed % 2**31,
+        tensor_model_parallel_size=engine_options.tp,
+        gpu_memory_utilization=engine_options.gpu_memory_utilization,
+        engine_options={"kv_cache_gib": engine_options.kv_cache_gib},
+        max_num_seqs=engine_options.max_num_seqs,
+        max_num_batched_tokens=max(8192, engine_options.max_num_seqs),
+        free_cache_engine=False,  # no training model needs the memory
+        engine_kwargs=settings.options.engine_kwargs,
     )
     engine = build_engine(
         rollout,
-        plan.source.hf_folder,
+        settings.source.hf_folder,
         mesh,
         device,
-        dtype=plan.dtype,
-        max_model_len=plan.max_model_len,
-        eos_token_ids=plan.eos_token_ids,
-        expected=hf_shapes(plan.source.arch),
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        eos_token_ids=settings.eos_token_ids,
+        expected=hf_shapes(settings.source.arch),
     )
     try:
-        engine.load_weights(weights.stream(plan.source, plan.dtype, device.torch_device, BUCKET_BYTES), VERSION)
+        stream = weights.stream_weights(settings.source, settings.dtype, device.torch_device, BUCKET_BYTES)
+        engine.load_weights(stream, WEIGHTS_VERSION)
     except ConvertError as error:
         raise RankError(f"cannot read the weights: {error}") from error
     return engine
 
 
-def _draw_task(
-    plan: EvaluationSettings, selected: Selected, how: EngineOptions, engine: RolloutEngine, mesh: Mesh
+def draw_task(
+    settings: EvaluationSettings, selected: Selected, engine_options: EngineOptions, engine: RolloutEngine, mesh: Mesh
 ) -> None:
-    ledger = Ledger(plan.options.output, selected.name)
-    done = _shared(set(ledger.read()) if mesh.rank == 0 else None, mesh)
-    stops = tuple(stop_token_ids(selected.prompts.stop, plan.tokenizer))
+    """Draw what the ledger does not hold of one task. Collective."""
+    ledger = Ledger(settings.options.output, selected.name)
+    # rank 0 reads for all: a network file system may show other ranks an older ledger
+    done = mesh.broadcast(set(ledger.read()) if mesh.rank == 0 else set())
+    stops = tuple(stop_token_ids(selected.prompts.stop, settings.tokenizer))
     progress = _Progress(selected, len(done & set(selected.keys())), mesh)
-    for batch in _batches(selected, how.batch_size, mesh):
+    for batch in _block_batches(selected, engine_options.batch_size, mesh):
         if all((prompt.uid, index) in done for prompt, index in batch):
             continue
-        requests = [_request(plan, selected, prompt, index, stops) for prompt, index in batch]
-        completions = engine.generate(requests, VERSION)
+        requests = [_request(settings, selected, prompt, index, stops) for prompt, index in batch]
+        completions = engine.generate(requests, WEIGHTS_VERSION)
         if mesh.is_block_leader:
-            rows = [_drawn(plan, selected, p, i, c) for (p, i), c in zip(batch, completions, strict=True)]
-            ledger.append(mesh.rollout_block, rows)
+            entries = [_ledger_entry(settings, selected, p, i, c) for (p, i), c in zip(batch, completions, strict=True)]
+            ledger.append(mesh.rollout_block, entries)
         progress.add(sum((p.uid, i) not in done for p, i in batch), sum(len(c.response_ids) for c in completions))
     mesh.barrier()
 
 
-def _shared(value: Any, mesh: Mesh) -> Any:
-    """Rank 0's value, on every rank: a file system may show the others an older ledger."""
-    return mesh.broadcast(value)
-
-
-def _batches(selected: Selected, batch_size: int, mesh: Mesh) -> list[list[tuple[Prompt, int]]]:
-    """This block's batches."""
+def _block_batches(selected: Selected, batch_size: int, mesh: Mesh) -> list[list[tuple[Prompt, int]]]:
+    """The batches of this rank's rollout block."""
     requests = selected.requests()
-    blocks = mesh.num_rollout_blocks
-    size = max(1, min(batch_size, -(-len(requests) // blocks)))
-    return [requests[i : i + size] for i in range(0, len(requests), size)][mesh.rollout_block :: blocks]
+    num_blocks = mesh.num_rollout_blocks
+    size = max(1, min(batch_size, -(-len(requests) // num_blocks)))
+    batches = [requests[i : i + size] for i in range(0, len(requests), size)]
+    return batches[mesh.rollout_block :: num_blocks]
 
 
 def _request(
-    plan: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stops: tuple[int, ...]
+    settings: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stops: tuple[int, ...]
 ) -> Request:
     is_greedy = index == GREEDY
     return Request(
         prompt_ids=prompt.prompt_ids,
-        seed=sample_seed(plan.options.seed, 0, prompt.uid, index),  # the uid begins with the task
+        seed=sample_seed(settings.options.seed, 0, prompt.uid, index),  # the uid contains the task
         max_tokens=selected.max_tokens,
         temperature=0.0 if is_greedy else selected.temperature,
         top_p=1.0 if is_greedy else selected.top_p,
@@ -166,32 +139,32 @@ def _request(
     )
 
 
-def _drawn(
-    plan: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, completion: Completion
+def _ledger_entry(
+    settings: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, completion: Completion
 ) -> LedgerEntry:
-    text, num_tokens, was_cut = cut(completion.response_ids, selected.prompts.stop, plan.tokenizer)
+    text, num_tokens, was_cut = cut_at_stop(completion.response_ids, selected.prompts.stop, settings.tokenizer)
     return LedgerEntry(prompt.uid, index, text, num_tokens, "stop" if was_cut else completion.finish_reason)
 
 
 class _Progress:
-    """A line every now and then, from rank 0, about its own block."""
+    """Prints progress from rank 0 every `REPORT_EVERY_S` seconds. The numbers are estimated from rank 0's block."""
 
     def __init__(self, selected: Selected, done: int, mesh: Mesh) -> None:
-        self.speaks, self.name, self.blocks = mesh.rank == 0, selected.name, mesh.num_rollout_blocks
+        self.prints, self.name, self.num_blocks = mesh.rank == 0, selected.name, mesh.num_rollout_blocks
         self.total, self.done, self.tokens = len(selected.keys()), done, 0
         self.start = self.last = time.monotonic()
-        if self.speaks and done:
-            print(f"{self.name}: {done} of {self.total} samples are there already", flush=True)
+        if self.prints and done:
+            print(f"{self.name}: {done} of {self.total} samples were drawn before", flush=True)
 
     def add(self, samples: int, tokens: int) -> None:
-        self.done += samples * self.blocks  # the others are about as far
+        self.done += samples * self.num_blocks  # estimated: the other blocks are about as far
         self.tokens += tokens
         now = time.monotonic()
-        if self.speaks and (now - self.last >= REPORT_EVERY_S or self.done >= self.total):
+        if self.prints and (now - self.last >= REPORT_EVERY_S or self.done >= self.total):
             self.last = now
             rate = self.tokens / (now - self.start)
-            about = "about " if self.blocks > 1 else ""
+            about = "about " if self.num_blocks > 1 else ""
             print(
-                f"{self.name}: {about}{min(self.done, self.total)} of {self.total} samples, {rate:,.0f} tokens/s a block",
+                f"{self.name}: {about}{min(self.done, self.total)} of {self.total} samples, {rate:,.0f} tokens/s per block",
                 flush=True,
             )

@@ -1,8 +1,7 @@
-"""Settings of one evaluation: read and checked before anything is started, and what of them decides the numbers.
+"""Settings of one evaluation: read and checked before anything is started.
 
-What decides (`EvaluationSettings.identity`) is written to OUT/run.json. A folder whose run.json differs is refused, so
-that the completions in it are never those of two runs. How many ranks draw, and in which batches, decides nothing: every
-sample has a seed made of (seed, task, problem, sample).
+`EvaluationSettings.identity` is everything that decides the scores. The number of ranks and the batches decide nothing:
+every sample has a seed made of (seed, task, problem, sample).
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ from typing import Any
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.source import Source
 from grpo_megatron.data.prompts import load_tokenizer
+from grpo_megatron.data.task import Task
+from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.grading import grader_of
-from grpo_megatron.evaluation.ledger import GREEDY, Key
-from grpo_megatron.evaluation.problems import Dataset, read_datasets
-from grpo_megatron.evaluation.prompting import PromptSet, build, choose_format
-from grpo_megatron.evaluation.task import Task, read_tasks
+from grpo_megatron.evaluation.ledger import Key
+from grpo_megatron.evaluation.output_folder import check_output
+from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
+from grpo_megatron.evaluation.prompting import PromptSet, build_prompts, choose_format
 from grpo_megatron.models.families import read_config
-from grpo_megatron.types import Prompt
-
-RUN_FILE = "run.json"
+from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes
+from grpo_megatron.types import GREEDY, Prompt
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line, after its types were checked."""
+    """The command line's options that decide scores, and the output folder."""
 
     model: Path
     tasks: list[str]
@@ -46,6 +46,7 @@ class Options:
     fewshot_seed: int = 1234
     format: str = "auto"
     chat_template: Path | None = None
+    system_prompt: str | None = None
     tokenizer: Path | None = None
     hf: Path | None = None
     limit: int | None = None
@@ -56,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Selected:
-    """A task as it will be run. `drawn`: samples beside the greedy one."""
+    """A task as it will be run. `drawn`: samples per problem beside the greedy one."""
 
     dataset: Dataset
     prompts: PromptSet
@@ -71,8 +72,8 @@ class Selected:
         return self.dataset.task.name
 
     def requests(self) -> list[tuple[Prompt, int]]:
-        """Every (prompt, sample index), prompt by prompt: the samples of one share its cached beginning."""
-        indices = [GREEDY] * self.greedy + list(range(self.drawn))
+        """Every (prompt, sample index), prompt by prompt: the engine computes each prompt's key-value cache once."""
+        indices = ([GREEDY] if self.greedy else []) + list(range(self.drawn))
         return [(prompt, index) for prompt in self.prompts.prompts for index in indices]
 
     def keys(self) -> list[Key]:
@@ -81,7 +82,7 @@ class Selected:
     def identity(self) -> dict[str, Any]:
         task, prompts, dataset = self.dataset.task, self.prompts, self.dataset
         return {
-            "version": task.spec.version,
+            "version": task.version,
             "task_sha256": task.sha256,
             "data_sha256": dataset.sha256,
             "fewshot_sha256": dataset.pool_sha256,
@@ -101,6 +102,8 @@ class Selected:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
+    """Everything that was read for a run. `max_model_len`: tokens of the longest prompt plus completion."""
+
     options: Options
     source: Source
     tokenizer: Any
@@ -111,7 +114,7 @@ class EvaluationSettings:
     fingerprint: str
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the numbers, as JSON."""
+        """Everything that decides the scores, as JSON."""
         return {
             "run_format": 1,
             "model": {"sha256": self.fingerprint, "dtype": self.dtype, "eos_token_ids": self.eos_token_ids},
@@ -121,42 +124,45 @@ class EvaluationSettings:
         }
 
 
-def prepare(options: Options) -> EvaluationSettings:
-    """Read and check everything. Raises ConfigError; nothing was written or started."""
+def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
+    """Read and check everything, for an engine over `tp` ranks. Raises ConfigError; nothing was written or started."""
     _check_sampling(options)
-    tasks = read_tasks(options.tasks)
-    for grader in (grader for task in tasks for grader in task.spec.graders.values()):
-        grader_of(grader)
+    tasks = get_tasks(options.tasks)
+    _check_graders(tasks)
+    places = DataPlaces(options.data, options.files)
     problems: list[str] = []
     datasets: list[Dataset] = []
     source = tokenizer = None
     try:
-        datasets = read_datasets(
-            tasks, options.data, options.files, lambda task: _num_fewshot(options, task), options.limit
-        )
+        datasets = read_datasets(tasks, places, lambda task: _num_fewshot(options, task), options.limit)
     except ConfigError as error:
         problems.append(str(error))
     try:
         source = weights.open_model(options.model, options.hf)
+        if split_problems := engine_split_problems(source.arch, tp):
+            problems.append(
+                f"--tp {tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
+                f" {fitting_sizes(source.arch, engine_split_problems)}"
+            )
         tokenizer = _tokenizer(options, source)
     except ConfigError as error:
         problems.append(str(error))
     if problems or source is None:
         raise ConfigError("\n".join(problems))
     selected = [_select(options, dataset, tokenizer) for dataset in datasets]
-    plan = EvaluationSettings(
+    settings = EvaluationSettings(
         options,
         source,
         tokenizer,
         selected,
         _eos_token_ids(source, tokenizer),
         max(len(p.prompt_ids) + s.max_tokens for s in selected for p in s.prompts.prompts),
-        weights.dtype_of(source, options.dtype),
-        weights.fingerprint(source),
+        weights.engine_dtype(source, options.dtype),
+        weights.weights_sha256(source),
     )
-    _check_lengths(plan)
-    check_output(plan)
-    return plan
+    _check_lengths(settings)
+    check_output(options.output, settings.identity())
+    return settings
 
 
 def _check_sampling(options: Options) -> None:
@@ -169,8 +175,23 @@ def _check_sampling(options: Options) -> None:
         raise ConfigError("--no-greedy leaves nothing to draw; set --samples 2 or more, or --temperature above 0")
 
 
+def _check_graders(tasks: list[Task]) -> None:
+    problems = [
+        f"task {task.name!r} has no grader; add `reward` or `graders` to its definition"
+        for task in tasks
+        if not task.graders
+    ]
+    for grader in (grader for task in tasks for grader in task.graders.values()):
+        try:
+            grader_of(grader)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def _num_fewshot(options: Options, task: Task) -> int:
-    default = task.spec.fewshot.default if task.spec.fewshot else 0
+    default = task.fewshot.default if task.fewshot else 0
     return default if options.num_fewshot is None else options.num_fewshot
 
 
@@ -197,22 +218,24 @@ def _tokenizer(options: Options, source: Source) -> Any:
 
 
 def _select(options: Options, dataset: Dataset, tokenizer: Any) -> Selected:
-    spec, num_fewshot = dataset.task.spec, _num_fewshot(options, dataset.task)
-    format = choose_format(spec, options.format, num_fewshot, tokenizer)
+    task, num_fewshot = dataset.task, _num_fewshot(options, dataset.task)
+    format = choose_format(task, options.format, num_fewshot, tokenizer)
+    if format == "text" and options.system_prompt is not None:
+        raise ConfigError(f"--system-prompt needs a chat, and task {task.name!r} is plain text here; unset one of them")
     greedy_only = options.samples == 1 and not options.temperature
     return Selected(
         dataset,
-        build(dataset, format, num_fewshot, options.fewshot_seed, tokenizer),
+        build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt),
         drawn=0 if greedy_only else options.samples,
         greedy=options.greedy,
-        temperature=options.temperature or spec.sampling.temperature,
-        top_p=spec.sampling.top_p if options.top_p is None else options.top_p,
-        max_tokens=options.max_tokens or spec.max_tokens,
+        temperature=options.temperature or task.sampling.temperature,
+        top_p=task.sampling.top_p if options.top_p is None else options.top_p,
+        max_tokens=options.max_tokens or task.max_tokens,
     )
 
 
 def _eos_token_ids(source: Source, tokenizer: Any) -> list[int]:
-    """The tokenizer's, and those of config.json and generation_config.json: chat models end a turn with another."""
+    """Of the tokenizer, config.json and generation_config.json: a chat model may end its turn with another token."""
     found = {tokenizer.eos_token_id}
     path = source.hf_folder / "generation_config.json"
     configs = [read_config(source.hf_folder)]
@@ -227,61 +250,23 @@ def _eos_token_ids(source: Source, tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def _check_lengths(plan: EvaluationSettings) -> None:
-    """Prompt plus answer fit the model. No problem is ever left out: a benchmark is all of it."""
+def _check_lengths(settings: EvaluationSettings) -> None:
+    """Prompt plus completion must fit the model. No problem is left out: the scores are of the whole benchmark."""
     problems = []
-    most = plan.source.arch.max_position_embeddings
-    for selected in plan.selected:
+    limit = settings.source.arch.max_position_embeddings
+    for selected in settings.selected:
         longest = max(selected.prompts.prompts, key=lambda prompt: len(prompt.prompt_ids))
         length = len(longest.prompt_ids)
-        if length + selected.max_tokens <= most:
+        if length + selected.max_tokens <= limit:
             continue
         total = f"task {selected.name!r}: prompt {longest.uid} of {length} tokens + max_tokens {selected.max_tokens}"
-        total += f" = {length + selected.max_tokens} exceed the model's max_position_embeddings {most}"
-        less = "--num-fewshot " + str(max(0, selected.prompts.num_fewshot // 2)) if selected.prompts.num_fewshot else ""
-        remedy = f"set --max-tokens {most - length} or less" if length < most else f"set {less or 'another model'}"
+        total += f" = {length + selected.max_tokens} exceed the model's max_position_embeddings {limit}"
+        if length < limit:
+            remedy = f"set --max-tokens {limit - length} or less"
+        elif selected.prompts.num_fewshot:
+            remedy = f"set --num-fewshot {selected.prompts.num_fewshot // 2}"
+        else:
+            remedy = "set another model"
         problems.append(f"{total}; {remedy}")
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def check_output(plan: EvaluationSettings) -> None:
-    """OUT is new, empty, or of a run with the same identity. Raises ConfigError."""
-    output = plan.options.output
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise ConfigError(f"--output {str(output)!r} is a file; choose a folder")
-    path = output / RUN_FILE
-    if not path.exists():
-        if any(not entry.name.startswith(".") for entry in output.iterdir()):
-            raise ConfigError(
-                f"--output {str(output)!r} holds something else (it has no {RUN_FILE}); choose another folder"
-            )
-        return
-    try:
-        theirs = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not readable ({error}); remove the folder, or choose another --output") from error
-    different = _differences(theirs, plan.identity(), "")
-    if different:
-        raise ConfigError(
-            f"--output {str(output)!r} holds a run with other settings ({'; '.join(different[:6])}); choose another"
-            " --output, or remove that folder"
-        )
-
-
-def _differences(theirs: Any, ours: Any, where: str) -> list[str]:
-    """Keys with two values. A task that only one has is no difference."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        keys = sorted(theirs.keys() & ours.keys() if where == "tasks" else theirs.keys() | ours.keys())
-        found = []
-        for key in keys:
-            found += _differences(theirs.get(key), ours.get(key), f"{where}.{key}".removeprefix("."))
-        return found
-    return [] if theirs == ours else [f"{where}: {_shown(theirs)} there, {_shown(ours)} here"]
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:12].rstrip('"') + "..."

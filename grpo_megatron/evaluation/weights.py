@@ -1,7 +1,7 @@
-"""Weights for an engine without a training model: a folder's tensors, whole, in bounded buckets, as a sync sends them.
+"""Weights for an engine without a training model: whole tensors of a folder, in bounded buckets, as in a weight sync.
 
-Works from whatever the converter reads: a Hugging Face folder, a converted Megatron-Core checkpoint, a training step.
-Nothing is written. Every rank reads all of it; on one machine the page cache does so once.
+The folder is whatever the converter reads: a Hugging Face folder, a converted Megatron-Core checkpoint, a training step.
+Nothing is written. Every rank reads every tensor; on one machine the page cache reads the disk once.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.types import WeightBucket
 
-EDGE_BYTES = 1 << 20  # of each file's beginning and end that the fingerprint reads
+EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `weights_sha256`
 
 
 def open_model(path: Path, hf: Path | None) -> Source:
-    """The model in `path`, its tensors counted and measured. Raises ConfigError."""
+    """The model in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
     try:
-        source = open_source(path, hf=hf)
+        return open_source(path, hf=hf)
     except (ConvertError, UnsupportedModel) as error:
         raise ConfigError(
             f"--model: {error}\n  (a Hugging Face folder with weights, a converted checkpoint, or a training step such as"
             " outputs/run/checkpoints/step_000020)"
         ) from error
-    return source
 
 
-def dtype_of(source: Source, wanted: str | None) -> str:
-    """ "float32" or "bfloat16": what the engine computes in. float16 checkpoints become bfloat16, unless asked."""
-    if wanted is not None:
-        return wanted
+def engine_dtype(source: Source, requested: str | None) -> str:
+    """The dtype of the engine's computation. Default: "float32" for a float32 model, "bfloat16" for all others."""
+    if requested is not None:
+        return requested
     return "float32" if set(source.dtypes.values()) == {torch.float32} else "bfloat16"
 
 
-def stream(source: Source, dtype: str, device: torch.device, bucket_bytes: int) -> Iterator[WeightBucket]:
+def stream_weights(source: Source, dtype: str, device: torch.device, bucket_bytes: int) -> Iterator[WeightBucket]:
     """Every tensor once, in `dtype` on `device`, in buckets of about `bucket_bytes`."""
     target = getattr(torch, dtype)
     bucket: WeightBucket = []
@@ -61,8 +60,8 @@ def stream(source: Source, dtype: str, device: torch.device, bucket_bytes: int) 
         yield bucket
 
 
-def fingerprint(source: Source) -> str:
-    """sha256 over config.json, the dtypes, and every weight file's name, size, beginning and end."""
+def weights_sha256(source: Source) -> str:
+    """sha256 of config.json, the dtypes, and every weight file's name, size, beginning and end."""
     digest = hashlib.sha256((source.hf_folder / "config.json").read_bytes())
     digest.update(repr(sorted((name, dtype_name(dtype)) for name, dtype in source.dtypes.items())).encode())
     files = [p for p in source.data_folder.iterdir() if p.suffix in (".safetensors", ".distcp")]

@@ -1,4 +1,4 @@
-"""The quickstart's data: right sums, held-out pairs kept apart, the curriculum, a tokenizer that loses nothing."""
+"""The quickstart's data: correct sums, held-out pairs, the curriculum, a tokenizer that loses no text."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_tokenizer_round_trips_everything(supervised: list[dict[str, str]], 
     from transformers import AutoTokenizer
 
     build_tokenizer().save_pretrained(tmp_path)
-    # with a qwen2 config beside it, transformers chooses the class by model_type, not by tokenizer_config.json
+    # beside a qwen2 config.json, transformers chooses the class by model_type, not by tokenizer_config.json
     for config in (None, {"model_type": "qwen2"}):
         if config:
             (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Prompts from files: rendering, limits, uids; with the quickstart's tokenizer and, where present, Qwen's real one."""
+"""Prompts from files: rendering, limits, uids; with the quickstart's tokenizer and, if there, the real one of Qwen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from grpo_megatron.config import DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
-from grpo_megatron.data.prompts import PromptSampler, load_prompts, load_supervised, load_tokenizer
+from grpo_megatron.data.prompts import load_prompts, load_supervised, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -34,7 +34,7 @@ def _sums(path: Path, lengths: list[int]) -> Path:
     return _write(path, [{"prompt": "1" * length, "answer": "1"} for length in lengths])
 
 
-def test_a_prompt_carries_what_the_later_steps_need(tmp_path: Path, tokenizer: Any) -> None:
+def test_fields_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
     file = _write(tmp_path / "val.jsonl", [{"prompt": "Tom has 23 apples<sep>", "answer": "23"}])
     (prompt,) = load_prompts(PLAIN, [file], tokenizer)
     assert (prompt.uid, prompt.answer, prompt.source, prompt.reward) == (
@@ -64,15 +64,6 @@ def test_overlong_prompts_are_dropped_counted_and_keep_the_others_uids(
         load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
 
 
-def test_the_models_longest_sequence_bounds_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
-    """128 positions - 120 for the response leave 8 for the prompt."""
-    file = _sums(tmp_path / "train.jsonl", [8, 9])
-    data = PLAIN.model_copy(update={"max_response_length": 120})
-    assert len(load_prompts(data, [file], tokenizer, max_model_length=128)) == 1
-    with pytest.raises(ValueError, match="max_response_length=120 leaves no room .*sequence is 120 tokens"):
-        load_prompts(data, [file], tokenizer, max_model_length=120)
-
-
 def test_several_files_and_a_maximum(tmp_path: Path, tokenizer: Any) -> None:
     files = [_sums(tmp_path / "a.jsonl", [1, 2]), _sums(tmp_path / "b.jsonl", [3, 4])]
     prompts = load_prompts(PLAIN, files, tokenizer, max_samples=3)
@@ -93,6 +84,11 @@ def test_errors_name_the_key_to_change(tmp_path: Path, tokenizer: Any) -> None:
         load_prompts(DataConfig(task="jsonl"), [file], tokenizer)
     with pytest.raises(ValueError, match="jsonl/chat/0 is a list of chat messages"):
         load_prompts(DataConfig(task="jsonl", apply_chat_template=False), [chat], tokenizer, "gsm8k")
+    with pytest.raises(
+        ValueError, match="'gsm8k_lm_eval' has plain text prompts only; set data.apply_chat_template=false"
+    ):
+        row = _write(tmp_path / "row.jsonl", [{"question": "1", "answer": "#### 1"}])
+        load_prompts(DataConfig(task="gsm8k_lm_eval"), [row], tokenizer, "gsm8k")
     with pytest.raises(ValueError, match="data.system_prompt needs a chat template"):
         load_prompts(PLAIN.model_copy(update={"system_prompt": "x"}), [file], tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
@@ -104,7 +100,7 @@ def test_errors_name_the_key_to_change(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_system_prompts(tmp_path: Path, tokenizer: Any) -> None:
-    """The task's own, the config's instead, "" for none; a system turn in the row wins over all."""
+    """Of the task, or of the config, "" for none; a system turn in the row wins over both."""
     rows = [[("user", "1")], [("system", "2"), ("user", "3")]]
     file = _write(
         tmp_path / "chat.jsonl",
@@ -141,11 +137,6 @@ def test_a_tokenizer_that_loses_text_is_reported(
     file = _write(tmp_path / "val.jsonl", [{"prompt": "Paul has 2", "answer": "2"}])
     load_prompts(PLAIN, [file], tokenizer)
     assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2'" in caplog.text
-
-
-def test_a_sampler_of_prompts(tmp_path: Path, tokenizer: Any) -> None:
-    prompts = load_prompts(PLAIN, [_sums(tmp_path / "a.jsonl", [1, 2, 3])], tokenizer)
-    assert sorted(p.uid for p in PromptSampler(prompts, 3, seed=1).batch(7)) == [p.uid for p in prompts]
 
 
 def test_tokenizer_folders_that_cannot_be_used(tmp_path: Path, tokenizer: Any) -> None:

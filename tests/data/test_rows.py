@@ -1,4 +1,4 @@
-"""Reading rows: every mistake is named with file, line and field, several at once; and the built-in tasks' rows."""
+"""Reading rows: every mistake is named with file, line and field, several at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from grpo_megatron.data.rows import read_rows, text_field
-from grpo_megatron.data.tasks import Task, get_task
 
 
 def _write(path: Path, content: str | bytes) -> Path:
@@ -73,56 +72,3 @@ def test_unusable_files(tmp_path: Path, name: str, content: str, message: str) -
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read data file .*gone.jsonl.*No such file"):
         read_rows(tmp_path / "gone.jsonl", _question)
-
-
-@pytest.mark.parametrize(
-    ("task", "row", "expected"),
-    [
-        ("gsm8k", {"question": "1+1?", "answer": "<<1+1=2>>\n#### 1,234 "}, ("1+1?", "1,234")),
-        ("arithmetic", {"prompt": "1+1<sep>", "answer": "-2"}, ("1+1<sep>", "-2")),
-        ("jsonl", {"prompt": "hi", "answer": ""}, ("hi", "")),
-        (
-            "jsonl",
-            {"prompt": [{"role": "user", "content": "x"}], "answer": "y"},
-            ([{"role": "user", "content": "x"}], "y"),
-        ),
-    ],
-)
-def test_tasks_read_their_rows(task: str, row: dict[str, Any], expected: tuple[Any, str]) -> None:
-    assert get_task(task).read_row(row) == expected
-
-
-@pytest.mark.parametrize(
-    ("task", "row", "message"),
-    [
-        ("gsm8k", {"question": "1+1?"}, "'answer' is missing"),
-        ("gsm8k", {"question": "1+1?", "answer": "2"}, "no #### before"),
-        ("gsm8k", {"question": "1+1?", "answer": "#### two"}, "'two' is not a number"),
-        ("arithmetic", {"prompt": "1+1", "answer": "2.0"}, "'2.0', not an integer"),
-        ("arithmetic", {"prompt": "1+1", "answer": 2}, "is int, not a string"),
-        ("jsonl", {"prompt": [], "answer": ""}, "'prompt' is empty"),
-        ("jsonl", {"prompt": ["x"], "answer": ""}, "a message must be an object"),
-        ("jsonl", {"prompt": [{"role": "user"}], "answer": ""}, "'content' is missing"),
-        ("jsonl", {"prompt": [{"role": "assistant", "content": "x"}], "answer": ""}, "ends with the assistant's turn"),
-    ],
-)
-def test_tasks_refuse_wrong_rows(task: str, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_task(task).read_row(row)
-
-
-def test_tasks_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_task.py").write_text(
-        "from grpo_megatron.data.tasks import Task\n"
-        "def make(): return Task('mine', lambda row: (row['q'], row['a']), 'graded')\n"
-        "MINE = make()\n"
-        "def wrong(): return 5\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("my_task:make", "my_task:MINE"):
-        task = get_task(name)
-        assert isinstance(task, Task) and (task.name, task.reward) == ("mine", "graded")
-    with pytest.raises(ValueError, match="data.task='my_task:wrong' gives int"):
-        get_task("my_task:wrong")
-    with pytest.raises(ValueError, match="unknown task 'gsm8'; did you mean 'gsm8k'"):
-        get_task("gsm8")

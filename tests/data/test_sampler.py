@@ -1,4 +1,4 @@
-"""The sampler's promises: every item once an epoch, over batch borders, as a pure function of seed and step."""
+"""The sampler's promises: every item once per epoch, over batch borders, as a pure function of seed and step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sizes = st.integers(1, 40)
 
 
 @given(size=sizes, batch_size=st.integers(1, 100), seed=st.integers(0, 5), shuffle=st.booleans())
-def test_every_item_comes_once_an_epoch(size: int, batch_size: int, seed: int, shuffle: bool) -> None:
+def test_every_item_comes_once_per_epoch(size: int, batch_size: int, seed: int, shuffle: bool) -> None:
     sampler = Sampler(range(size), batch_size, shuffle, seed)
     steps = -(-3 * size // batch_size)  # the first three epochs
     stream = [item for step in range(steps) for item in sampler.batch(step)]
@@ -24,7 +24,7 @@ def test_every_item_comes_once_an_epoch(size: int, batch_size: int, seed: int, s
 
 
 @given(size=sizes, batch_size=st.integers(1, 100), steps=st.lists(st.integers(0, 1000), min_size=1, max_size=5))
-def test_a_batch_depends_on_the_step_only(size: int, batch_size: int, steps: list[int]) -> None:
+def test_a_batch_depends_only_on_the_step(size: int, batch_size: int, steps: list[int]) -> None:
     used = Sampler(range(size), batch_size, seed=1)
     drawn = [used.batch(step) for step in steps]
     assert drawn == [Sampler(range(size), batch_size, seed=1).batch(step) for step in steps]

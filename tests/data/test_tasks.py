@@ -1,50 +1,83 @@
-"""The tasks of benchmarks: what their rows give, which reward grades them, and what is wrong with a row."""
+"""The tasks: what their rows give, what is wrong with a row, their prompts, and the three ways of naming one."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.tasks import EMPTY_BOXES, get_task, tasks
+from grpo_megatron.data.task import Example, Task, fill_template
+from grpo_megatron.data.task_file import FOLDER
+from grpo_megatron.data.tasks import get_task, get_tasks, task_names
 from grpo_megatron.rewards import check_reward, extractors
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+EMPTY_BOX = "For any integer $n>1$, the number of prime numbers greater than $n!+1$ and less than $n!+n$ is:\n$(A) 0$"
 
 
 @pytest.mark.parametrize(
     ("task", "row", "answer"),
     [
-        ("gsm8k", {"question": "q", "answer": "so\n#### 1,234"}, "1,234"),
+        ("gsm8k", {"question": "q", "answer": "<<1+1=2>>\n#### 1,234 "}, "1,234"),
+        ("gsm8k_lm_eval", {"question": "q", "answer": "so\n#### 12"}, "12"),
         ("math", {"problem": "q", "solution": r"\boxed{1} is $\boxed{\frac{1}{2}}$"}, r"\frac{1}{2}"),
         ("math", {"problem": "q", "answer": "7", "solution": r"\boxed{8}"}, "7"),
-        ("math", {"problem": EMPTY_BOXES[0] + " (A) 0", "solution": r"\boxed{}"}, "0"),
-        ("math500", {"problem": "q", "answer": "x"}, "x"),
-        ("olympiadbench", {"question": "q", "final_answer": ["$1$", "$2$"]}, "$1$, $2$"),
+        ("math", {"problem": "q", "answer": None, "solution": r"\boxed{8}"}, "8"),
+        ("math", {"problem": EMPTY_BOX, "solution": r"\boxed{}"}, "0"),
+        ("math", {"problem": EMPTY_BOX, "answer": ""}, "0"),
+        ("math500", {"problem": "q", "answer": r"so \boxed{x}"}, "x"),
+        ("olympiadbench", {"question": "q", "final_answer": ["$1$", "$2$"]}, "1, 2"),
+        ("olympiadbench", {"question": "q", "final_answer": ["$1$,$2$"]}, "$1$,$2$"),
+        ("aime", {"question": "q", "answer": 204}, "204"),
+        ("amc", {"prompt": "q", "final_answer": ["$27$"]}, "27"),
+        ("minerva", {"problem": "q", "solution": r"\boxed{3}"}, "3"),
         ("boxed", {"prompt": "q", "answer": 204}, "204"),
-        ("boxed", {"problem": "q", "answer": "204"}, "204"),
-        ("svamp", {"Body": "b", "Question": "q", "Answer": 145.0}, "145"),
+        ("boxed", {"problem": " ", "question": "q", "answer": "204"}, "204"),
+        ("svamp", {"Body": "b ", "Question": " q", "Answer": 145.0}, "145"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": 2.5}, "2.5"),
+        ("svamp", {"Body": "b", "Question": "q", "Answer": "145"}, "145"),
+        ("arithmetic", {"prompt": "1+1<sep>", "answer": "-2"}, "-2"),
+        ("jsonl", {"prompt": "hi", "answer": ""}, ""),
+        ("jsonl", {"prompt": [{"role": "user", "content": "x"}], "answer": " y"}, " y"),
     ],
 )
-def test_answers_of_rows(task: str, row: dict[str, Any], answer: str) -> None:
-    question, gold = get_task(task).read_row(row)
-    assert gold == answer
-    assert question == {"svamp": "b q"}.get(task, row.get("problem", "q"))
+def test_questions_and_answers_of_rows(task: str, row: dict[str, Any], answer: str) -> None:
+    question, read_answer = get_task(task).read_row(row)
+    assert read_answer == answer
+    shown = next((row[name] for name in ("question", "problem", "prompt") if row.get(name, " ") != " "), "b q")
+    assert question == shown
 
 
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
+        ("gsm8k", {"question": "1+1?"}, "field 'answer' is missing"),
+        ("gsm8k", {"answer": "#### 1"}, "field 'question' is missing"),
+        ("gsm8k", {"question": "1+1?", "answer": "2"}, "no #### before"),
+        ("gsm8k", {"question": "1+1?", "answer": "####"}, "field 'answer' holds no answer"),
+        ("gsm8k", {"question": "1+1?", "answer": "#### two"}, "'two' is not a number"),
         ("math", {"problem": "q", "solution": r"\boxed{1"}, r"field 'solution' has no closed"),
-        ("math", {"problem": "q", "solution": r"\boxed{}"}, "the reference answer is empty"),
-        ("math", {"problem": "q"}, "field 'solution' is missing"),
-        ("olympiadbench", {"question": "q", "final_answer": "1"}, "'final_answer' is not a list of strings"),
+        ("math", {"problem": "q", "solution": r"\boxed{}"}, "field 'solution' holds no answer"),
+        ("math", {"problem": "q", "answer": ["1"]}, "field 'answer' is a list, not a string"),
+        ("math", {"problem": "q"}, "none of the fields 'answer', 'solution' is there"),
+        ("olympiadbench", {"question": "q", "final_answer": {"a": 1}}, "'final_answer' is not a list of texts"),
+        ("olympiadbench", {"question": "q", "final_answer": []}, "'final_answer' is not a list of texts"),
         ("boxed", {"problem": "q"}, "field 'answer' is missing"),
-        ("svamp", {"Body": "b", "Question": "q", "Answer": None}, "field 'Answer' is not a number"),
+        ("boxed", {"answer": "1"}, "none of the fields 'problem', 'question', 'prompt' is there"),
+        ("svamp", {"Body": "b", "Question": "q", "Answer": None}, "field 'Answer' is null, not a number"),
+        ("svamp", {"Body": "b", "Question": "q", "Answer": True}, "field 'Answer' is bool, not a number"),
+        ("svamp", {"Body": "b", "Question": "q", "Answer": float("inf")}, "not a finite number"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": "many"}, "'many' is not a number"),
+        ("arithmetic", {"prompt": "1+1", "answer": "2.0"}, "'2.0', not an integer"),
+        ("arithmetic", {"prompt": "1+1", "answer": 2}, "is int, not a string"),
+        ("jsonl", {"prompt": [], "answer": ""}, "'prompt' is empty"),
+        ("jsonl", {"prompt": ["x"], "answer": ""}, "a message must be an object"),
+        ("jsonl", {"prompt": [{"role": "user"}], "answer": ""}, "'content' is missing"),
+        ("jsonl", {"prompt": [{"role": "assistant", "content": "x"}], "answer": ""}, "ends with the assistant's turn"),
     ],
 )
 def test_wrong_rows(task: str, row: dict[str, Any], message: str) -> None:
@@ -52,13 +85,16 @@ def test_wrong_rows(task: str, row: dict[str, Any], message: str) -> None:
         get_task(task).read_row(row)
 
 
-def test_every_task_with_a_reward_shares_its_extractor() -> None:
-    for name in tasks.names():
-        task = get_task(name)
-        assert task.name == name
-        if task.reward is not None:
-            check_reward(task.reward)
-            assert task.reward in extractors.names()
+def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
+    benchmarks = {"gsm8k", "math", "math500", "svamp", "olympiadbench", "aime", "amc", "minerva"}
+    assert benchmarks | {"gsm8k_lm_eval", "boxed", "arithmetic", "jsonl"} == set(task_names())
+    for task in get_tasks(task_names()):
+        assert task.name in task_names() and len(task.sha256) == 64 and task.title
+        for reward in {*task.graders.values(), *([task.reward] if task.reward else [])}:
+            check_reward(reward)
+            assert reward in extractors.names()
+        assert task.reward is None or task.graders["accuracy"] == task.reward
+    assert get_task("gsm8k") is get_task("gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -70,3 +106,106 @@ def test_real_files_are_read(task: str, file: str, count: int) -> None:
     if not path.exists():
         pytest.skip(f"not found: {path}")
     assert len(read_rows(path, get_task(task).read_row)) == count
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def _turns(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_a_chat_is_system_turn_examples_and_question() -> None:
+    task = Task("t", lambda row: ("", ""), system_prompt="s", user_prompt="<{question}>")
+    examples = [Example("{solution}", " e\n")]
+    shown = [("user", "<{solution}>"), ("assistant", "e")]
+    assert task.messages("q{x}", examples) == _turns(("system", "s"), *shown, ("user", "<q{x}>"))
+    assert task.messages("q", examples, system_prompt="other") == _turns(("system", "other"), *shown, ("user", "<q>"))
+    assert task.messages("q", system_prompt="") == _turns(("user", "<q>"))
+    chat = _turns(("system", "row"), ("user", "a"), ("assistant", "b"), ("user", "q"))
+    assert task.messages(chat, examples, system_prompt="other") == _turns(
+        ("system", "row"), *shown, ("user", "a"), ("assistant", "b"), ("user", "<q>")
+    )
+    assert chat[-1]["content"] == "q"  # the row is not changed
+    with pytest.raises(ValueError, match="'gsm8k_lm_eval' has plain text prompts only"):
+        get_task("gsm8k_lm_eval").messages("q")
+
+
+def test_plain_text_is_examples_and_question() -> None:
+    assert get_task("gsm8k").plain_text("q", [Example("a", "b")]) == "Question: a\nAnswer: b\n\nQuestion: q\nAnswer:"
+    assert Task("t", lambda row: ("", "")).plain_text("q") == "q"
+    with pytest.raises(ValueError, match="list of chat messages"):
+        get_task("gsm8k").plain_text(_turns(("user", "q")))
+    assert fill_template("{a} {b} {}", {"a": "{b}"}) == "{b} {b} {}"
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "from grpo_megatron.data.task import Task\n"
+        "def make(): return Task('mine', lambda row: (row['q'], row['a']), 'graded')\n"
+        "MINE = make()\n"
+        "def wrong(): return 5\n"
+    )
+    (tmp_path / "my_task.py").write_text(source)
+    (tmp_path / "bad_task.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_task:make", "my_task:MINE"):
+        task = get_task(name)
+        assert isinstance(task, Task) and (task.name, task.reward) == ("mine", "graded")
+        assert task.read_row({"q": "1", "a": "2"}) == ("1", "2") and task.graders == {"accuracy": "graded"}
+        assert task.sha256 == hashlib.sha256(source.encode()).hexdigest()
+    with pytest.raises(ConfigError, match="task 'my_task:wrong' is int, not a grpo_megatron.data.task.Task"):
+        get_task("my_task:wrong")
+    with pytest.raises(ConfigError, match="unknown task 'gsm8'; did you mean 'gsm8k'"):
+        get_task("gsm8")
+    with pytest.raises(ConfigError, match="cannot import module 'no_such_module'"):
+        get_task("no_such_module:task")
+    with pytest.raises(ConfigError, match="(?s)'gsm9k'; did you mean.*'math' is given twice"):
+        get_tasks(["gsm9k", "math", "math"])
+    with pytest.raises(ConfigError, match="importing it raised ZeroDivisionError"):
+        get_tasks(["bad_task:task"])
+    with pytest.raises(ConfigError, match="no task is named; choose from aime"):
+        get_tasks([])
+    with pytest.raises(ValueError, match="String should match pattern"):
+        Task("my/task", lambda row: ("", ""))
+
+
+def test_a_variant_extends_a_built_in_task(tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text("name: gsm8k_short\nextends: gsm8k\nversion: 2\ntitle: short answers\nsystem_prompt: Be brief.\n")
+    task, base = get_task(str(path)), get_task("gsm8k")
+    assert (task.name, task.version, task.system_prompt) == ("gsm8k_short", 2, "Be brief.")
+    assert (task.files, task.text, task.graders) == (base.files, base.text, base.graders)
+    row = {"question": "q", "answer": "#### 3"}
+    assert task.read_row(row) == base.read_row(row) == ("q", "3")
+    hashed = (FOLDER / "gsm8k.yaml").read_bytes() + b"\0" + path.read_bytes()
+    assert task.sha256 == hashlib.sha256(hashed).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "must be a mapping, not a list"),
+        ("{", "is not YAML"),
+        (
+            "name: x\nversion: 0\n",
+            r"(?s)title: Field required.*question: Field.*answer: Field.*version: Input should be",
+        ),
+        ("extends: gsm8k\n", r"(?s)version: Field required.*title: Field required.*name: Field required"),
+        ("extends: gsm9k\n", "extends 'gsm9k' is not a built-in task; set one of aime"),
+        ("extends: svamp\n", "extends 'svamp', which extends 'gsm8k'; set extends to the latter"),
+        ("name: x\nextends: math\nversion: 1\ntitle: t\nread_row: 5\n", "read_row: not a key of a task file"),
+        ("name: x\nextends: math\nversion: 1\ntitle: t\nchat: {}\n", "chat: unknown key .known: answer, extends"),
+        ("name: x\nextends: math\nversion: 1\ntitle: t\ntext: {problm: ''}\n", "text.problm: Extra inputs"),
+    ],
+)
+def test_wrong_task_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        get_task(str(path))
+    with pytest.raises(ConfigError, match="cannot read task file .*gone.yaml"):
+        get_task(str(tmp_path / "gone.yaml"))

@@ -1,4 +1,4 @@
-"""What the ranks of a world do for test_run.py: draw a plan's samples, once whole and once with an interruption."""
+"""What the ranks of a world do for test_run.py: draw all samples, once whole and once with an interruption."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from unittest import mock
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation import run
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
+from grpo_megatron.evaluation.output_folder import claim_output, write_identity
 from grpo_megatron.evaluation.settings import Options, prepare
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Request
@@ -27,25 +28,25 @@ class Killed(Exception):
 def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) -> dict[str, Any]:
     """Draw into `output`; with `interrupted`, also into that folder: torn in its second batch, then continued.
 
-    Returns how often the engine was asked in each, and a greedy answer's tokens.
+    Returns how often the engine generated in each, and the tokens of a greedy completion.
     """
-    how = run.EngineOptions(device="cpu", batch_size=9)
-    plan = prepare(options(model, data, output))
+    engine_options = run.EngineOptions(device="cpu", batch_size=9)
+    settings = prepare(options(model, data, output))
     device = Device("cpu")
     mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1)
-    engine = run._engine(plan, how, mesh, device)
+    engine = run._build_engine(settings, engine_options, mesh, device)
     facts: dict[str, Any] = {"calls": []}
 
     def draw(target: Path) -> None:
         again = prepare(options(model, data, target))
         if mesh.rank == 0:
-            with run.claimed(target):
-                run.remember(again)
+            with claim_output(target):
+                write_identity(target, again.identity())
         mesh.barrier()
         with mock.patch.object(engine, "generate", wraps=engine.generate) as generate:
             try:
                 for selected in again.selected:
-                    run._draw_task(again, selected, how, engine, mesh)
+                    run.draw_task(again, selected, engine_options, engine, mesh)
             finally:
                 facts["calls"].append(generate.call_count)
 
@@ -56,7 +57,7 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
         def torn(self: Ledger, block: int, rows: list[LedgerEntry]) -> None:
             append(self, block, rows)
             file = self.folder / f"block_{block:04d}.jsonl"
-            if file.read_bytes().count(b"\n") > 9:  # in the second batch: leave half of it
+            if file.read_bytes().count(b"\n") > 9:  # in the second batch: keep half of it
                 file.write_bytes(file.read_bytes()[:-500])
                 raise Killed
 
@@ -67,8 +68,10 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
                 facts["torn"] = True
         draw(interrupted)
         draw(interrupted)
-    prompt = plan.selected[0].prompts.prompts[0]
-    facts["greedy"] = engine.generate([Request(prompt.prompt_ids, 0, 12, temperature=0.0)], run.VERSION)[0].response_ids
+    prompt = settings.selected[0].prompts.prompts[0]
+    facts["greedy"] = engine.generate([Request(prompt.prompt_ids, 0, 12, temperature=0.0)], run.WEIGHTS_VERSION)[
+        0
+    ].response_ids
     engine.shutdown()
     destroy_mesh()
     return facts

@@ -21,21 +21,21 @@ def _write(path: Path, rows: list[Any]) -> Path:
 
 
 def test_grades_of_gsm8k() -> None:
-    golds = ["18", "1,234", "5", "18", "18"]
+    answers = ["18", "1,234", "5", "18", "18"]
     texts = ["#### 18", "#### $1,234.00", "\\boxed{6}", "eighteen", "18"]
     expected = [Grade(True, "18"), Grade(True, "1234"), Grade(False, "6"), Grade(False, None), Grade(False, None)]
-    assert grade("gsm8k", golds, texts) == expected
-    assert grade("gsm8k", golds, texts, workers=2) == expected  # in processes
+    assert grade("gsm8k", answers, texts) == expected
+    assert grade("gsm8k", answers, texts, workers=2) == expected  # in processes
     assert [verdict.format_ok for verdict in expected] == [True, True, True, False, False]
-    assert grade("svamp", golds, texts) == expected
-    assert [verdict.correct for verdict in grade("gsm8k_flexible", golds, texts)] == [True, False, False, False, True]
+    assert grade("svamp", answers, texts) == expected
+    assert [verdict.correct for verdict in grade("gsm8k_flexible", answers, texts)] == [True, False, False, False, True]
 
 
 def test_grades_of_math_and_a_failure_of_the_grader() -> None:
-    golds = ["x^2+2x+1", "(1,2)", "5", "x^2+1", "7"]
+    answers = ["x^2+2x+1", "(1,2)", "5", "x^2+1", "7"]
     texts = [r"\boxed{(x+1)^2}", r"\boxed{[1,2]}", "five", r"\boxed{(x+y+z+1)^{999}}", r"\boxed{7}"]
     with RewardPool(1, 30.0) as pool:
-        grades = grade("math", golds, texts, pool=pool)
+        grades = grade("math", answers, texts, pool=pool)
         assert same_answers("math", [(r"\frac12", "0.5"), ("1", "2")], pool=pool) == [True, False]
     assert [(verdict.correct, verdict.status) for verdict in grades] == [
         *((True, "ok"), (False, "ok"), (False, "ok"), (False, "timeout"), (True, "ok"))
@@ -43,28 +43,30 @@ def test_grades_of_math_and_a_failure_of_the_grader() -> None:
     assert [verdict.extracted for verdict in grades] == ["(x+1)^2", "[1,2]", None, "(x+y+z+1)^{999}", "7"]
 
 
-def test_a_gold_that_is_no_number_is_an_error_of_its_row() -> None:
+def test_a_reference_answer_that_is_not_a_number_is_an_error_of_its_row() -> None:
     for workers in (1, 2):
         verdicts = grade("gsm8k", ["many", "18"], ["#### 18", "#### 18"], workers=workers)
         assert [(verdict.correct, verdict.status) for verdict in verdicts] == [(False, "error"), (True, "ok")]
         assert "'many' is not a number" in verdicts[0].message
 
 
-def test_graders_have_names() -> None:
+def test_names_of_graders() -> None:
     assert [grader_of(task) for task in ("math500", "olympiadbench", "svamp", "math", "gsm8k_strict")] == [
         *("math", "math", "gsm8k", "math", "gsm8k_strict")
     ]
     with pytest.raises(ConfigError, match="cannot grade task 'gsm9k': unknown reward 'gsm9k'; did you mean 'gsm8k'"):
         grader_of("gsm9k")
+    with pytest.raises(ConfigError, match="task 'gsm8k_lm_eval' has no reward of its own; name a reward"):
+        grader_of("gsm8k_lm_eval")
     with pytest.raises(ConfigError, match="task 'jsonl' has no reward of its own"):
         grader_of("jsonl")
 
 
 def test_a_file_keeps_its_rows(tmp_path: Path) -> None:
     rows = [
-        {"id": 7, "gold": "18", "completion": "#### 18", "note": "\u00e9\u4e2d"},
-        {"gold": 18, "completion": "", "nested": {"a": [1, None]}},
-        {"gold": 2.5, "completion": "#### 5/2", "correct": "old"},
+        {"id": 7, "answer": "18", "completion": "#### 18", "note": "\u00e9\u4e2d"},
+        {"answer": 18, "completion": "", "nested": {"a": [1, None]}},
+        {"answer": 2.5, "completion": "#### 5/2", "correct": "old"},
     ]
     output = tmp_path / "out.jsonl"
     counts = grade_file("gsm8k", _write(tmp_path / "in.jsonl", rows), output, quiet=True)
@@ -77,22 +79,31 @@ def test_a_file_keeps_its_rows(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
+def test_the_older_name_of_the_reference_answer_is_accepted_and_wins(tmp_path: Path) -> None:
+    """A row may carry a whole solution as "answer" beside its "gold"."""
+    rows = [{"gold": 18, "answer": "so it is 5", "completion": "#### 18"}, {"answer": 5, "completion": "#### 18"}]
+    output = tmp_path / "out.jsonl"
+    assert grade_file("gsm8k", _write(tmp_path / "in.jsonl", rows), output, quiet=True)["correct"] == 1
+    assert [json.loads(line)["correct"] for line in output.read_text().splitlines()] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
         ("gsm8k", "{oops", "line 2: is not JSON"),
         ("gsm8k", [], "line 2: is a list, not an object"),
-        ("gsm8k", {"completion": "x"}, "line 2: field 'gold' is missing"),
-        ("gsm8k", {"gold": "1"}, "line 2: field 'completion' is missing"),
-        ("gsm8k", {"gold": "1", "completion": None}, "line 2: field 'completion' is null, not a string"),
+        ("gsm8k", {"completion": "x"}, "line 2: field 'answer' is missing"),
+        ("gsm8k", {"answer": "1"}, "line 2: field 'completion' is missing"),
+        ("gsm8k", {"answer": "1", "completion": None}, "line 2: field 'completion' is null, not a string"),
         ("gsm8k", {"gold": True, "completion": ""}, "line 2: field 'gold' is bool, not a string"),
-        ("gsm8k", {"gold": "many", "completion": ""}, "line 2: the reference answer 'many' is not a number"),
-        ("gsm8k", {"gold": "", "completion": ""}, "line 2: the reference answer '' is not a number"),
-        ("math", {"gold": ["1"], "completion": ""}, "line 2: field 'gold' is a list, not a string"),
+        ("gsm8k", {"answer": True, "completion": ""}, "line 2: field 'answer' is bool, not a string"),
+        ("gsm8k", {"answer": "many", "completion": ""}, "line 2: the reference answer 'many' is not a number"),
+        ("gsm8k", {"answer": "", "completion": ""}, "line 2: the reference answer '' is not a number"),
+        ("math", {"answer": ["1"], "completion": ""}, "line 2: field 'answer' is a list, not a string"),
     ],
 )
 def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, task: str, row: Any, message: str) -> None:
-    path = _write(tmp_path / "in.jsonl", [{"gold": "1", "completion": "#### 1"}, row])
+    path = _write(tmp_path / "in.jsonl", [{"answer": "1", "completion": "#### 1"}, row])
     with pytest.raises(ConfigError, match="1 of 2 rows are wrong"):
         grade_file(task, path, tmp_path / "out.jsonl", quiet=True)
     with pytest.raises(ConfigError, match=message):
@@ -101,7 +112,7 @@ def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, task: str, ro
 
 
 def test_an_output_that_cannot_be_written_is_found_first(tmp_path: Path) -> None:
-    path = _write(tmp_path / "in.jsonl", [{"gold": "1", "completion": "#### 1"}])
+    path = _write(tmp_path / "in.jsonl", [{"answer": "1", "completion": "#### 1"}])
     for output in (tmp_path, tmp_path / "gone" / "out.jsonl"):
         with pytest.raises(ConfigError, match="cannot write"):
             grade_file("gsm8k", path, output, quiet=True)
@@ -114,8 +125,8 @@ def test_the_solutions_of_real_math_as_a_file(tmp_path: Path, capsys: pytest.Cap
     if not source.exists():
         pytest.skip(f"real MATH not found at {source}")
     rows = [json.loads(line) for line in source.read_text().splitlines()]
-    path = _write(tmp_path / "in.jsonl", [{"gold": r["answer"], "completion": r["solution"]} for r in rows])
+    path = _write(tmp_path / "in.jsonl", [{"answer": r["answer"], "completion": r["solution"]} for r in rows])
     counts = grade_file("math", path, tmp_path / "out.jsonl", quiet=True)
-    # two golds of the file are "", and their solutions have an empty box
+    # two reference answers of the file are "", and their solutions have an empty box
     assert counts == {"rows": 7500, "correct": 7500, "without_answer": 2, "timeout": 0, "error": 0}
-    assert "2 of 7500 golds are empty" in capsys.readouterr().err
+    assert "2 of 7500 reference answers are empty" in capsys.readouterr().err

@@ -14,10 +14,11 @@ import pytest
 
 from grpo_megatron.evaluation import figures, report
 from grpo_megatron.evaluation.grading import Grade
-from grpo_megatron.evaluation.ledger import GREEDY, LedgerEntry
+from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.results import Graded, GradedProblem
 from grpo_megatron.evaluation.scores import score
+from grpo_megatron.types import GREEDY
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

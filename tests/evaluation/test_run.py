@@ -1,8 +1,8 @@
 """An evaluation from end to end: drawing on the real engine, killed and continued, on one rank and on two; the command.
 
-The model is random, so nothing is right; what is tested is that the same samples come in every way of drawing them,
-that they are the model's own, and that the command grades and reports what it finds. Right and wrong answers come from
-ledgers that the tests write.
+The model is random, so no completion is right. The tests show that every way of drawing gives the same samples, that
+they are the model's own, and that the command grades and reports them. Right and wrong completions come from ledgers that
+the tests write.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.conversion import to_megatron
-from grpo_megatron.evaluation import run, weights
+from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
+from grpo_megatron.evaluation.output_folder import claim_output, write_identity
 from grpo_megatron.evaluation.settings import Options, prepare
 from tests.evaluation.drawing_ranks import draw_all, options
 from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
@@ -62,7 +63,7 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
     expected = _samples(whole)
     assert {task: len(rows) for task, rows in expected.items()} == {"gsm8k": 6 * 4, "math": 5 * 4}
     assert _samples(killed) == expected == _samples(two)
-    # 24 + 20 samples in batches of 9: 3 + 3; killed in the second, which is drawn again; then there is nothing to draw
+    # 24 + 20 samples in batches of 9: 3 + 3; killed in the second, which is drawn again; then all samples are there
     assert alone["torn"] and alone["calls"] == [6, 2, 5, 0]
     assert len(list(two.glob("completions/gsm8k/block_*.jsonl"))) == 2
     texts = {(d.uid, d.text) for rows in expected.values() for d in rows.values()}
@@ -73,10 +74,10 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
     prompt = prepare(options(model, data, whole)).selected[0].prompts.prompts[0]
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor([prompt.prompt_ids])
-    theirs = oracle.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
-    assert alone["greedy"] == theirs
+    expected_ids = oracle.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+    assert alone["greedy"] == expected_ids
     tokenizer = AutoTokenizer.from_pretrained(model)
-    assert expected["gsm8k"]["gsm8k/0", -1].text == tokenizer.decode(theirs, skip_special_tokens=True)
+    assert expected["gsm8k"]["gsm8k/0", -1].text == tokenizer.decode(expected_ids, skip_special_tokens=True)
 
 
 def test_a_checkpoint_streams_the_same_weights(folder: Path, tmp_path: Path) -> None:
@@ -84,12 +85,14 @@ def test_a_checkpoint_streams_the_same_weights(folder: Path, tmp_path: Path) -> 
     expected = load_file(folder / "model" / "model.safetensors")
     for path in (folder / "model", tmp_path / "megatron"):
         source = weights.open_model(path, None)
-        buckets = list(weights.stream(source, "float32", torch.device("cpu"), 100_000))
+        buckets = list(weights.stream_weights(source, "float32", torch.device("cpu"), 100_000))
         tensors = dict(pair for bucket in buckets for pair in bucket)
         assert len(buckets) > 3 and tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-        assert weights.dtype_of(source, None) == "float32" and weights.dtype_of(source, "bfloat16") == "bfloat16"
-    half = dict(next(iter(weights.stream(source, "bfloat16", torch.device("cpu"), 1))))
+        assert (
+            weights.engine_dtype(source, None) == "float32" and weights.engine_dtype(source, "bfloat16") == "bfloat16"
+        )
+    half = dict(next(iter(weights.stream_weights(source, "bfloat16", torch.device("cpu"), 1))))
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
@@ -105,18 +108,18 @@ def command(folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
     return build
 
 
-def fill(folder: Path, output: Path, share: float, **changes: Any) -> None:
+def fill_ledger(folder: Path, output: Path, share: float, **changes: Any) -> None:
     """A complete ledger in which about `share` of the answers are right."""
-    plan = prepare(
+    settings = prepare(
         Options(
             model=folder / "model", data=folder / "data", output=output, tasks=["gsm8k", "math"], samples=2, max_tokens=12,
             **changes,
         )
     )  # fmt: skip
-    run_folder = plan.options.output
+    run_folder = settings.options.output
     run_folder.mkdir()
-    run.remember(plan)
-    for selected in plan.selected:
+    write_identity(run_folder, settings.identity())
+    for selected in settings.selected:
         mark = "#### %s" if selected.name == "gsm8k" else "Then $\\boxed{%s}$."
         rows = []
         for prompt, index in selected.requests():
@@ -129,7 +132,7 @@ def fill(folder: Path, output: Path, share: float, **changes: Any) -> None:
 def test_the_command_grades_and_reports(
     folder: Path, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fill(folder, tmp_path / "out", 0.6)
+    fill_ledger(folder, tmp_path / "out", 0.6)
     assert main(command()) == 0
     printed = capsys.readouterr().out
     assert (
@@ -151,7 +154,7 @@ def test_the_command_grades_and_reports(
     assert task["rates"]["truncated"] == task["rates"]["format_error"] == pytest.approx(wrong, abs=1e-6)
     assert main(command()) == 0 and (tmp_path / "out" / "results.json").read_bytes() == first
 
-    fill(folder, tmp_path / "better", 1.0)
+    fill_ledger(folder, tmp_path / "better", 1.0)
     assert main(command(output="better")) == 0
     capsys.readouterr()
     paths = [str(tmp_path / name / "results.json") for name in ("out", "better")]
@@ -165,7 +168,7 @@ def test_the_command_grades_and_reports(
 def test_a_run_with_other_settings_is_refused(
     folder: Path, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fill(folder, tmp_path / "out", 0.5)
+    fill_ledger(folder, tmp_path / "out", 0.5)
     assert main(command("--temperature", "0.9", "--limit", "3")) == 2
     error = capsys.readouterr().err
     assert "tasks.gsm8k.temperature: 0.6 there, 0.9 here" in error and "num_problems: 6 there, 3 here" in error
@@ -174,9 +177,9 @@ def test_a_run_with_other_settings_is_refused(
     (tmp_path / "full" / "thesis.tex").write_text("")
     assert main(command(output="full")) == 2 and "holds something else" in capsys.readouterr().err
     with (
-        run.claimed(tmp_path / "out"),
+        claim_output(tmp_path / "out"),
         pytest.raises(ConfigError, match="in use by another"),
-        run.claimed(tmp_path / "out"),
+        claim_output(tmp_path / "out"),
     ):
         pass
 
@@ -192,6 +195,11 @@ def test_a_run_with_other_settings_is_refused(
         (["--file", "aime"], "--file 'aime' is not of the form TASK=PATH"),
         (["--samples", "1", "--no-greedy"], "--no-greedy leaves nothing to draw"),
         (["--engine-kwargs", "[1]"], "--engine-kwargs must be a JSON object"),
+        (["--tasks", "jsonl", "--file", "jsonl=x.jsonl"], "task 'jsonl' has no grader; add `reward` or `graders`"),
+        (["--tasks", "aime"], "task 'aime': no data file in"),
+        (["--tasks", "boxed"], "task 'boxed' names no data file; set --file boxed=PATH"),
+        (["--tasks", "no_module:task"], "cannot import module 'no_module'"),
+        (["--format", "text", "--system-prompt", "x"], "--system-prompt needs a chat, and task 'gsm8k' is plain text"),
     ],
 )
 def test_mistakes(
@@ -224,8 +232,39 @@ def test_ranks_and_layout_must_fit(
     assert "--tp 4 does not fit the 6 ranks that torchrun has started" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("tp", "changes", "words"),
+    [
+        # 112 rows = 37 x 3 + 1; 320 = 106 x 3 + 2
+        (3, {}, "2 attention heads over 3 leave 2, 112 rows of the MLP over 3 leave 1, of 2 key-value heads and 3, "
+         "neither divides the other, 320 rows of the vocabulary over 3 leave 2; set one of 1, 2\n"),
+        # the policy could be split over 3 ranks: only the engine's vocabulary cannot
+        (3, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96},
+         ": 320 rows of the vocabulary over 3 leave 2; set one of 1, 2\n"),
+    ],
+)  # fmt: skip
+def test_a_tensor_parallel_size_that_does_not_fit_the_model_is_refused_before_anything_starts(
+    tp: int,
+    changes: dict[str, Any],
+    words: str,
+    folder: Path,
+    tmp_path: Path,
+    command: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = make_folder(tmp_path / "model", **changes) if changes else folder / "model"
+    assert main(command("--model", str(model), "--tp", str(tp))) == 2
+    error = capsys.readouterr().err
+    assert f"--tp {tp} cannot split the model {str(model)!r}" in error and error.endswith(words)
+    assert not (tmp_path / "out").exists()
+
+
 def test_identity_says_what_decides(folder: Path, tmp_path: Path) -> None:
-    plan = prepare(options(folder / "model", folder / "data", tmp_path / "x"))
-    other = dataclasses.replace(plan.options, seed=1, output=tmp_path / "y")
-    assert prepare(other).identity() == {**plan.identity(), "seed": 1}
-    assert plan.eos_token_ids == [plan.tokenizer.eos_token_id]
+    settings = prepare(options(folder / "model", folder / "data", tmp_path / "x"))
+    other = dataclasses.replace(settings.options, seed=1, output=tmp_path / "y")
+    assert prepare(other).identity() == {**settings.identity(), "seed": 1}
+    assert settings.eos_token_ids == [settings.tokenizer.eos_token_id]
+    short = prepare(dataclasses.replace(settings.options, system_prompt="Be brief."))
+    first, changed = (s.identity()["tasks"]["gsm8k"] for s in (settings, short))
+    assert {key for key in first if first[key] != changed[key]} == {"asked_sha256", "prompts_sha256"}
+    assert short.selected[0].prompts.prompts[0].text.startswith("<system>Be brief.\n<user>What is 0 plus 0?")

@@ -1,8 +1,8 @@
-"""Tasks over the real files, their prompts, and the mapping to lm-evaluation-harness.
+"""Tasks over the real files, their prompts, the same in training and evaluation, and those of lm-evaluation-harness.
 
-The harness' numbers are lm-eval 0.4.13's own: its task gsm8k (version 3.0) was run over these train and test files with
-a model that gives the answers of `harness_answers`; kept are the sha256 of its 1,319 prompts, joined by NUL, and the
-sha256 of each filter's 0/1 verdicts as a string. It scored 348 (strict-match) and 773 (flexible-extract).
+The harness' numbers are those of lm-eval 0.4.13. Its task gsm8k (version 3.0) ran over these train and test files with a
+model that returns `harness_completions`. Recorded are the sha256 of its 1,319 prompts, joined by NUL, and the sha256 of
+each filter's 0/1 verdicts as a string. It scored 348 (strict-match) and 773 (flexible-extract).
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.prompts import load_prompts
+from grpo_megatron.data.task import Task
+from grpo_megatron.data.tasks import get_task, get_tasks, task_names
 from grpo_megatron.evaluation.grading import grade
-from grpo_megatron.evaluation.problems import Dataset, fill, read_datasets
-from grpo_megatron.evaluation.prompting import build, choose_format, cut, stop_token_ids
-from grpo_megatron.evaluation.task import Task, read_tasks, task_names
+from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
+from grpo_megatron.evaluation.prompting import build_prompts, choose_format, cut_at_stop, stop_token_ids
 from grpo_megatron.evaluation.validation import read_task_prompts
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows, write_rows
 
@@ -39,27 +41,29 @@ def _read(
     *names: str, shots: int | None = None, data: Path = DATA, limit: int | None = None, **files: Path
 ) -> list[Dataset]:
     def num_fewshot(task: Task) -> int:
-        return shots if shots is not None else task.spec.fewshot.default if task.spec.fewshot else 0
+        if shots is not None:
+            return shots
+        return task.fewshot.default if task.fewshot else 0
 
-    return read_datasets(read_tasks(list(names)), data, files, num_fewshot, limit)
+    return read_datasets(get_tasks(list(names)), DataPlaces(data, files), num_fewshot, limit)
 
 
-def harness_answers(golds: list[str]) -> list[str]:
-    """What the harness was given: right and wrong, in many spellings, and text after a stop."""
-    answers = []
-    for number, gold in enumerate(golds):
-        plain = int(float(gold.replace(",", "")))
+def harness_completions(answers: list[str]) -> list[str]:
+    """The completions that the harness graded: right and wrong, in many spellings, and text after a stop."""
+    completions = []
+    for number, answer in enumerate(answers):
+        plain = int(float(answer.replace(",", "")))
         styles = [
-            f" x\n#### {gold}", f" so {gold}", f" #### ${gold}.", f" #### {gold}\n\nQuestion: next\n#### 7",
-            f" The answer is **{gold}**.", " I do not know", f" #### {gold}. and 12", f" 3 + 4 = 7\n#### 1,{gold}",
-            f" ####{gold}", f" ${gold}.00", f" #### {plain + 1}", f" {gold}</s> 9",
+            f" x\n#### {answer}", f" so {answer}", f" #### ${answer}.", f" #### {answer}\n\nQuestion: next\n#### 7",
+            f" The answer is **{answer}**.", " I do not know", f" #### {answer}. and 12", f" 3 + 4 = 7\n#### 1,{answer}",
+            f" ####{answer}", f" ${answer}.00", f" #### {plain + 1}", f" {answer}</s> 9",
         ]  # fmt: skip
-        answers.append(styles[random.Random(number).randrange(len(styles))])
-    return answers
+        completions.append(styles[random.Random(number).randrange(len(styles))])
+    return completions
 
 
-class Mute:
-    """In the tokenizer's place where only the texts are looked at: 9 MB of single bytes would take a while."""
+class OneTokenTokenizer:
+    """For tests of texts only: 9 MB as single bytes would take a while to tokenise."""
 
     eos_token_id = 0
 
@@ -87,59 +91,54 @@ def test_every_row_of_the_real_files_is_a_problem() -> None:
 @real_data
 def test_the_prompts_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
     (dataset,) = _read("gsm8k_lm_eval")
-    prompts = build(dataset, "text", 5, 0, Mute())
+    prompts = build_prompts(dataset, "text", 5, 0, OneTokenTokenizer())
     assert len(prompts.prompts) == 1319 and prompts.prompts_sha256 == PROMPTS == prompts.asked_sha256
-    assert dataset.task.spec.text.stop == ["Question:", "</s>", "<|im_end|>"]
-    assert (dataset.task.spec.fewshot.default, dataset.task.spec.max_tokens) == (5, 256)  # type: ignore[union-attr]
+    assert dataset.task.text.stop == ["Question:", "</s>", "<|im_end|>"]
+    assert (dataset.task.fewshot.default, dataset.task.max_tokens) == (5, 256)  # type: ignore[union-attr]
 
 
 @real_data
 def test_the_scores_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
     (dataset,) = _read("gsm8k_lm_eval")
-    golds = [problem.answer for problem in dataset.problems]
-    stop = dataset.task.spec.text.stop
-    texts = [cut(tokenizer(a)["input_ids"], stop, tokenizer)[0] for a in harness_answers(golds)]
+    answers = [problem.answer for problem in dataset.problems]
+    stop = dataset.task.text.stop
+    texts = [cut_at_stop(tokenizer(c)["input_ids"], stop, tokenizer)[0] for c in harness_completions(answers)]
     for (name, grader), (right, digest) in zip(
-        dataset.task.spec.graders.items(), ((348, STRICT), (773, FLEXIBLE)), strict=True
+        dataset.task.graders.items(), ((348, STRICT), (773, FLEXIBLE)), strict=True
     ):
-        verdicts = "".join(str(int(g.correct)) for g in grade(grader, golds, texts))
+        verdicts = "".join(str(int(g.correct)) for g in grade(grader, answers, texts))
         assert (verdicts.count("1"), hashlib.sha256(verdicts.encode()).hexdigest()) == (right, digest), name
 
 
 @real_data
-def test_fewshot_examples_are_one_draw_of_the_training_file(tokenizer: Any) -> None:
+def test_fewshot_examples_are_drawn_once_from_the_training_file(tokenizer: Any) -> None:
     (dataset,) = _read("gsm8k", shots=8, limit=20)
-    prompts = build(dataset, "text", 8, 1234, tokenizer)
+    prompts = build_prompts(dataset, "text", 8, 1234, tokenizer)
     head = prompts.prompts[0].text.rpartition("Question: ")[0]
     assert head.count("Question: ") == 8 and "<<" not in head and head.count("####") == 8
     assert all(prompt.text.startswith(head) for prompt in prompts.prompts)
-    assert build(dataset, "text", 8, 1234, tokenizer).prompts_sha256 == prompts.prompts_sha256
-    assert build(dataset, "text", 8, 1, tokenizer).prompts_sha256 != prompts.prompts_sha256
+    assert build_prompts(dataset, "text", 8, 1234, tokenizer).prompts_sha256 == prompts.prompts_sha256
+    assert build_prompts(dataset, "text", 8, 1, tokenizer).prompts_sha256 != prompts.prompts_sha256
     test = {problem.question for problem in dataset.problems}
     assert not any(example.question in test for example in dataset.pool)
-    chat = build(dataset, "chat", 8, 1234, tokenizer).prompts[0].text
+    chat = build_prompts(dataset, "chat", 8, 1234, tokenizer).prompts[0].text
     assert (
         chat.startswith("<system>Reason step by step.") and chat.endswith("\n<assistant>") and chat.count("<user>") == 9
     )
 
 
-def test_a_file_of_the_users_own(tmp_path: Path, tokenizer: Any) -> None:
-    file = write_rows(
-        tmp_path / "mine.jsonl", [{"problem": "1{x}+1?", "answer": 2.0}, {"problem": "2?", "answer": "3"}]
-    )
+def test_a_file_of_the_user(tmp_path: Path, tokenizer: Any) -> None:
+    file = write_rows(tmp_path / "own.jsonl", [{"problem": "1{x}+1?", "answer": 2.0}, {"problem": "2?", "answer": "3"}])
     (dataset,) = _read("aime", aime=file)
     assert [(p.uid, p.question, p.answer) for p in dataset.problems] == [
         ("aime/0", "1{x}+1?", "2"),
         ("aime/1", "2?", "3"),
     ]
-    text = build(dataset, "chat", 0, 0, tokenizer).prompts[0].text
+    text = build_prompts(dataset, "chat", 0, 0, tokenizer).prompts[0].text
     assert text == "<user>1{x}+1?\n\nReason step by step, and put the final answer in \\boxed{}.\n<assistant>"
-    assert fill("{a} {b} {}", {"a": "{b}"}) == "{b} {b} {}"
 
 
 def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="(?s)unknown task 'gsm9k'; did you mean 'gsm8k'.*task 'math' is given twice"):
-        read_tasks(["gsm9k", "math", "math"])
     with pytest.raises(
         ConfigError, match=r"(?s)'gsm8k': no data file.*looked for gsm8k/test.jsonl.*'aime': no data file"
     ):
@@ -148,49 +147,104 @@ def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
         _read("gsm8k", data=tmp_path, math=tmp_path)
     write_rows(tmp_path / "gsm8k" / "test.jsonl", [{"question": "a", "answer": "no mark"}, {"answer": "#### 1"}])
     with pytest.raises(
-        ConfigError, match=r"(?s)2 of 2 rows are wrong.*line 1: field 'answer' holds no answer.*line 2: no q"
+        ConfigError,
+        match=r"(?s)2 of 2 rows are wrong.*line 1: field 'answer' has no ####.*line 2: field 'question' is missing",
     ):
         _read("gsm8k", data=tmp_path)
-    (tmp_path / "bad.yaml").write_text("name: x\nversion: 0\n")
-    with pytest.raises(ConfigError, match=r"(?s)bad.yaml' is wrong:.*version: .*title: Field required"):
-        read_tasks([str(tmp_path / "bad.yaml")])
     write_rows(tmp_path / "svamp.jsonl", [{"Body": "b", "Question": "q", "Answer": 1.0}])
     with pytest.raises(ConfigError, match="'svamp' has no training file.*--num-fewshot 0"):
         _read("svamp", shots=2, data=tmp_path)
 
 
 def test_formats_and_stops(tokenizer: Any) -> None:
-    gsm8k, harness = (task.spec for task in read_tasks(["gsm8k", "gsm8k_lm_eval"]))
+    gsm8k, harness = get_tasks(["gsm8k", "gsm8k_lm_eval"])
     assert [choose_format(gsm8k, "auto", shots, tokenizer) for shots in (0, 8)] == ["chat", "text"]
     assert choose_format(gsm8k, "chat", 8, tokenizer) == "chat"
-    with pytest.raises(ConfigError, match="'gsm8k_lm_eval' is text only; set --format text"):
+    with pytest.raises(ConfigError, match="'gsm8k_lm_eval' has plain text prompts only; set --format text"):
         choose_format(harness, "chat", 5, tokenizer)
     base = byte_tokenizer()
     base.chat_template = None
-    with pytest.raises(ConfigError, match="no chat template; set --format text"):
+    with pytest.raises(ConfigError, match="needs a chat template, and the tokenizer has none; set --format text"):
         choose_format(gsm8k, "auto", 0, base)
     ids = tokenizer("It is 4.\n\nQuestion: more")["input_ids"]
-    assert cut(ids, ["Question:", "\n\n"], tokenizer) == ("It is 4.", 10, True)  # 8 bytes, and the two of the stop
-    assert cut(ids, ["</s>"], tokenizer) == ("It is 4.\n\nQuestion: more", len(ids), False)
+    assert cut_at_stop(ids, ["Question:", "\n\n"], tokenizer) == (
+        "It is 4.",
+        10,
+        True,
+    )  # 8 bytes, and the two of the stop
+    assert cut_at_stop(ids, ["</s>"], tokenizer) == ("It is 4.\n\nQuestion: more", len(ids), False)
     assert stop_token_ids(["<eos>", "Question:"], tokenizer) == [tokenizer.eos_token_id]
 
 
-def test_all_task_files_can_be_read() -> None:
-    assert {"gsm8k", "math", "math500", "svamp", "olympiadbench", "aime", "amc", "minerva"} <= set(task_names())
-    for task in read_tasks(task_names()):
-        assert task.name in task_names() and len(task.sha256) == 64
+ROWS: dict[str, dict[str, Any]] = {
+    "gsm8k": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
+    "gsm8k_lm_eval": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
+    "svamp": {"Body": "One and one.", "Question": "What is it?", "Answer": 2.0},
+    "math": {"problem": "Find $x{y}$.", "solution": "It is $\\boxed{\\frac12}$."},
+    "math500": {"problem": "Find $x$.", "answer": "\\frac12"},
+    "olympiadbench": {"question": "Find $x$.", "final_answer": ["$1$", "$2$"]},
+    "aime": {"problem": "Find $x$.", "answer": 204},
+    "amc": {"question": "Find $x$.", "answer": "$27$"},
+    "minerva": {"problem": "Find $x$.", "solution": "\\boxed{3}"},
+    "boxed": {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "Find $x$."}], "answer": 2},
+    "arithmetic": {"prompt": "1+1<sep>", "answer": "2"},
+    "jsonl": {"prompt": "What is 1+1?", "answer": ""},
+}
 
 
-def test_validation_asks_what_the_scripted_evaluation_asks(tmp_path: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize("name", task_names())
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
+def test_training_validation_and_evaluation_share_prompts_and_answers(
+    name: str, chat: bool, tmp_path: Path, tokenizer: Any
+) -> None:
+    """The same row gives the same token ids and the same reference answer, zero-shot, in all three."""
+    task, format = get_task(name), "chat" if chat else "text"
+    file = write_rows(tmp_path / (task.files[0] if task.files else "rows.jsonl"), [ROWS[name]])
+    data = DataConfig(task=name, apply_chat_template=chat, val_tasks=[name], val_data=tmp_path)
+    is_messages = name == "boxed"
+    if (chat and task.user_prompt is None) or (not chat and is_messages):
+        with pytest.raises(ConfigError, match="plain text prompts only" if chat else "is a list of chat messages"):
+            load_prompts(data, [file], tokenizer, "gsm8k")
+        return
+    (trained,) = load_prompts(data, [file], tokenizer, task.reward or "gsm8k")
+    (dataset,) = _read(name, shots=0, data=tmp_path, **({} if task.files else {name: file}))
+    (evaluated,) = build_prompts(dataset, format, 0, 0, tokenizer).prompts
+    assert trained.prompt_ids == evaluated.prompt_ids and trained.text == evaluated.text
+    assert trained.answer == evaluated.answer == dataset.problems[0].answer
+    assert trained.source == evaluated.source == name
+    question = dataset.problems[0].question_text.rpartition("\n")[2]
+    assert question in trained.text and ("<user>" in trained.text) is chat
+    if task.reward is not None and task.files:
+        assert read_task_prompts(data, {}, tokenizer) == [evaluated]
+
+
+def test_the_prompts_of_math_and_gsm8k(tokenizer: Any) -> None:
+    """MATH's instruction ends the user's turn, GSM8K's is a system turn. A change here needs another `version`."""
+    math, gsm8k = get_task("math"), get_task("gsm8k")
+    assert math.version == gsm8k.version == 1
+    boxed = "Reason step by step, and put the final answer in \\boxed{}."
+    assert math.messages("q") == [{"role": "user", "content": f"q\n\n{boxed}"}]
+    hashes = "Reason step by step. End with one line that holds only #### and the final number, as in: #### 42"
+    assert gsm8k.messages("q") == [{"role": "system", "content": hashes}, {"role": "user", "content": "q"}]
+    for name in ("math500", "olympiadbench", "aime", "amc", "minerva", "boxed"):
+        assert get_task(name).messages("q") == math.messages("q") and get_task(name).text == math.text
+    assert get_task("svamp").messages("q") == gsm8k.messages("q") and get_task("svamp").text == gsm8k.text
+
+
+def test_validation_has_the_prompts_of_the_scripted_evaluation(tmp_path: Path, tokenizer: Any) -> None:
     write_rows(tmp_path / "gsm8k" / "test.jsonl", gsm8k_rows(5))
     settings = {"val_tasks": ["gsm8k"], "val_data": tmp_path, "val_max_samples": 3}
     prompts = read_task_prompts(DataConfig(**settings), {}, tokenizer)
-    assert prompts == build(_read("gsm8k", data=tmp_path)[0], "chat", 0, 0, tokenizer).prompts[:3]
+    assert prompts == build_prompts(_read("gsm8k", data=tmp_path)[0], "chat", 0, 0, tokenizer).prompts[:3]
     assert {(p.source, p.reward) for p in prompts} == {("gsm8k", "gsm8k")}
+    brief = read_task_prompts(DataConfig(**settings, system_prompt="Be brief."), {}, tokenizer)
+    assert brief[0].text.startswith("<system>Be brief.\n<user>What is 0")  # as in training
     for changes, words in [
         ({"val_data": None}, "set data.val_data=DIR"),
-        ({"val_tasks": ["gsm8k_lm_eval"]}, "scripted evaluation only"),
-        ({"apply_chat_template": False}, "set data.apply_chat_template=true"),
+        ({"val_tasks": ["gsm8k_lm_eval"]}, "'gsm8k_lm_eval' has no reward, for the scripted evaluation only"),
+        ({"val_tasks": ["jsonl"]}, "'jsonl' has no reward"),
+        ({"val_tasks": ["boxed"]}, "'boxed' names no data file; set data.val_files"),
+        ({"val_data": tmp_path / "none"}, "none' is not a folder.*; set data.val_data=DIR"),
         ({"max_prompt_length": 9}, "data.max_prompt_length is 9; set it to 1[0-9]+ or more"),
     ]:
         with pytest.raises(ConfigError, match=words):

@@ -1,6 +1,6 @@
 r"""The reference solutions of the real files, graded: all are right but two, whose box is empty.
 
-Those two are in MATH's training split (see EMPTY_BOXES in data/tasks.py): a choice whose letter the authors left out,
+Those two are in MATH's training split (see missing_answers in data/tasks/math.yaml): a choice whose letter the authors left out,
 0 by the text of both problems. The task reads them as 0, so the solution, which boxes nothing, is wrong.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.tasks import EMPTY_BOXES, get_task
+from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards import rewards
 from grpo_megatron.rewards.math import formula
 from grpo_megatron.rewards.math.grader import boxed_prediction, equivalent
@@ -37,11 +37,11 @@ def test_every_reference_solution_of_real_math_is_right(name: str) -> None:
     answers = [answer for _, answer in read_rows(DATA / "math" / f"{name}.jsonl", get_task("math").read_row)]
     assert len(rows) == len(answers) == COUNTS[name]
     wrong = [
-        row["problem"]
+        (boxed_prediction(row["solution"]), answer)
         for row, answer in zip(rows, answers, strict=True)
         if rewards.get("math")(row["solution"], answer)["score"] != 1.0
     ]
-    assert [problem.startswith(EMPTY_BOXES) for problem in wrong] == [True] * (2 if name == "train" else 0)
+    assert wrong == [("", "0")] * (2 if name == "train" else 0)
 
 
 def test_another_box_is_wrong() -> None:

@@ -1,0 +1,35 @@
+"""Rendering: a task's question -> the prompt's text -> token ids. Training, validation and evaluation share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.data.rows import Messages
+
+
+def render_chat(messages: Messages, tokenizer: Any, where: str) -> str:
+    """The text that the tokenizer's chat template makes of `messages`, up to the beginning of the assistant's turn.
+
+    Raises ConfigError when the template fails; `where` says on which row.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # whatever the template raises
+        raise ConfigError(f"the chat template fails on {where}: {type(error).__name__}: {error}") from error
+
+
+def encode_prompts(texts: Sequence[str], tokenizer: Any, *, is_chat: bool) -> list[list[int]]:
+    """Token ids of rendered prompts. Raises ConfigError when a text has no token.
+
+    A chat template writes its special tokens itself. Plain text gets the tokenizer's own (BOS in the Llama family), but
+    no end-of-sequence token: it would end the response before it begins.
+    """
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=not is_chat)["input_ids"] if texts else []
+    if not is_chat:
+        encoded = [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in encoded]
+    for text, ids in zip(texts, encoded, strict=True):
+        if not ids:
+            raise ConfigError(f"the tokenizer makes no token of the prompt {text[:80]!r}")
+    return encoded

@@ -1,0 +1,254 @@
+"""Task files: a task as YAML, in `tasks/` or the user's own. The keys are those of `Task`, and of `RowFormat` below.
+
+A file may extend a built-in task: `extends: gsm8k` takes every key from there that the file does not set. So an
+evaluation in the way of another program (few-shot examples, its own score) is a named variant of the task. The sha256 of
+the bytes, with those of the extended file, is printed with every result and compared before two results are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+
+from grpo_megatron.config import ConfigError, Section
+from grpo_megatron.data.rows import Question, missing_field, read_question, text_field, type_name
+from grpo_megatron.data.task import PLACEHOLDER, Task, fill_template
+from grpo_megatron.rewards import extractors
+from grpo_megatron.rewards.math.boxed import box_start, last_boxed
+
+FOLDER = Path(__file__).parent / "tasks"
+SET_HERE = ("read_row", "sha256")  # fields of Task that are no keys of a file
+OWN_KEYS = ("name", "version", "title")  # never taken from the extended file
+
+AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list"]
+
+
+class AnswerField(Section):
+    """Where the reference answer stands.
+
+    `hashes`: after the last ####. `boxed`: in the last \\boxed{}. `unboxed`: text, or what its last \\boxed{} holds.
+    `text`: text or a number. `verbatim`: text as it stands, possibly empty. `number`, `integer`: of JSON or as text.
+    `list`: texts or numbers, each perhaps in $...$, joined by commas.
+    """
+
+    field: str
+    rule: AnswerRule = "text"
+
+
+class RowFormat(Section):
+    """How a row becomes a question and a reference answer."""
+
+    question: list[str] = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
+    answer: list[AnswerField] = Field(min_length=1)  # the first whose field is there
+    missing_answers: dict[str, str] = Field({})  # beginning of a question whose row holds no answer -> the answer
+
+    def read(self, row: dict[str, Any]) -> tuple[Question, str]:
+        """(question, reference answer). Raises ValueError."""
+        question = self._question(row)
+        place = self._answer_field(row)
+        answer = ANSWER_RULES[place.rule](row, place.field)
+        if answer or place.rule == "verbatim":
+            return question, answer
+        for beginning, known in self.missing_answers.items():
+            if isinstance(question, str) and question.startswith(beginning):
+                return question, known
+        raise ValueError(f"field {place.field!r} holds no answer ({place.rule})")
+
+    def _question(self, row: dict[str, Any]) -> Question:
+        for is_there in (_has_content, _has_field):
+            for template in self.question:
+                fields = PLACEHOLDER.findall(template)
+                if all(is_there(row, field) for field in fields):
+                    return _filled_question(template, fields, row)
+        raise missing_field([field for template in self.question for field in PLACEHOLDER.findall(template)], row)
+
+    def _answer_field(self, row: dict[str, Any]) -> AnswerField:
+        there = [place for place in self.answer if _has_field(row, place.field)]
+        if not there:
+            raise missing_field([place.field for place in self.answer], row)
+        return next((place for place in there if row[place.field] is not None), there[0])
+
+
+KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses.fields(Task))} - set(SET_HERE))
+
+
+def read_task_file(path: Path) -> Task:
+    """The task that a file describes. Raises ConfigError with every mistake of the file."""
+    content, own = _load(path)
+    keys, hashed = own, content
+    if "extends" in own:
+        base_content, base = _load_base(path, own["extends"])
+        keys = {**{key: value for key, value in base.items() if key not in OWN_KEYS}, **own}
+        del keys["extends"]
+        hashed = base_content + b"\0" + content
+    problems = [f"{key}: Field required" for key in ("version", "title") if key not in own]
+    problems += [f"{key}: not a key of a task file" for key in SET_HERE if key in own]
+    rows = task = None
+    try:
+        rows = RowFormat.model_validate({key: keys[key] for key in RowFormat.model_fields if key in keys})
+    except ValidationError as error:
+        problems += _mistakes(error)
+    fields = {key: value for key, value in keys.items() if key not in RowFormat.model_fields}
+    try:
+        task = TypeAdapter(Task).validate_python({**fields, "read_row": RowFormat.read, "sha256": ""})  # replaced below
+    except ValidationError as error:
+        problems += _mistakes(error)
+    if rows is None or task is None or problems:
+        raise ConfigError(f"task file {str(path)!r} is wrong:\n" + "\n".join(f"  {problem}" for problem in problems))
+    names = sorted({*task.graders.values(), *([task.reward] if task.reward else [])})
+    return dataclasses.replace(
+        task, read_row=partial(_checked_row, rows, names), sha256=hashlib.sha256(hashed).hexdigest()
+    )
+
+
+def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
+    try:
+        content = path.read_bytes()
+        raw: Any = yaml.safe_load(content.decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read task file {str(path)!r}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"task file {str(path)!r} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"task file {str(path)!r} must be a mapping, not {type_name(raw)}")
+    return content, {str(key): value for key, value in raw.items()}
+
+
+def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
+    base_path = FOLDER / f"{name}.yaml"
+    if not isinstance(name, str) or base_path.parent != FOLDER or not base_path.is_file():
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        raise ConfigError(f"task file {str(path)!r}: extends {name!r} is not a built-in task; set one of {known}")
+    content, base = _load(base_path)
+    if "extends" in base:
+        raise ConfigError(
+            f"task file {str(path)!r} extends {name!r}, which extends {base['extends']!r}; set extends to the latter"
+        )
+    return content, base
+
+
+def _mistakes(error: ValidationError) -> list[str]:
+    messages = []
+    for mistake in error.errors():
+        text = mistake["msg"]
+        if mistake["type"] == "unexpected_keyword_argument":
+            text = f"unknown key (known: {', '.join(KEYS)})"
+        messages.append(f"{'.'.join(map(str, mistake['loc']))}: {text}")
+    return messages
+
+
+def _checked_row(rows: RowFormat, rewards: Sequence[str], row: dict[str, Any]) -> tuple[Question, str]:
+    """As `RowFormat.read`; also refuses a reference answer that one of the rewards cannot read."""
+    question, answer = rows.read(row)
+    for name in rewards:
+        if name in answer_readers.names():
+            extractors.get(name).read_answer(answer)
+    return question, answer
+
+
+def _has_field(row: dict[str, Any], field: str) -> bool:
+    return field in row
+
+
+def _has_content(row: dict[str, Any], field: str) -> bool:
+    value = row.get(field)
+    return bool(value.strip()) if isinstance(value, str) else isinstance(value, list) and bool(value)
+
+
+def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) -> Question:
+    if len(fields) == 1 and template == f"{{{fields[0]}}}":
+        return read_question(row, fields[0])
+    # white space inside a field is the benchmark's own; where several fields are joined, that at their ends is not
+    values = {field: text_field(row, field) for field in fields}
+    if len(fields) > 1:
+        values = {field: value.strip() for field, value in values.items()}
+    return fill_template(template, values)
+
+
+# -- answer rules: (row, field) -> the reference answer, "" where there is none; ValueError where the field is wrong ----
+
+
+def _after_hashes(row: dict[str, Any], field: str) -> str:
+    _, mark, answer = text_field(row, field).rpartition("####")
+    if not mark:
+        raise ValueError(f"field {field!r} has no #### before the final answer")
+    return answer.strip()
+
+
+def _boxed_answer(row: dict[str, Any], field: str) -> str:
+    answer = last_boxed(text_field(row, field))
+    if answer is None:
+        raise ValueError(f"field {field!r} has no closed \\boxed{{...}}")
+    return answer.strip()
+
+
+def _unboxed_answer(row: dict[str, Any], field: str) -> str:
+    answer = _text_answer(row, field)
+    return (last_boxed(answer) or "").strip() if box_start(answer) >= 0 else answer
+
+
+def _text_answer(row: dict[str, Any], field: str) -> str:
+    value = row[field]
+    return _number_text(value) if _is_number(value) else text_field(row, field, empty=True).strip()
+
+
+def _verbatim_answer(row: dict[str, Any], field: str) -> str:
+    return text_field(row, field, empty=True)
+
+
+def _number_answer(row: dict[str, Any], field: str) -> str:
+    value = row[field]
+    if not _is_number(value) and not isinstance(value, str):
+        raise ValueError(f"field {field!r} is {type_name(value)}, not a number")
+    return _text_answer(row, field)
+
+
+def _integer_answer(row: dict[str, Any], field: str) -> str:
+    answer = text_field(row, field)
+    if not answer.removeprefix("-").isdecimal():
+        raise ValueError(f"field {field!r} is {answer[:40]!r}, not an integer")
+    return answer
+
+
+def _joined_answer(row: dict[str, Any], field: str) -> str:
+    value = row[field]
+    parts: Iterable[Any] = value if isinstance(value, list) else [value]
+    if value == [] or not all(_is_number(part) or isinstance(part, str) for part in parts):
+        raise ValueError(f"field {field!r} is not a list of texts or numbers")
+    return ", ".join(_number_text(part) if _is_number(part) else _without_dollars(part) for part in parts)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number_text(value: float) -> str:
+    if not math.isfinite(value):
+        raise ValueError(f"the answer is {value}, not a finite number")
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _without_dollars(text: str) -> str:
+    text = text.strip()
+    is_one_formula = len(text) > 1 and text.startswith("$") and text.endswith("$") and text.count("$") == 2
+    return text[1:-1] if is_one_formula else text
+
+
+ANSWER_RULES: dict[str, Callable[[dict[str, Any], str], str]] = {
+    "hashes": _after_hashes,
+    "boxed": _boxed_answer,
+    "unboxed": _unboxed_answer,
+    "text": _text_answer,
+    "verbatim": _verbatim_answer,
+    "number": _number_answer,
+    "integer": _integer_answer,
+    "list": _joined_answer,
+}
