@@ -149,7 +149,7 @@ def _checked_row(rows: RowFormat, rewards: Sequence[str], row: dict[str, Any]) -
     """As `RowFormat.read`; also refuses a reference answer that one of the rewards cannot read."""
     question, answer = rows.read(row)
     for name in rewards:
-        if name in answer_readers.names():
+        if name in extractors.names():
             extractors.get(name).read_answer(answer)
     return question, answer
 
