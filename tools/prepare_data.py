@@ -1,4 +1,4 @@
-"""Make what a run starts from: the quickstart's generated data, or a Hugging Face folder with random weights.
+"""Make the inputs of a run: the generated data of the quickstart, or a Hugging Face folder with random weights.
 
     python tools/prepare_data.py arithmetic OUT --seed 0
     python tools/prepare_data.py model OUT --preset quickstart --tokenizer DATA/tokenizer --seed 0 --std 0.05
@@ -28,7 +28,7 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "quickstart": {  # 405 k parameters: learns data/arithmetic.py in a minute on two cores
+    "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about a minute on two cores
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
         "hidden_act": "silu",
@@ -66,9 +66,9 @@ def write_model(
 ) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into the existing folder `out`.
 
-    Every tensor of two or more dimensions is normal(0, std) in float32, drawn from (seed, its name); the others keep
-    the architecture's initial value (biases 0, norms 1; Gemma's norms 0, which means 1). config.json is `raw` with the
-    overrides, dtype float32, and the tokenizer's special ids. Raises ConfigError.
+    Every tensor of two or more dimensions is normal(0, std) in float32, drawn from (seed, its name). The others keep
+    their initial values (biases 0, norms 1; Gemma's norms 0, which means 1). config.json is `raw` with the overrides, dtype
+    float32 and the special ids of the tokenizer. Raises ConfigError.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -81,7 +81,7 @@ def write_model(
     if "model_type" not in raw:
         raise ConfigError("the model config has no model_type; is it a Hugging Face config.json?")
     raw = copy.deepcopy(raw)
-    raw["dtype" if "dtype" in raw else "torch_dtype"] = "float32"  # what is written here; loaders believe the config
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = "float32"  # loaders use the dtype of the config
     for role in ("bos", "eos", "pad"):
         if getattr(tokenizer, f"{role}_token_id") is not None:
             raw[f"{role}_token_id"] = getattr(tokenizer, f"{role}_token_id")
@@ -94,15 +94,15 @@ def write_model(
         )
     try:
         model = build(AutoConfig.for_model(**copy.deepcopy(raw)), dtype=torch.float32)
-    except Exception as error:  # sizes that do not fit each other fail in many ways
+    except Exception as error:  # inconsistent sizes raise many types of error
         raise ConfigError(f"transformers cannot build this config: {type(error).__name__}: {error}") from error
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # tied tensors come once, by their first name
+        for name, parameter in model.named_parameters():  # a tied tensor comes once, under its first name
             if parameter.dim() >= 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=_generator(seed, name)) * std)
     model.save_pretrained(out, max_shard_size="1000GB")
     (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
-    shutil.copymode(out / "config.json", out / "model.safetensors")  # transformers leaves it 0600
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # transformers makes it 0600
     for file in TOKENIZER_FILES:
         if (tokenizer_dir / file).exists():
             shutil.copyfile(tokenizer_dir / file, out / file)

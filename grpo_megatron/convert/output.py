@@ -24,7 +24,7 @@ from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.span import ReusedMemory, as_bytes
 
 NUM_BLOCKS = 4  # in the cycle
-# Larger single writes take up to six times the processor time (measured): the kernel looks for larger pages.
+# Larger single writes take up to six times the processor time: the kernel looks for larger pages.
 WRITE_BYTES = 256 << 10
 FLUSH_BYTES = 64 << 20  # after so many bytes the kernel is told to start writing them to the disk
 

@@ -26,7 +26,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
-    """The same features, small."""
+    """The same architecture with small sizes."""
     changes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48, "vocab_size": 101, "head_dim": 16}
     changes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     for key, size in (
@@ -41,7 +41,7 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, config: dict[str, Any], dtype: str = "float32", num_files: int = 1) -> Path:
-    """Random tensors of exactly the shapes that the config asks for, in `num_files` files."""
+    """A folder with random tensors of the shapes that the config needs, in `num_files` files."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(3)
     tensors = {
@@ -81,5 +81,5 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 def convert(*arguments: Any) -> int:
-    """The command line, in this process."""
+    """Run the command line in this process."""
     return main([*map(str, arguments)])

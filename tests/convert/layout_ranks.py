@@ -11,8 +11,10 @@ from tests.tiny import make_batch, make_sequences
 
 
 def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> list[dict[str, torch.Tensor]] | None:
-    """For each (Hugging Face folder, checkpoint): build the model, nothing in it, load the checkpoint with Megatron-Core's
-    own loader, and gather the Hugging Face tensors. Rank 0's."""
+    """The gathered Hugging Face tensors of each (Hugging Face folder, checkpoint), on rank 0.
+
+    The model is built and filled with NaN, then Megatron-Core's own loader loads the checkpoint.
+    """
     from megatron.core import dist_checkpointing
 
     from grpo_megatron.config import MegatronConfig
@@ -47,7 +49,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
 
 
 def trained(folder: Path, step: Path, tp: int, pp: int, dtype: str) -> dict[str, torch.Tensor]:
-    """One update, a checkpoint in `step`/state as training writes it, and the weights that it should hold."""
+    """The weights after one update, which `step`/state then holds as a checkpoint of training."""
     import torch.distributed as dist
 
     from grpo_megatron.models import state
@@ -62,7 +64,7 @@ def trained(folder: Path, step: Path, tp: int, pp: int, dtype: str) -> dict[str,
 
 
 def started(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights that training begins with, for each `model.dtype`."""
+    """The weights at the start of training, for each `model.dtype`."""
     out = {}
     for dtype in ("float32", "bfloat16"):
         policy = build(folder, 1, 1, False, dtype=dtype)

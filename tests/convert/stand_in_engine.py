@@ -1,7 +1,7 @@
-"""Run as a script: what Megatron-Core's own layer specs call the norms of a checkpoint, as JSON on standard output.
+"""Run as a script: prints, as JSON, the names of a checkpoint's norms under Megatron-Core's own layer specs.
 
-Its Transformer Engine specs need the package to be importable, not to work: here its classes are empty modules. What is
-printed comes from Megatron-Core: which norms its specs leave to the linear behind them, and which names they map.
+The specs for Transformer Engine need the package to be importable, not to work: here its classes are empty modules. The
+printed names come from Megatron-Core: its specs fuse some norms with the linear layer behind them and rename others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 
 class _Package(types.ModuleType):
-    """Any class is there, and any module."""
+    """A module that has every class and every submodule."""
 
     __path__: ClassVar[list[str]] = []
 
@@ -33,8 +33,9 @@ class _Package(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        ours = fullname.split(".")[0] == "transformer_engine"
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if ours else None
+        if fullname.split(".")[0] != "transformer_engine":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: Any) -> Any:
         module: Any = _Package(spec.name)
@@ -55,7 +56,7 @@ def norms(spec: Any) -> list[str]:
         ("input_layernorm", attention.linear_qkv, "self_attention.linear_qkv"),
         ("pre_mlp_layernorm", getattr(mlp, "linear_fc1", None), "mlp.linear_fc1"),
     ):
-        if getattr(layer, norm) is IdentityOp:  # then it is the linear's own
+        if getattr(layer, norm) is IdentityOp:  # then it is fused with the linear layer
             assert module.__name__ == "TELayerNormColumnParallelLinear"
             found.append(f"{linear}.layer_norm_weight")
         else:
@@ -78,10 +79,9 @@ def main() -> None:
     for engine, make in (("te", get_gpt_layer_with_transformer_engine_spec), ("local", get_gpt_layer_local_spec)):
         found[f"{engine} dense"] = norms(make())
         found[f"{engine} qk_norm"] = norms(make(qk_layernorm=True))
-        for grouped in (False, True) if engine == "te" else (False,):  # local experts are never grouped here
-            found[f"{engine} experts{' grouped' * grouped}"] = norms(
-                make(num_experts=4, moe_grouped_gemm=grouped, qk_layernorm=True)
-            )
+        found[f"{engine} experts"] = norms(make(num_experts=4, moe_grouped_gemm=False, qk_layernorm=True))
+        if engine == "te":  # local experts are never grouped here
+            found["te experts grouped"] = norms(make(num_experts=4, moe_grouped_gemm=True, qk_layernorm=True))
     print(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""Every mistake is one clear error that names all of its kind, exit code 2, and nothing written."""
+"""Every mistake is one clear error that names all mistakes of the kind, with exit code 2. Nothing is written."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def megatron(pristine: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    """The error of a command whose last argument is an output; checks the code, the form and that nothing is there."""
+    """The error text of a command with an output folder. Checks exit code and form, and that nothing was written."""
     out = Path([a for a in arguments if not str(a).startswith("--")][2])
     before = sorted(p.name for p in out.parent.iterdir())
     capsys.readouterr()
     assert convert(*arguments, "--quiet") == 2
-    told = capsys.readouterr().err
-    first, *rest = told.splitlines()
-    assert first.startswith("error: ") and all(line.startswith("  ") for line in rest), told
+    error = capsys.readouterr().err
+    first, *rest = error.splitlines()
+    assert first.startswith("error: ") and all(line.startswith("  ") for line in rest), error
     assert sorted(p.name for p in out.parent.iterdir()) == before, "something was left behind"
-    return told
+    return error
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -80,8 +80,8 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_truncated_shards_are_all_named(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in hf.glob("*.safetensors"):
         cut(file)
-    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
-    assert "model-00001-of-00002.safetensors" in told and "model-00002-of-00002.safetensors" in told
+    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "model-00001-of-00002.safetensors" in error and "model-00002-of-00002.safetensors" in error
 
 
 def test_missing_extra_and_misshapen_are_all_named(
@@ -95,22 +95,22 @@ def test_missing_extra_and_misshapen_are_all_named(
         tensors[Q] = tensors[Q].to(torch.int64)
 
     rewrite(hf, change)
-    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
     for layer in range(3):
-        assert f"missing model.layers.{layer}.mlp.up_proj.weight" in told
-        assert f"unexpected model.layers.{layer}.extra.weight" in told
-    assert f"{K} has shape [63, 128], expected [64, 128]" in told
-    assert f"{Q} has dtype int64, supported: float32, bfloat16, float16" in told
+        assert f"missing model.layers.{layer}.mlp.up_proj.weight" in error
+        assert f"unexpected model.layers.{layer}.extra.weight" in error
+    assert f"{K} has shape [63, 128], expected [64, 128]" in error
+    assert f"{Q} has dtype int64, supported: float32, bfloat16, float16" in error
 
 
 def test_several_dtypes_need_a_choice(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewrite(hf, lambda tensors: tensors.update({Q: tensors[Q].bfloat16()}))
-    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
-    assert Q in told and "--dtype" in told
+    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert Q in error and "--dtype" in error
     assert convert("to-megatron", hf, tmp_path / "out", "--dtype", "float32") == 0
 
 
-def test_an_index_that_lies(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_index(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     index = hf / "model.safetensors.index.json"
 
     def wrong_file(content: dict[str, Any]) -> None:
@@ -121,8 +121,8 @@ def test_an_index_that_lies(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
     original = index.read_text()
     edit(index, wrong_file)
-    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
-    assert told.count("the index says") == 2 and Q in told and K in told and "model.norm.weight" in told
+    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert error.count("the index says") == 2 and Q in error and K in error and "model.norm.weight" in error
     index.write_text(original)
     edit(index, lambda content: content["weight_map"].update(ghost=content["weight_map"][Q]))
     assert "ghost: the index says" in refused(capsys, "to-megatron", hf, tmp_path / "out")
@@ -147,7 +147,7 @@ def test_an_unknown_architecture(hf: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_tied_embeddings_with_another_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A copy of the embedding is dropped; anything else would be lost in silence."""
+    """A copy of the embedding is dropped. A head with other values is refused: it would be lost."""
     hf = folders.write(tmp_path / "hf", folders.config_of("qwen2-tied"))
     tensors = tensors_of(hf)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -159,12 +159,12 @@ def test_tied_embeddings_with_another_head(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"), [("--tp=3", "num_attention_heads 4"), ("--pp=3", "num_hidden_layers 4"), ("--ep=2", "experts")]
+    ("flag", "error"), [("--tp=3", "num_attention_heads 4"), ("--pp=3", "num_hidden_layers 4"), ("--ep=2", "experts")]
 )
 def test_a_layout_that_does_not_divide(
-    flag: str, told: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, error: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told in refused(capsys, "to-megatron", hf, tmp_path / "out", flag)
+    assert error in refused(capsys, "to-megatron", hf, tmp_path / "out", flag)
     assert "tp can be 1, 2, 4" in refused(capsys, "to-megatron", hf, tmp_path / "out", flag)
     assert convert("inspect", hf, flag) == 2
 
@@ -174,8 +174,8 @@ def test_pickled_weights_need_a_flag(hf: Path, tmp_path: Path, capsys: pytest.Ca
     for file in hf.glob("*.safetensors*"):
         file.unlink()
     torch.save(expected, hf / "pytorch_model.bin")
-    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
-    assert "--allow-pickle" in told and "run code" in told
+    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "--allow-pickle" in error and "run code" in error
     assert convert("to-megatron", hf, tmp_path / "out", "--allow-pickle") == 0
     assert convert("to-hf", tmp_path / "out", tmp_path / "back") == 0
     folders.same_bits(expected, tensors_of(tmp_path / "back"))
@@ -205,15 +205,15 @@ def test_a_tokenizer_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.
     content["added_tokens"][0]["id"] = 101
     (hf / "tokenizer.json").write_text(json.dumps(content))
     (hf / "added_tokens.json").write_text('{"<end>": 200}')
-    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
-    assert "tokenizer.json has id 101, the embedding has 101 rows" in told and "added_tokens.json has id 200" in told
+    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "tokenizer.json has id 101, the embedding has 101 rows" in error and "added_tokens.json has id 200" in error
 
 
 def test_a_sentencepiece_model_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = next((folders.CONFIGS.parent / "tokenizers" / "sentencepiece_test_model").glob("*.model"))
     shutil.copyfile(model, hf / "tokenizer.model")
-    told = refused(capsys, "to-megatron", hf, tmp_path / "out")
-    assert "tokenizer.model has id" in told and "101 rows" in told
+    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "tokenizer.model has id" in error and "101 rows" in error
     (hf / "tokenizer.model").write_bytes(b"no model")
     assert "not a SentencePiece model" in refused(capsys, "to-megatron", hf, tmp_path / "out")
 
@@ -250,13 +250,13 @@ def test_a_truncated_or_missing_part(megatron: Path, tmp_path: Path, capsys: pyt
 
 def test_a_checkpoint_of_another_model(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = folders.write(tmp_path / "other", folders.config_of("qwen3", num_hidden_layers=2))
-    told = refused(capsys, "to-hf", megatron, tmp_path / "out", f"--hf={other}")
+    error = refused(capsys, "to-hf", megatron, tmp_path / "out", f"--hf={other}")
     for name in (
         "missing decoder.layers.0.self_attention.q_layernorm.weight",
         "unexpected decoder.layers.self_attention.linear_qkv.bias",
     ):
-        assert name in told
-    assert "decoder.layers.mlp.linear_fc2.weight has shape [4, 128, 112], expected [2, 128, 112]" in told
+        assert name in error
+    assert "decoder.layers.mlp.linear_fc2.weight has shape [4, 128, 112], expected [2, 128, 112]" in error
 
 
 def test_a_table_of_contents_that_would_run_code(
@@ -268,7 +268,7 @@ def test_a_table_of_contents_that_would_run_code(
     assert not (tmp_path / "exploded").exists()
 
 
-def test_what_is_no_model_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], megatron: Path, hf: Path) -> None:
+def test_folders_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], megatron: Path, hf: Path) -> None:
     assert "is not a folder" in refused(capsys, "to-hf", tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     assert "neither" in refused(capsys, "to-hf", tmp_path / "empty", tmp_path / "out")
@@ -302,14 +302,14 @@ def test_an_output_that_exists(hf: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_inspect_and_verify_say_what_they_see(hf: Path, megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify(hf: Path, megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert("inspect", megatron, "--hashes") == 0
-    told = capsys.readouterr().out
+    error = capsys.readouterr().out
     for part in ("qwen2", "float32", "tp 1, 2, 4", "files agree", "parameters"):
-        assert part in told
+        assert part in error
     assert convert("verify", hf, megatron) == 0
     assert "the models are the same" in capsys.readouterr().out
     rewrite(hf, lambda tensors: tensors[Q].view(-1)[7].add_(1))
     assert convert("verify", hf, megatron) == 1
-    told = capsys.readouterr().out
-    assert f"{Q}" in told and "1 of 16384 elements, largest 1" in told
+    error = capsys.readouterr().out
+    assert f"{Q}" in error and "1 of 16384 elements, largest 1" in error

@@ -1,7 +1,8 @@
 """Converted checkpoints in real Megatron models, and checkpoints of real training back to Hugging Face.
 
-Every TP x PP of {1, 2, 4} squared is loaded by Megatron-Core's own loader into a model full of NaN; the gathered weights
-equal the Hugging Face file bit for bit. Two key-value groups: at TP 4 a group is cut; 101 tokens: every layout pads.
+Megatron-Core's own loader loads every TP x PP of {1, 2, 4} x {1, 2, 4} into a model full of NaN. The gathered weights
+equal the Hugging Face file bit for bit. There are two key-value groups, so that TP 4 cuts a group, and 101 tokens, so
+that every layout pads the vocabulary.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def test_experts_load(tp: int, pp: int, ep: int, world: int, tmp_path: Path) -> 
     ("family", "tp", "pp", "dtype"), [("qwen3", 2, 2, "bfloat16"), ("qwen2-tied", 4, 1, "float32")]
 )
 def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str, tmp_path: Path) -> None:
-    """A step directory, optimizer and all, straight to Hugging Face: the policy's own stream, bit for bit."""
+    """A training step, with its optimizer state, converts to the tensors of the policy's own stream, bit for bit."""
     source = folders.write(tmp_path / "hf", folders.config_of(family))
     step = tmp_path / "out" / "checkpoints" / "step_000001"
     expected = worlds.run(layout_ranks.trained, tp * pp, folder=source, step=step, tp=tp, pp=pp, dtype=dtype)[0]
@@ -88,7 +89,7 @@ def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == dtype
     assert convert("verify", step, tmp_path / "back") == 0
     assert convert("verify", step, source) == 1
-    part = next(iter(sorted((step / "state").glob("*.distcp"))))  # no manifest, but each archive has a checksum
+    part = min((step / "state").glob("*.distcp"))  # there is no manifest, but each archive has a checksum
     data = bytearray(part.read_bytes())
     contents = read_contents(step / "state" / ".metadata")
     stored = [(k, i) for k, i in contents.storage_data.items() if i.relative_path == part.name and k.offset]

@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face is bitwise: families, dtypes, tied or not, odd vocabulary, any file split."""
+"""Hugging Face -> Megatron -> Hugging Face changes no bit: families, dtypes, tied or not, odd vocabulary, any file split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import tiny
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
 
-SMALL_BLOCKS = 3000  # elements: tensors of the tiny models are cut into several blocks, as a 70B model's are
+SMALL_BLOCKS = 3000  # elements: cuts the tensors of the tiny models into several blocks, as in a 70B model
 
 
 @pytest.mark.parametrize("dtype", folders.DTYPES)
@@ -50,8 +50,10 @@ def test_transformers_reads_the_result(tmp_path: Path) -> None:
 
 
 def test_numbered_rows(tmp_path: Path) -> None:
-    """4 heads of 32 in 2 groups. WeightRow r of Q is filled with r, of K with 1000 + r, of V with 2000 + r. Megatron's order is
-    [Q rows of group 0 (64), K (32), V (32), Q rows of group 1, ...]; derived here by hand, not by the table."""
+    """4 heads of 32 in 2 groups. Row r of Q is filled with r, of K with 1000 + r, of V with 2000 + r.
+
+    Megatron's order is [Q rows of group 0 (64), K (32), V (32), Q rows of group 1, ...]; derived by hand, not by the table.
+    """
     source = folders.write(tmp_path / "hf", folders.config_of("qwen2"))
     tensors = tensors_of(source)
     for layer in range(4):
@@ -76,7 +78,7 @@ def test_numbered_rows(tmp_path: Path) -> None:
 
 
 def read_with_torch(checkpoint: Path, key: str) -> torch.Tensor:
-    """One tensor through torch's own reader."""
+    """One tensor, read by torch's own reader."""
     from torch.distributed import checkpoint as dcp
 
     reader = dcp.FileSystemReader(checkpoint)
@@ -86,9 +88,11 @@ def read_with_torch(checkpoint: Path, key: str) -> torch.Tensor:
     return state[key]
 
 
-def test_pieces_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a tensor is cut, its pieces end to end are what the weight table gives one rank, and the runs of rows
-    that make them are what the table merges back."""
+def test_chunks_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every chunk size, the chunks in order are the shard that the weight table gives to one rank.
+
+    The runs of rows in the other direction are the tensors that the table merges from this shard.
+    """
     source = folders.write(tmp_path / "hf", folders.config_of("qwen2"))
     model: Any = open_source(source)
     read = model.tensors.__getitem__
@@ -100,8 +104,8 @@ def test_pieces_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.M
             assert [p.first for p in cut] == [sum(p.shape[0] for p in cut[:i]) for i in range(len(cut))]
             made = [
                 read(row.hf[part])[first:last]
-                for piece in cut
-                for part, first, last in hf_runs(row, model.arch, piece.first, piece.first + piece.shape[0])
+                for chunk in cut
+                for part, first, last in hf_runs(row, model.arch, chunk.first, chunk.first + chunk.shape[0])
             ]
             parts = torch.cat(made)
             assert torch.equal(parts, whole[: len(parts)]), row.megatron
@@ -119,7 +123,7 @@ def test_blocks_cover_every_row_once() -> None:
 
 
 def test_dtype_changes_on_request(tmp_path: Path) -> None:
-    """The cast is torch's, and config.json says so."""
+    """torch casts the values, and config.json has the new dtype."""
     source = folders.write(tmp_path / "hf", folders.config_of("qwen3"))
     assert convert("to-megatron", source, tmp_path / "megatron", "--dtype", "bfloat16") == 0
     assert convert("to-hf", tmp_path / "megatron", tmp_path / "half") == 0
@@ -136,8 +140,8 @@ def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys:
         (tmp_path / "hf").mkdir()
         (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
         assert convert("to-megatron", tmp_path / "hf", tmp_path / "megatron") == 2
-        told = capsys.readouterr().err.strip()
-        assert told == f"error: {error}" and "\n" not in told and "supported" in told
+        message = capsys.readouterr().err.strip()
+        assert message == f"error: {error}" and "\n" not in message and "supported" in message
         assert not (tmp_path / "megatron").exists()
         return
     assert config["model_type"] in FAMILIES
@@ -150,7 +154,7 @@ def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys:
 
 
 def test_names_of_local_specs_and_unstacked_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written at each other place that keys.py knows (norms unfused; one tensor a layer), then read as ever."""
+    """Written at each other place that keys.py knows (norms unfused; one tensor per layer), then read."""
     from grpo_megatron.convert import keys
 
     source = folders.write(tmp_path / "hf", folders.config_of("qwen3"))

@@ -1,6 +1,6 @@
-"""Killed at any moment, out of space, out of memory: a folder with the final name is complete, and a second run works.
+"""After a kill at any moment or on a full disk, a folder with the final name is complete, and the next run works.
 
-Children are forked, so that they start at once and can be told where to die.
+Memory is bounded. Children are forked, so that they start at once and inherit the patch that kills them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def die_at(count: int, original: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-MOMENTS: dict[str, tuple[Any, str, int]] = {  # where a child dies: (object, attribute, at which call)
+MOMENTS: dict[str, tuple[Any, str, int]] = {  # when the child is killed: (object, attribute, number of the call)
     "first tensor": (HFFolder, "read", 1),
     "a later tensor": (HFFolder, "read", 30),
     "before the table of contents": (chunks.FileSystemWriter, "finish", 1),
@@ -100,7 +100,7 @@ def test_killed_while_writing_hf(count: int, hf: Path, tmp_path: Path, monkeypat
 
 
 def test_killed_while_replacing(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--force: the old folder stays whole until the new one is; between two renames there is none."""
+    """With --force the old folder stays until the new one is complete. Between the two renames there is none."""
     out = tmp_path / "out"
     assert convert("to-megatron", hf, out, "--quiet") == 0
     for count in (1, 2, 3):
@@ -127,25 +127,25 @@ def limited(size: int, *arguments: Any) -> int:
 
 @pytest.mark.parametrize("size", [5_000, 1_000_000, 2_370_000])
 def test_no_space_left(size: int, hf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A write that the system refuses (a limit on file size stands for a full disk): one line, exit code 2, no trace."""
+    """A write that the system refuses: one line, exit code 2, nothing left. A limit on file sizes stands for a full disk."""
     assert limited(size, "to-megatron", hf, tmp_path / "out", "--quiet") == 2
     assert convert("to-megatron", hf, tmp_path / "megatron", "--quiet") == 0
     assert limited(size, "to-hf", tmp_path / "megatron", tmp_path / "out", "--quiet") == 2
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 2 and all(
-        line.startswith("error: cannot write") and "File too large" in line for line in told
-    ), told
+    errors = capfd.readouterr().err.splitlines()
+    assert len(errors) == 2 and all(
+        line.startswith("error: cannot write") and "File too large" in line for line in errors
+    ), errors
     assert os.listdir(tmp_path) == ["megatron"]
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 2 MiB; the model has 2.4 MB."""
+    """A separate file system of 2 MiB. The model has 2.4 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
     if made.returncode:
-        pytest.skip(f"a file system of one's own is not permitted here: {made.stderr.strip()}")
+        pytest.skip(f"mounting a file system is not permitted here: {made.stderr.strip()}")
     try:
         yield disk
     finally:
@@ -155,15 +155,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(
     hf: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The real error of a real file system, both ways, when it fills up after it was asked for its free space."""
+    """The error of a real file system in both directions. It fills up although its free space seemed to suffice."""
     assert convert("to-megatron", hf, tmp_path / "megatron", "--quiet") == 0
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 40)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     for command, source in (("to-megatron", hf), ("to-hf", tmp_path / "megatron")):
         capsys.readouterr()
         assert convert(command, source, small_disk / "out", "--quiet") == 2
-        told = capsys.readouterr().err.splitlines()
-        assert len(told) == 1 and "No space left on device" in told[0] and "needed" in told[0], told
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == 1 and "No space left on device" in errors[0] and "needed" in errors[0], errors
         assert not os.listdir(small_disk)
 
 
@@ -190,7 +190,7 @@ BIG = {"num_hidden_layers": 4, "hidden_size": 4096, "intermediate_size": 11008, 
 MEASURE = """
 import json, resource, sys, torch
 from grpo_megatron.convert.cli import main
-tiny, source, *outs = sys.argv[1:]  # a tiny conversion first: what the libraries take once is not the model's
+tiny, source, *outs = sys.argv[1:]  # a tiny conversion first: it allocates what the libraries allocate once
 tinies = [out + "-tiny" for out in outs]
 assert main(["to-megatron", tiny, tinies[0], "--quiet"]) == main(["to-hf", *tinies, "--quiet"]) == 0
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -204,7 +204,7 @@ print(json.dumps(peaks))
 
 
 def sparse(path: Path, config: dict[str, Any]) -> int:
-    """A folder whose one safetensors file is all holes; returns its bytes."""
+    """A folder whose only safetensors file is sparse (all holes). Returns the file's size."""
     shapes = hf_shapes(architecture_of(config))
     start = shards.safetensors_header(shapes, torch.bfloat16)
     size = len(start) + sum(torch.Size(shape).numel() for shape in shapes.values()) * 2
@@ -218,8 +218,9 @@ def sparse(path: Path, config: dict[str, Any]) -> int:
 @pytest.mark.slow
 def test_memory_is_bounded(hf: Path, tmp_path: Path) -> None:
     """1.9 GB of bfloat16. The largest fused tensor is the embedding, 32001 x 4096 x 2 = 262 MB (gate and up together:
-    180 MB); a block is 8 MB. Peak resident memory above the libraries' must stay below their sum, a sixth of the model.
-    Nothing is ever whole but query, key and value of a layer (50 MB)."""
+    180 MB); a block is 8 MB. Peak resident memory, without that of the libraries, must stay below the sum of both, which is
+    a sixth of the model. The only whole tensors in memory are query, key and value of one layer (50 MB).
+    """
     config = folders.config_of("llama2", **BIG)
     size = sparse(tmp_path / "big", config)
     bound = 32001 * 4096 * 2 + (1 << 23)

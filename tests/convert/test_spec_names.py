@@ -1,6 +1,6 @@
-"""Checkpoints under Transformer Engine's specs and under local ones: the names are Megatron-Core's, not our table's.
+"""Checkpoints under Transformer Engine's specs and under local specs. The expected names come from Megatron-Core.
 
-Transformer Engine is not run: only the specs that name its modules are asked (tests/convert/stand_in_engine.py).
+Transformer Engine does not run: only the specs that name its modules are read (tests/convert/stand_in_engine.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def specs() -> dict[str, list[str]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_what_the_specs_say(specs: dict[str, list[str]]) -> None:
-    """So that a change of Megatron-Core is seen here, and not only a disagreement with it."""
+def test_names_in_the_specs(specs: dict[str, list[str]]) -> None:
+    """A change of Megatron-Core shows here, and not only as a disagreement with it."""
     fused = ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"]
     heads = ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"]
     assert specs["te dense"] == specs["local dense"] == fused
@@ -45,7 +45,7 @@ def test_what_the_specs_say(specs: dict[str, list[str]]) -> None:
 def test_checkpoints_of_each_spec_are_read(
     kind: str, specs: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms written at exactly the names of the spec. What is converted has every name that a spec asks for."""
+    """Norms are written under exactly the names of the spec. A converted checkpoint has every name that a spec reads."""
     source = folders.write(tmp_path / "hf", folders.config_of(FAMILY[kind]))
     model = open_source(source)
     for engine in ("te", "local"):

@@ -1,4 +1,4 @@
-"""tools/prepare_data.py: folders that transformers loads, weights drawn by name, nothing overwritten by accident."""
+"""tools/prepare_data.py: transformers loads its folders, weights are drawn by name, and no folder is lost by accident."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_quickstart_model_is_the_recipes(tmp_path: Path, tokenizer: str) -> 
 
 
 def test_weights_depend_on_seed_and_name_only(tmp_path: Path, tokenizer: str) -> None:
-    """Another depth changes no tensor that both models have."""
+    """A model with another depth has equal tensors under equal names."""
     base = ("--preset", "quickstart", "--tokenizer", tokenizer)
     assert _model(tmp_path / "a", *base) == _model(tmp_path / "b", *base, "--set", "num_hidden_layers=1") == 0
     assert _model(tmp_path / "c", *base, "--seed", 1) == _model(tmp_path / "d", *base, "--std", 0.1) == 0
@@ -78,7 +78,9 @@ def test_real_configs_shrunk(tmp_path: Path, tokenizer: str, name: str) -> None:
     if not source.exists():
         pytest.skip(f"real model configs not found under {CONFIGS}")
     given = json.loads(source.read_text())
-    changes = [*SMALL, "--set", "tie_word_embeddings=false"] + ["--set", "head_dim=8"] * ("head_dim" in given)
+    changes = [*SMALL, "--set", "tie_word_embeddings=false"]
+    if "head_dim" in given:
+        changes += ["--set", "head_dim=8"]
     assert _model(source, tmp_path / "m", "--tokenizer", tokenizer, *changes) == 0
     written = json.loads((tmp_path / "m" / "config.json").read_text())
     changed = {item.partition("=")[0] for item in changes[1::2]} | {"torch_dtype", "dtype"}

@@ -1,4 +1,4 @@
-"""What the ranks of tests/slurm/test_checkpoints.py do, in one world for all of its tests."""
+"""What the ranks of tests/slurm/test_checkpoints.py run: one world for all of its tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def _damage(root: Path) -> None:
-    """The newest: one bit. The one before: cut short. The one before that: a file less."""
+    """Flip one bit of the newest checkpoint, truncate a file of the one before, remove a file of the one before that."""
     flipped, cut, lost = (sorted((root / f"step_00000{n}/state").glob("__1_*.distcp"))[0] for n in (4, 3, 2))
     data = bytearray(flipped.read_bytes())
     data[len(data) // 2] ^= 1
@@ -28,17 +28,21 @@ def checkpoints(model: Path, out: Path) -> dict[str, Any]:
     policy = build(model, 1, 1, False)
     policy.set_optimizer(OptimConfig(), 10)
     mesh, config = policy.mesh, Config.model_validate({"model": {"path": model}})
-    said: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("grpo_megatron.training.checkpoint").addHandler(handler)
 
     first = Checkpoints(out, mesh, keep=None)
     if mesh.rank == 0:
-        (out / "checkpoints" / ".step_000009.partial").mkdir(parents=True)
+        for leftover in (".step_000009.partial", ".step_000009.replaced"):
+            (out / "checkpoints" / leftover).mkdir(parents=True)
     for step in range(1, 5):
         first.save(step, policy, config)
-    result: dict[str, Any] = {"undamaged": Checkpoints(out, mesh, keep=None).newest(), "said at first": list(said)}
+    result: dict[str, Any] = {
+        "undamaged": Checkpoints(out, mesh, keep=None).newest(),
+        "warnings at first": list(warnings),
+    }
     result["leftovers"] = list((out / "checkpoints").glob(".*"))
     mesh.barrier()
     if mesh.rank == 0:
@@ -47,11 +51,11 @@ def checkpoints(model: Path, out: Path) -> dict[str, Any]:
     result["by sizes"] = Checkpoints(out, mesh, keep=None, verify="sizes").newest()
     again = Checkpoints(out, mesh, keep=1)
     result["found"] = found = again.newest()
-    result["said"] = list(said)
+    result["warnings"] = list(warnings)
     assert found is not None
     result["steps"] = again.load(found, policy)
     result["set aside"] = sorted(path.name for path in (out / "checkpoints").glob("*.damaged"))
-    again.save(2, policy, config)  # keeps one, and does not count what is damaged
+    again.save(2, policy, config)  # keep=1: damaged checkpoints do not count
     result["kept"] = sorted(path.name for path in (out / "checkpoints").glob("step_??????"))
     mesh.barrier()
     if mesh.rank == 0:
@@ -65,15 +69,15 @@ def checkpoints(model: Path, out: Path) -> dict[str, Any]:
 
 
 def _stops(mesh: Any, out: Path) -> dict[str, Any]:
-    """Reason -> (steps done when it stopped, what it said), for each way to ask; one rank is asked."""
+    """Way to request a stop -> (steps done when it stopped, message). Only one rank gets the request."""
     from grpo_megatron.config import TrainerConfig
     from grpo_megatron.training import stopping
 
-    def run(config: TrainerConfig, ask: Any = lambda: None) -> tuple[int, str]:
+    def run(config: TrainerConfig, request: Any = lambda: None) -> tuple[int, str]:
         watch = stopping.Stopping(config, mesh)
         for step in range(1, 20):
             if step == 3:
-                ask()
+                request()
             time.sleep(0.02)
             try:
                 watch.after(step, lambda done: out / f"checkpoints/step_{done}")

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged are not believed, and a run that is asked to stop stops everywhere at the same step."""
+"""Damaged checkpoints are not used, and after a request to stop all ranks stop at the same step."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def result(results: list[dict[str, Any]]) -> dict[str, Any]:
     return results[0]
 
 
-def test_the_newest_is_taken_and_nothing_is_left_lying(result: dict[str, Any]) -> None:
+def test_the_newest_is_used_and_leftovers_are_removed(result: dict[str, Any]) -> None:
     assert result["undamaged"].name == "step_000004"
-    assert result["said at first"] == [] and result["leftovers"] == []
+    assert result["warnings at first"] == [] and result["leftovers"] == []
 
 
 def test_every_file_is_in_the_manifest(out: Path, result: dict[str, Any]) -> None:
-    """Of the one that was cut short: all that is there, with the sizes that they had."""
+    """Of the checkpoint whose file was truncated: the manifest names every file."""
     folder = out / "checkpoints" / "step_000003.damaged"
     files = read_manifest(folder)
     assert files is not None and "trainer.json" in files and "state/.metadata" in files
@@ -56,14 +56,14 @@ def test_every_file_is_in_the_manifest(out: Path, result: dict[str, Any]) -> Non
     ("step", "words"),
     [
         (4, ".distcp has changed since it was written (sha256)"),  # one bit
-        (3, " bytes, expected "),  # cut short
+        (3, " bytes, expected "),  # truncated
         (2, "missing state/__1_0.distcp"),
     ],
 )
-def test_damage_is_named_and_the_one_before_is_taken(result: dict[str, Any], step: int, words: str) -> None:
+def test_damage_is_named_and_the_checkpoint_before_is_used(result: dict[str, Any], step: int, words: str) -> None:
     assert f"step_{step:06d}.damaged" in result["set aside"]
-    (said,) = (text for text in result["said"] if f"step_{step:06d}.damaged" in text)
-    assert words in said and "the one before it is tried" in said
+    (warning,) = (text for text in result["warnings"] if f"step_{step:06d}.damaged" in text)
+    assert words in warning and "the one before it is tried" in warning
     assert (result["found"].name, result["steps"]) == ("step_000001", 1)
 
 
@@ -71,16 +71,16 @@ def test_sizes_alone_do_not_show_a_flipped_bit(result: dict[str, Any]) -> None:
     assert result["by sizes"].name == "step_000004"
 
 
-def test_damaged_ones_do_not_count_among_those_kept(result: dict[str, Any]) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept(result: dict[str, Any]) -> None:
     assert result["kept"] == ["step_000002"]
 
 
-def test_a_run_without_a_good_checkpoint_does_not_start_over_unasked(result: dict[str, Any]) -> None:
+def test_a_run_without_an_undamaged_checkpoint_does_not_start_over(result: dict[str, Any]) -> None:
     assert "no undamaged checkpoint is left" in result["error"] and "trainer.resume_mode=disable" in result["error"]
     assert "step_000002.damaged, step_000003.damaged, step_000004.damaged" in result["error"]
 
 
-def test_all_ranks_see_the_same(results: list[dict[str, Any]]) -> None:
+def test_all_ranks_find_the_same(results: list[dict[str, Any]]) -> None:
     for key in ("undamaged", "by sizes", "found", "steps", "error", "stops"):
         assert results[0][key] == results[1][key], key
 
@@ -89,12 +89,12 @@ def test_all_ranks_see_the_same(results: list[dict[str, Any]]) -> None:
     ("way", "step", "reason"),
     [("time", 1, "the time limit"), ("file", 3, "the stop file"), ("signal", 3, "SIGUSR1"), ("nothing", 0, "never")],
 )
-def test_asking_one_rank_stops_all(out: Path, result: dict[str, Any], way: str, step: int, reason: str) -> None:
+def test_a_request_to_one_rank_stops_all(out: Path, result: dict[str, Any], way: str, step: int, reason: str) -> None:
     assert result["stops"][way][0] == step
     assert reason in result["stops"][way][1]
 
 
-def test_how_it_ended_is_on_the_disk(out: Path, result: dict[str, Any]) -> None:
+def test_the_outcome_is_on_disk(out: Path, result: dict[str, Any]) -> None:
     assert json.loads((out / "outcome.json").read_text()) == {
         "state": "stopped",
         "steps_done": 3,
@@ -111,8 +111,8 @@ RUN = """
 
 
 @pytest.mark.parametrize("ranks_here", [1, 2])
-def test_the_command_ends_with_75_and_no_complaint(tmp_path: Path, ranks_here: int) -> None:
-    """Of one process, and of torchrun's agent, which would call a rank that ends so a failure."""
+def test_the_command_ends_with_75_and_no_error_message(tmp_path: Path, ranks_here: int) -> None:
+    """With one process, and with torchrun's agent, for which a rank that ends with 75 has failed."""
     stand_in_trainer(tmp_path, RUN)
     (tmp_path / "run.yaml").write_text(f"model: {{path: m}}\ntrainer: {{n_gpus_per_node: {ranks_here}}}\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "GRPO_DEBUG")}

@@ -1,4 +1,4 @@
-"""What is kept of the pairs and which make a batch: pure functions of numbers, so no ranks here."""
+"""The history of pairs and the batches of pairs. Both are pure functions of numbers, so no ranks are needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_megatron.training.preferences import PairHistory, PreferencePair, mixe
 
 
 def pair(number: int, chosen: int = 3, rejected: int = 4) -> PreferencePair:
-    """Recognisable by its tokens; the lengths include two of prompt."""
+    """A pair with a number in its tokens. The prompt has two more tokens."""
     return PreferencePair(
         2,
         torch.full((2 + chosen,), 2 * number, dtype=torch.int32),
@@ -37,7 +37,7 @@ def numbers(pairs: list[PreferencePair]) -> list[int]:
 def test_a_pair_is_never_split_and_comes_once(
     lengths: list[tuple[int, int]], dp: int, sequences: int | None, cap: int
 ) -> None:
-    """Rows 2i and 2i + 1 side by side in one micro-batch of one rank, under the caps; every rank has as many."""
+    """Rows 2i and 2i + 1 are neighbours in one micro-batch of one rank, within the limits. All ranks have as many."""
     pairs = [pair(i, *both) for i, both in enumerate(lengths)]
     actor = ActorConfig(ppo_micro_batch_size_per_gpu=sequences, ppo_max_token_len_per_gpu=cap)
     batches = [pair_batch(pairs, actor, rank, dp) for rank in range(dp)]
@@ -57,8 +57,8 @@ def test_a_pair_is_never_split_and_comes_once(
     assert sorted(seen) == list(range(len(pairs)))
 
 
-def test_history_is_bounded_uniform_and_indifferent_to_cuts() -> None:
-    """Each of 40 pairs stays in 10 places with probability 1/4: 50 of 200 seeds, standard deviation 6.1."""
+def test_history_is_bounded_and_uniform_however_pairs_are_added() -> None:
+    """Each of 40 pairs is among the 10 kept with probability 1/4: 50 of 200 seeds, standard deviation 6.1."""
     counts = [0] * 40
     for seed in range(200):
         whole = PairHistory(10, seed)
@@ -72,7 +72,7 @@ def test_history_is_bounded_uniform_and_indifferent_to_cuts() -> None:
     assert all(25 <= count <= 75 for count in counts)
 
 
-def test_history_goes_through_json_and_on() -> None:
+def test_history_continues_after_json() -> None:
     history = PairHistory(5, seed=1)
     history.add([pair(i) for i in range(7)])
     copy = PairHistory(5, seed=1)
