@@ -39,12 +39,12 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    task: str = "gsm8k"  # a built-in task, a task file, or module:function (see data/tasks.py)
+    task: str = "gsm8k"  # a registered task, or module:function (see data/tasks.py)
     train_files: list[Path] = []
     val_files: list[Path] = []
     train_batch_size: int = Field(512, ge=1)
     gen_batch_size: int | None = Field(None, ge=1)  # prompts of one round of dynamic sampling; null = train_batch_size
-    val_tasks: list[str] = []  # tasks (gsm8k, math500, ...) to validate on, beside or instead of val_files
+    val_tasks: list[str] = []  # tasks of the scripted evaluation (gsm8k, math500, ...), beside or instead of val_files
     val_data: Path | None = None  # the folder that holds their files
     val_max_samples: int | None = Field(None, ge=1)  # first rows of the validation files, or of each task; null = all
     max_prompt_length: int = Field(1024, ge=1)
@@ -52,7 +52,7 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = True  # false: an over-long prompt is an error
     shuffle: bool = True
     seed: int = 42
-    apply_chat_template: bool = True  # false: the task's plain text prompt
+    apply_chat_template: bool = True  # false: the task's text is the prompt as it stands
     chat_template: Path | None = None  # a Jinja file instead of the tokenizer's own
     system_prompt: str | None = None  # null: the task's own
 

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from grpo_megatron.config import ConfigError, Section
 from grpo_megatron.data.rows import Question, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.task import PLACEHOLDER, Task, fill_template
-from grpo_megatron.rewards import answers as answer_readers
+from grpo_megatron.rewards import answers as extractors
 from grpo_megatron.rewards.math.boxed import box_start, last_boxed
 
 FOLDER = Path(__file__).parent / "tasks"
@@ -149,8 +149,8 @@ def _checked_row(rows: RowFormat, rewards: Sequence[str], row: dict[str, Any]) -
     """As `RowFormat.read`; also refuses a reference answer that one of the rewards cannot read."""
     question, answer = rows.read(row)
     for name in rewards:
-        if name in answer_readers.names():
-            answer_readers.get(name).read_gold(answer)
+        if name in extractors.names():
+            extractors.get(name).read_gold(answer)
     return question, answer
 
 

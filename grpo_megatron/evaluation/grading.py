@@ -23,7 +23,7 @@ from tqdm import tqdm
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.data.tasks import get_task, task_names
-from grpo_megatron.rewards import answers as answer_readers
+from grpo_megatron.rewards import answers as extractors
 from grpo_megatron.rewards import check_reward, rewards
 from grpo_megatron.rewards.known import KNOWN_ANSWERS
 from grpo_megatron.rewards.workers.pool import RewardPool
@@ -85,7 +85,7 @@ def grade(
     name = grader_of(task)
     if pool is None and workers == 1 and name in IN_PROCESS:
         return _grade_in_process(name, answers, completions, quiet)
-    extract = answer_readers.get(name).extract if name in answer_readers.names() else None
+    extract = extractors.get(name).extract if name in extractors.names() else None
     predictions = [extract(completion) if extract else None for completion in completions]
     grades: list[Grade | None] = [
         Grade(True, prediction) if name == "math" and prediction == answer else None  # equal strings need no worker
@@ -134,7 +134,7 @@ def grade_file(
     if output.is_dir() or not output.parent.is_dir():
         reason = "it is a folder" if output.is_dir() else "it is not in a folder"
         raise ConfigError(f"cannot write {str(output)!r}: {reason}")
-    reader = answer_readers.get(name) if name in answer_readers.names() else None
+    reader = extractors.get(name) if name in extractors.names() else None
 
     def parse(row: dict[str, Any]) -> dict[str, Any]:
         text_field(row, "completion", empty=True)
@@ -161,7 +161,7 @@ def grade_file(
 
 
 def _grade_in_process(name: str, answers: Sequence[str], completions: Sequence[str], quiet: bool) -> list[Grade]:
-    function, extract = rewards.get(name), answer_readers.get(name).extract
+    function, extract = rewards.get(name), extractors.get(name).extract
     for completion, answer, reward in KNOWN_ANSWERS.get(name, []):
         if function(completion, answer)["score"] != reward:
             raise RuntimeError(
