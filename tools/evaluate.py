@@ -1,4 +1,4 @@
-"""Scores of a model on GSM8K, MATH and others: greedy and drawn answers, graded, with intervals, and a report to look at.
+"""Scores of a model on GSM8K, MATH and others: graded greedy and drawn samples, with intervals and an HTML report.
 
 python tools/evaluate.py --model HF_DIR_OR_CHECKPOINT --tasks gsm8k,math,math500 --data DIR [--samples 16] [--tp 4]
 torchrun --nproc-per-node 8 tools/evaluate.py --model ... --tp 4

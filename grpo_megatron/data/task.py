@@ -4,7 +4,7 @@ A task says how a row of its file becomes a question and a reference answer, how
 plain text), which reward scores a completion, and under which label and version the numbers are reported. The built-in
 tasks are the YAML files in `tasks/`. A task in Python needs a name, `read_row` and a reward:
 
-    TASK = Task("mine", lambda row: (row["question"], row["answer"]), reward="math")  # data.task: my.module:TASK
+    TASK = Task("quiz", lambda row: (row["question"], row["answer"]), reward="math")  # data.task: my.module:TASK
 """
 
 from __future__ import annotations

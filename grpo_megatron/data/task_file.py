@@ -1,8 +1,8 @@
 """Task files: a task as YAML, in `tasks/` or the user's own. The keys are those of `Task`, and of `RowFormat` below.
 
-A file may extend a built-in task: `extends: gsm8k` takes every key from there that the file does not set. So an
-evaluation in the way of another program (few-shot examples, its own score) is a named variant of the task. The sha256 of
-the bytes, with those of the extended file, is printed with every result and compared before two results are.
+A file may extend a built-in task: `extends: gsm8k` takes every key from there that the file does not set. So a variant
+of a benchmark (few-shot examples, the scores of another program) is a task with a name of its own. The sha256 of the
+bytes, with those of the extended file, is printed with every result. Only results with equal sha256 are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.math.boxed import box_start, last_boxed
 
 FOLDER = Path(__file__).parent / "tasks"
-SET_HERE = ("read_row", "sha256")  # fields of Task that are no keys of a file
+SET_HERE = ("read_row", "sha256")  # fields of Task that a file may not set
 OWN_KEYS = ("name", "version", "title")  # never taken from the extended file
 
 AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list"]

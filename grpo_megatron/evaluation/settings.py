@@ -243,7 +243,7 @@ def _eos_token_ids(source: Source, tokenizer: Any) -> list[int]:
         try:
             configs.append(json.loads(path.read_text()))
         except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON ({error}); mend or remove it") from error
+            raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
     for config in configs:
         ids = config.get("eos_token_id")
         found |= set(ids if isinstance(ids, list) else [ids]) - {None}

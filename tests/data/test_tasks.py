@@ -145,16 +145,16 @@ def test_plain_text_is_examples_and_question() -> None:
 def test_tasks_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "from grpo_megatron.data.task import Task\n"
-        "def make(): return Task('mine', lambda row: (row['q'], row['a']), 'graded')\n"
-        "MINE = make()\n"
+        "def make(): return Task('quiz', lambda row: (row['q'], row['a']), 'graded')\n"
+        "QUIZ = make()\n"
         "def wrong(): return 5\n"
     )
     (tmp_path / "my_task.py").write_text(source)
     (tmp_path / "bad_task.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("my_task:make", "my_task:MINE"):
+    for name in ("my_task:make", "my_task:QUIZ"):
         task = get_task(name)
-        assert isinstance(task, Task) and (task.name, task.reward) == ("mine", "graded")
+        assert isinstance(task, Task) and (task.name, task.reward) == ("quiz", "graded")
         assert task.read_row({"q": "1", "a": "2"}) == ("1", "2") and task.graders == {"accuracy": "graded"}
         assert task.sha256 == hashlib.sha256(source.encode()).hexdigest()
     with pytest.raises(ConfigError, match="task 'my_task:wrong' is int, not a grpo_megatron.data.task.Task"):

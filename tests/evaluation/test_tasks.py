@@ -37,6 +37,18 @@ def tokenizer() -> Any:
     return byte_tokenizer()
 
 
+@pytest.fixture(scope="module")
+def closing_tokenizer() -> Any:
+    """Puts <bos> and <eos> around every text that is no chat, as tokenizers of the Llama family may."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    special = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
+    assert len(tokenizer("ab")["input_ids"]) == 4
+    return tokenizer
+
+
 def _read(
     *names: str, shots: int | None = None, data: Path = DATA, limit: int | None = None, **files: Path
 ) -> list[Dataset]:
@@ -195,9 +207,10 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", task_names())
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 def test_training_validation_and_evaluation_share_prompts_and_answers(
-    name: str, chat: bool, tmp_path: Path, tokenizer: Any
+    name: str, chat: bool, tmp_path: Path, closing_tokenizer: Any
 ) -> None:
     """The same row gives the same token ids and the same reference answer, zero-shot, in all three."""
+    tokenizer = closing_tokenizer
     task, format = get_task(name), "chat" if chat else "text"
     file = write_rows(tmp_path / (task.files[0] if task.files else "rows.jsonl"), [ROWS[name]])
     data = DataConfig(task=name, apply_chat_template=chat, val_tasks=[name], val_data=tmp_path)
@@ -212,6 +225,8 @@ def test_training_validation_and_evaluation_share_prompts_and_answers(
     assert trained.prompt_ids == evaluated.prompt_ids and trained.text == evaluated.text
     assert trained.answer == evaluated.answer == dataset.problems[0].answer
     assert trained.source == evaluated.source == name
+    assert (trained.prompt_ids[0] == tokenizer.bos_token_id) is not chat  # a chat template writes its own
+    assert trained.prompt_ids[-1] != tokenizer.eos_token_id
     question = dataset.problems[0].question_text.rpartition("\n")[2]
     assert question in trained.text and ("<user>" in trained.text) is chat
     if task.reward is not None and task.files:
