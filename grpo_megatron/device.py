@@ -1,8 +1,8 @@
 """The only file that knows whether it runs on CPU or CUDA: backend, seeds, memory, and Megatron-Core on CPU.
 
-Megatron-Core asks for CUDA in some twenty places even when every tensor lives on the host. `Device.megatron()` answers
-those calls from the CPU for the length of a `with` block; on CUDA it does nothing. Enter it around build, forward,
-backward, optimizer step, save and load; never around vLLM.
+Megatron-Core calls CUDA functions in some twenty places even when every tensor is on the host. `Device.megatron()`
+replaces those calls by CPU ones within a `with` block; on CUDA it does nothing. Enter it around build, forward, backward,
+optimizer step, save and load; never around vLLM.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a machine offers to those who ask for more than every machine has. None: it has no such thing.
+    """Optional device features. Versions are (major, minor); None: the machine does not have the feature.
 
-    Versions are (major, minor): of the device's compute capability, of the CUDA that torch was built with, of
-    Transformer Engine.
+    `capability` is the device's compute capability, `cuda_version` the CUDA that torch was built with.
     """
 
     capability: Version | None
@@ -46,24 +45,25 @@ class Hardware:
 
 
 def read_hardware(kind: Literal["auto", "cpu", "cuda"]) -> Hardware:
-    """This machine's, as a run with `trainer.device` = `kind` would see it. Transformer Engine is not imported."""
-    engine = None
+    """The features of this machine, for a run with `trainer.device` = `kind`. Transformer Engine is not imported."""
+    transformer_engine = None
     if importlib.util.find_spec("transformer_engine") is not None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            engine = _version(importlib.metadata.version("transformer_engine"))
+            transformer_engine = _version(importlib.metadata.version("transformer_engine"))
     if kind == "cpu" or not torch.cuda.is_available():
-        return Hardware(None, None, engine)
+        return Hardware(None, None, transformer_engine)
     index = int(os.environ.get("LOCAL_RANK", "0"))
-    return Hardware(torch.cuda.get_device_capability(index), _version(torch.version.cuda or "0"), engine)
+    capability, cuda_version = torch.cuda.get_device_capability(index), _version(torch.version.cuda or "0")
+    return Hardware(capability, cuda_version, transformer_engine)
 
 
 def _version(text: str) -> Version:
-    """The leading numbers of a version, at most two: "2.20.2+abc" -> (2, 20)."""
+    """The first two numbers of a version: "2.20.2+abc" -> (2, 20)."""
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
 
 
 class Device:
-    """One rank's device. `kind` is "cpu" or "cuda"; `torch_device` is where its tensors live."""
+    """One rank's device. `kind` is "cpu" or "cuda"; the rank's tensors are on `torch_device`."""
 
     def __init__(self, kind: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int | None = None) -> None:
         if kind == "auto":
@@ -84,7 +84,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The marketing name, for the table of peak FLOP rates ("cpu" has none)."""
+        """The marketing name, for the table of peak FLOP/s; "cpu" on the CPU."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
 
     @property
@@ -111,7 +111,7 @@ class Device:
             "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(self.torch_device) / 2**30,
         }
 
-    # -- random state: vLLM reseeds every generator of its host process, and `generate` advances torch's ---------------
+    # -- random state: vLLM reseeds every generator of its process, and `generate` advances torch's --------------------
 
     def rng_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
@@ -132,7 +132,7 @@ class Device:
 
     @contextlib.contextmanager
     def preserve_rng(self) -> Iterator[None]:
-        """Leave every generator as it was found: a resumed run must not depend on what the engine drew."""
+        """Restore every generator at the end: a resumed run must not depend on what the engine has drawn."""
         state = self.rng_state()
         try:
             yield
@@ -145,7 +145,7 @@ class Device:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Turns `device="cuda"` into the CPU, and makes `Tensor.type()` answer what Megatron's optimizers compare with."""
+    """Replaces `device="cuda"` by the CPU, and lets `Tensor.type()` return the CUDA names that Megatron compares with."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -163,7 +163,7 @@ class _CudaToCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stand-in for torch.cuda.Stream and Event: on the CPU everything has happened already."""
+    """A stand-in for torch.cuda.Stream and Event. On the CPU there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -175,7 +175,7 @@ class _Stream:
         return self
 
 
-_depth = 0  # the patches are process-wide: the outermost context owns them
+_depth = 0  # of nested contexts; the patches are process-wide, and only the outermost one applies them
 
 
 @contextlib.contextmanager
@@ -187,11 +187,12 @@ def _megatron_on_cpu() -> Iterator[None]:
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        with _CudaToCpu():  # a mode is off inside its own handler, and backward() runs there: recompute needs it again
-            return engine(*args, **kwargs)
+        # A mode is off inside its own handler, where backward() runs. Recomputation in the backward pass needs it on.
+        with _CudaToCpu():
+            return run_backward(*args, **kwargs)
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -224,7 +225,7 @@ def _megatron_on_cpu() -> Iterator[None]:
             mock.patch.multiple(torch.cuda, **cuda),
             mock.patch.multiple(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
             mock.patch.multiple(megatron_random, _get_cuda_rng_state=get_rng, _set_cuda_rng_state=set_rng),
-            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # undefined without TE, yet asked for
+            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # read, but undefined without TE
             mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
             mock.patch.object(torch.autograd, "_engine_run_backward", backward),
             _CudaToCpu(),

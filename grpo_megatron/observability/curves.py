@@ -1,8 +1,8 @@
 """Curves: one PNG of a run from its metrics.jsonl. `python -m grpo_megatron.observability.curves metrics.jsonl out.png`
 
-Nine panels: is it learning (reward, validation accuracy, response length), is it healthy (entropy, gradient norm,
-log-prob gap between trainer and engine, KL to the reference), what does it cost (throughput, seconds per phase).
-A metric that the run does not have leaves its panel empty; red lines mark steps where one was NaN or infinite.
+Nine panels: learning (reward, validation accuracy, response length), health (entropy, gradient norm, difference of
+log-probabilities between policy and engine, KL to the reference), cost (throughput, seconds per phase). A panel is empty
+if the run has none of its metrics. Red lines mark steps where one of them was NaN or infinite.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from matplotlib.ticker import MaxNLocator
 
 from grpo_megatron.observability.sinks import VALIDATION_ACCURACY, read_metrics
 
-StepMetrics = dict[str, Any]
+StepMetrics = dict[str, Any]  # one line of metrics.jsonl: "step", and a number or null per metric
 NOT_RECORDED = "not recorded"
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would list every font that it did not find
 
 
 @dataclass(frozen=True)
 class Panel:
-    """`series`: (metric, label); the label is None where the panel has one curve."""
+    """`series`: (metric, label) of each curve. The label is None if the panel has one curve."""
 
     title: str
     unit: str
@@ -37,18 +38,16 @@ class Panel:
     log: bool = False
 
 
-REWARD = Panel("Training reward", "mean score of a sample", (("critic/score/mean", None),))
+REWARD = Panel("Training reward, before penalties", "mean of the samples", (("critic/score/mean", None),))
 LENGTH = Panel(
     "Response length",
     "tokens",
     (("response_length/mean", "mean"), ("response_length/max", "max"), ("response_length/min", "min")),
 )
-logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it lists every font it did not find, once a machine
-
 ENTROPY = Panel("Policy entropy", "nats per token", (("actor/entropy", None),))
 GRAD_NORM = Panel("Gradient norm (before clipping)", "L2 norm", (("actor/grad_norm", None),))
 GAP = Panel(
-    "Trainer / engine log-prob gap",
+    "Log-probabilities: policy - engine",
     "|difference|, nats per token",
     (
         ("training/rollout_logp_diff_mean", "mean"),
@@ -68,7 +67,7 @@ KL = Panel(
 THROUGHPUT = Panel(
     "Throughput",
     "tokens per second and device",
-    (("perf/throughput", "whole step"), ("perf/throughput_train", "without evaluation and saving")),
+    (("perf/throughput", "whole step"), ("perf/throughput_train", "without validation and saving")),
 )
 
 
@@ -82,43 +81,43 @@ def plot(metrics_jsonl: Path, png: Path) -> None:
     figure = Figure(figsize=(16, 11.5), layout="constrained")
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     axes = figure.subplots(3, 3)
-    _panel(axes[0, 0], rows, REWARD)
-    _panel(axes[0, 1], rows, _validation(rows))
-    _panel(axes[0, 2], rows, LENGTH)
-    _panel(axes[1, 0], rows, ENTROPY)
-    _panel(axes[1, 1], rows, GRAD_NORM)
-    _panel(axes[1, 2], rows, GAP)
-    _panel(axes[2, 0], rows, KL)
-    _panel(axes[2, 1], rows, THROUGHPUT)
-    _phases(axes[2, 2], rows)
+    _draw_panel(axes[0, 0], rows, REWARD)
+    _draw_panel(axes[0, 1], rows, _validation_panel(rows))
+    _draw_panel(axes[0, 2], rows, LENGTH)
+    _draw_panel(axes[1, 0], rows, ENTROPY)
+    _draw_panel(axes[1, 1], rows, GRAD_NORM)
+    _draw_panel(axes[1, 2], rows, GAP)
+    _draw_panel(axes[2, 0], rows, KL)
+    _draw_panel(axes[2, 1], rows, THROUGHPUT)
+    _draw_phases(axes[2, 2], rows)
     figure.suptitle(
         f"{Path(metrics_jsonl).resolve().parent.name}: steps {rows[0]['step']} to {rows[-1]['step']}", fontsize=14
     )
     figure.savefig(png, dpi=110)
 
 
-def _points(rows: Sequence[StepMetrics], metric: str) -> tuple[list[int], list[float]]:
-    """Steps and values where the metric is there and finite."""
+def _finite_points(rows: Sequence[StepMetrics], metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the metric, where it is recorded and finite."""
     pairs = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), (int, float))]
     pairs = [(step, value) for step, value in pairs if math.isfinite(value)]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred running median over a tenth of the run: it does not lag, and one spike does not become a plateau."""
+    """Running median over a tenth of the run. It is centred, so it does not lag, and it is not moved by a single spike."""
     half = len(values) // 20
     return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _validation(rows: Sequence[StepMetrics]) -> Panel:
+def _validation_panel(rows: Sequence[StepMetrics]) -> Panel:
     names = sorted({name for row in rows for name in row if VALIDATION_ACCURACY.fullmatch(name)})
     return Panel("Validation accuracy", "share solved", tuple((name, name.removeprefix("val-core/")) for name in names))
 
 
-def _panel(ax: Axes, rows: Sequence[StepMetrics], panel: Panel) -> None:
+def _draw_panel(ax: Axes, rows: Sequence[StepMetrics], panel: Panel) -> None:
     drawn, empty = 0, NOT_RECORDED
     for metric, label in panel.series:
-        steps, values = _points(rows, metric)
+        steps, values = _finite_points(rows, metric)
         if panel.log and values:
             empty = "0 in every step"
             positive = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
@@ -137,11 +136,11 @@ def _panel(ax: Axes, rows: Sequence[StepMetrics], panel: Panel) -> None:
     for row in rows:
         if any(metric in row and row[metric] is None for metric, _ in panel.series):
             ax.axvline(row["step"], color="red", alpha=0.5, linewidth=0.8)
-    _finish(ax, rows, panel.title, panel.unit, None if drawn else empty)
+    _finish_axes(ax, rows, panel.title, panel.unit, None if drawn else empty)
 
 
-def _phases(ax: Axes, rows: Sequence[StepMetrics]) -> None:
-    """Seconds per phase, stacked; what no phase covers is "other". Steps as bars of width 1, without gaps."""
+def _draw_phases(ax: Axes, rows: Sequence[StepMetrics]) -> None:
+    """Seconds per phase, stacked. "other" is the time that no phase covers. Each step is a bar of width 1."""
     names = {name for row in rows for name in row if re.fullmatch(r"timing_s/.+", name) and name != "timing_s/step"}
     seconds = {name: [float(row.get(name) or 0.0) for row in rows] for name in names}
     order = sorted(names, key=lambda name: -sum(seconds[name]))
@@ -152,29 +151,29 @@ def _phases(ax: Axes, rows: Sequence[StepMetrics]) -> None:
     if any(seconds["timing_s/other"]):
         order.append("timing_s/other")
     edges = [row["step"] - 0.5 for row in rows] + [rows[-1]["step"] + 0.5]
-    low = [0.0] * len(rows)
+    bottom = [0.0] * len(rows)
     for i, name in enumerate(order):
-        high = [a + b for a, b in zip(low, seconds[name], strict=True)]
+        top = [below + own for below, own in zip(bottom, seconds[name], strict=True)]
         color = "lightgray" if name == "timing_s/other" else f"C{i % 10}"
         ax.fill_between(
             edges,
-            [*low, low[-1]],
-            [*high, high[-1]],
+            [*bottom, bottom[-1]],
+            [*top, top[-1]],
             step="post",
             color=color,
             linewidth=0,
             label=name.removeprefix("timing_s/"),
         )
-        low = high
-    _finish(ax, rows, "Where the time goes", "seconds per step", None if order else NOT_RECORDED, stacked=True)
+        bottom = top
+    _finish_axes(ax, rows, "Where the time goes", "seconds per step", None if order else NOT_RECORDED, stacked=True)
 
 
-def _finish(
+def _finish_axes(
     ax: Axes, rows: Sequence[StepMetrics], title: str, unit: str, empty: str | None, stacked: bool = False
 ) -> None:
-    """Title, axes and a legend outside the curves: a row under the title, or a column in the order of the stack.
+    """Title, axes, and a legend beside the curves: a row under the title, or for a stack a column in its order.
 
-    `empty`: what to say in a panel without curves; None if there are some.
+    `empty`: the text of a panel without curves; None if it has curves.
     """
     ax.set_title(title, fontsize=12, pad=22)
     ax.set_ylabel(unit)

@@ -1,8 +1,8 @@
 """Sinks: where a step's metrics go. A console line, metrics.jsonl, TensorBoard, Weights & Biases.
 
-Only rank 0 writes; on other ranks `Sinks` holds no sink and every call does nothing. A resumed run repeats the steps
-after its checkpoint, so no sink keeps two of one step: jsonl drops the lines from `first_step` on, TensorBoard purges
-them, and a wandb run that is continued ignores steps that it has.
+Only rank 0 writes. On other ranks `Sinks` holds no sink and every call does nothing. A resumed run repeats the steps
+after its checkpoint, and no sink may keep a step twice: jsonl drops its lines from `first_step` on, TensorBoard purges
+them, and a continued wandb run ignores the steps that it already has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VALIDATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/mean@\d+")
 
 
 class Sink:
-    """One destination. A sink without a place for text ignores notes."""
+    """One destination. By default it ignores notes, which are text."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise NotImplementedError
@@ -53,7 +53,7 @@ class Sinks:
             sink.log(step, metrics)
 
     def note(self, text: str) -> None:
-        """Show text to whoever watches the console; it may have several lines."""
+        """Show text on the console. It may have several lines."""
         for sink in self._sinks:
             sink.note(text)
 
@@ -69,7 +69,7 @@ class Sinks:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise ConfigError if a logger's package is missing. Cheap and local: for every rank, before any process group."""
+    """Raise ConfigError if a logger's package is missing. Every rank checks for itself, before any process group."""
     for package in sorted({"tensorboard", "wandb"}.intersection(names)):
         try:
             importlib.import_module(package)
@@ -90,9 +90,9 @@ def build_sinks(
 ) -> Sinks:
     """The sinks of `trainer.logger` under `trainer.output_dir`; none on ranks other than 0.
 
-    `first_step`: the step this run starts with; what an earlier run wrote from there on is dropped. `run_config` is
-    recorded with a wandb run. `stream`: the console, standard output by default. Raises ConfigError on every rank if a
-    package is missing.
+    `first_step`: the step that this run starts with. Later steps of an earlier run are dropped. `run_config` is recorded
+    with a wandb run. `stream`: the console, standard output by default. Raises ConfigError on every rank if a package is
+    missing.
     """
     check_loggers(config.logger)
     if rank != 0:
@@ -112,7 +112,7 @@ def build_sinks(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl in file order. A line that a crash cut short is left out."""
+    """The objects of a metrics.jsonl in file order. A line that a crash has cut off is left out."""
     rows = []
     for line in path.read_text().splitlines():
         try:
@@ -134,7 +134,7 @@ class JsonlSink(Sink):
 
     @staticmethod
     def _truncate(path: Path, first_step: int) -> None:
-        """Keep steps < first_step. The old file stays whole until the new one is on disk."""
+        """Keep steps < first_step. The old file stays complete until the new one is on disk."""
         write_file(path, (json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] < first_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -164,7 +164,7 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """A run named after the output folder. Its id is kept there: a resumed run continues it, one from step 0 is new.
+    """A run named after the output folder, which keeps its id: a resumed run continues it, and one from step 0 is new.
 
     The project is WANDB_PROJECT, by default "grpo_megatron"; WANDB_MODE=offline needs no network.
     """
@@ -192,7 +192,7 @@ class WandbSink(Sink):
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the console line. `decimals` None: scientific notation."""
+    """One column of the console's table. `decimals` None: scientific notation."""
 
     title: str
     metric: str
@@ -211,24 +211,27 @@ class Column:
 
 
 COLUMNS = (
-    Column("reward", "critic/score/mean", 4, "mean score of the samples drawn in this step; should rise"),
-    Column("val acc", "val acc", 4, "accuracy on the validation set, in steps that evaluate"),
+    Column("reward", "critic/score/mean", 4, "mean reward of this step's samples, before penalties; should rise"),
+    Column("val acc", "val acc", 4, "accuracy on the validation sets, in steps that validate"),
     Column("resp len", "response_length/mean", 1, "mean response length, tokens"),
     Column("entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores"),
     Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning"),
     Column("clipped", "actor/pg_clipfrac", 4, "share of tokens whose gradient the ratio clip removed"),
     Column(
-        "logp gap", "training/rollout_logp_diff_mean", None, "mean |log-prob trainer - engine| per token; tiny is good"
+        "logp gap",
+        "training/rollout_logp_diff_mean",
+        None,
+        "mean |logprob of the policy - of the engine| per token; should be tiny",
     ),
-    Column("s/step", "timing_s/step", 1, "wall seconds of the step, evaluation and saving included"),
+    Column("s/step", "timing_s/step", 1, "wall-clock seconds of the step, with validation and saving"),
     Column("tok/s", "perf/throughput", 0, "prompt + response tokens per second and device"),
 )
-WIDTH = 11  # of a column: 6 + 9 * 11 = 105 characters a line
+COLUMN_WIDTH = 11  # 6 + 9 * 11 = 105 characters per line
 ROWS_PER_HEADER = 20
 
 
 class ConsoleSink(Sink):
-    """One aligned line per step. On a terminal it scrolls above a progress bar; into a file it is lines alone."""
+    """One aligned line per step. On a terminal the lines scroll above a progress bar; a file gets no bar."""
 
     def __init__(self, total_steps: int, first_step: int = 0, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -241,16 +244,18 @@ class ConsoleSink(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._rows == 0:
-            self.note("\n".join(f"  {c.title:<10} {c.legend}" for c in COLUMNS) + "\n")
+            self.note("\n".join(f"  {column.title:<10} {column.legend}" for column in COLUMNS) + "\n")
         if self._rows % ROWS_PER_HEADER == 0:
-            self.note(f"{'step':>6}" + "".join(f"{c.title:>{WIDTH}}" for c in COLUMNS))
+            self.note(f"{'step':>6}" + "".join(f"{column.title:>{COLUMN_WIDTH}}" for column in COLUMNS))
         self._rows += 1
         accuracies = [value for name, value in metrics.items() if VALIDATION_ACCURACY.fullmatch(name)]
         if accuracies:
             metrics = {**metrics, "val acc": sum(accuracies) / len(accuracies)}
-        self.note(f"{step:>6}" + "".join(f"{c.cell(metrics):>{WIDTH}}" for c in COLUMNS))
+        self.note(f"{step:>6}" + "".join(f"{column.cell(metrics):>{COLUMN_WIDTH}}" for column in COLUMNS))
         if self._bar is not None:
-            self._bar.update(min(step + 1, self._bar.total) - self._bar.n)  # the last line is an evaluation
+            self._bar.update(
+                min(step + 1, self._bar.total) - self._bar.n
+            )  # after the last step, validation logs once more
 
     def note(self, text: str) -> None:
         if self._bar is not None:
@@ -261,32 +266,3 @@ class ConsoleSink(Sink):
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def format_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Aligned plain text: numbers to the right, floats with 4 decimals, None as "-".
-
-    Raises ValueError for a row that is not as long as the header.
-    """
-    for row in rows:
-        if len(row) != len(header):
-            raise ValueError(f"table row {list(row)} has {len(row)} cells, the header {list(header)} has {len(header)}")
-    cells = [[_cell(value) for value in row] for row in rows]
-    lines = []
-    widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
-    numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(header))]
-    for line in [list(header), ["-" * width for width in widths], *cells]:
-        aligned = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, widths, numeric, strict=True)]
-        lines.append("  ".join(aligned).rstrip())
-    return "\n".join(lines)
-
-
-def print_table(rows: Sequence[Sequence[object]], header: Sequence[str], stream: TextIO | None = None) -> None:
-    """Print `format_table(rows, header)`, for example accuracy before and after training."""
-    print(format_table(rows, header), file=stream or sys.stdout, flush=True)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

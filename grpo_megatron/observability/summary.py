@@ -1,63 +1,95 @@
-"""What a run leaves for a person: the table of held-out results before and after, the curves, and where things are."""
+"""The end of a run: a table of validation results before and after, the learning curves, and the list of files."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grpo_megatron.observability.sinks import Sinks, format_table, read_metrics
+from grpo_megatron.observability.sinks import METRICS_FILE, Sinks, read_metrics
 
 OUTPUTS = {
     "hf": "the trained model, a Hugging Face folder",
     "curves.png": "learning curves",
-    "metrics.jsonl": "every metric of every step",
-    "samples": "completions at each evaluation, as text",
-    "checkpoints": "what a later run resumes from",
-    "warmup": "the model after the supervised warm-up",
+    METRICS_FILE: "every metric of every step",
+    "samples": "completions at each validation, as text",
+    "checkpoints": "for resuming the run",
+    "warmup": "the model after the supervised warmup",
     "tensorboard": "the metrics for TensorBoard",
-    "config.yaml": "the configuration as it was run",
+    "config.yaml": "the configuration of the run",
 }
 
 
 class Summary:
-    """Collects evaluation results by step; `show` prints the first beside the last."""
+    """Collects validation results by step; `show` prints the first beside the last."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
-        self.evaluations: dict[str, dict[int, float]] = {}  # metric -> step -> value
+        self.results: dict[str, dict[int, float]] = {}  # metric -> step -> value
 
     def add(self, step: int, results: Mapping[str, float]) -> None:
         for name, value in results.items():
-            self.evaluations.setdefault(name, {})[step] = value
+            self.results.setdefault(name, {})[step] = value
 
     def recall(self) -> None:
-        """What the run evaluated before it was interrupted, from its own metrics.jsonl."""
+        """Add the validation results from before an interruption, read from the run's own metrics.jsonl."""
         with contextlib.suppress(FileNotFoundError):
-            for row in read_metrics(self.output_dir / "metrics.jsonl"):
+            for row in read_metrics(self.output_dir / METRICS_FILE):
                 self.add(row["step"], {name: value for name, value in row.items() if name.startswith("val-")})
 
     def show(self, sinks: Sinks) -> None:
-        """Print the table and the list of files, draw the curves. Rank 0."""
-        rows = [
-            [name.removeprefix("val-core/").removeprefix("val-aux/"), steps[min(steps)], steps[max(steps)]]
-            for name, steps in sorted(
-                self.evaluations.items(), key=lambda item: (item[0].startswith("val-aux"), item[0])
-            )
-            if len(steps) > 1
-        ]
+        """Print the table and the list of files, and draw the curves. For rank 0 only."""
+        rows = self._rows()
         if rows:
             sinks.note("\n" + format_table(rows, ["held-out problems", "before", "after"]))
-        with contextlib.suppress(FileNotFoundError):  # no jsonl sink, no curves
-            from grpo_megatron.observability.curves import plot  # matplotlib: not for every rank at its start
+        with contextlib.suppress(FileNotFoundError):  # without the jsonl sink there are no curves
+            from grpo_megatron.observability.curves import plot  # imports matplotlib, which other ranks do not need
 
-            plot(self.output_dir / "metrics.jsonl", self.output_dir / "curves.png")
+            plot(self.output_dir / METRICS_FILE, self.output_dir / "curves.png")
         sinks.note("\n" + "\n".join(self._files()))
+
+    def _rows(self) -> list[list[object]]:
+        """Name, first and last value of each metric with several values. val-core comes before val-aux."""
+        names = sorted(self.results, key=lambda name: (name.startswith("val-aux"), name))
+        rows: list[list[object]] = []
+        for name in names:
+            values = self.results[name]
+            if len(values) > 1:
+                short = name.removeprefix("val-core/").removeprefix("val-aux/")
+                rows.append([short, values[min(values)], values[max(values)]])
+        return rows
 
     def _files(self) -> Iterator[str]:
         present = [
-            (self.output_dir / name, what) for name, what in OUTPUTS.items() if (self.output_dir / name).exists()
+            (self.output_dir / name, text) for name, text in OUTPUTS.items() if (self.output_dir / name).exists()
         ]
         width = max((len(str(path)) for path, _ in present), default=0)
-        for path, what in present:
-            yield f"{path!s:<{width}}  {what}"
+        for path, text in present:
+            yield f"{path!s:<{width}}  {text}"
+
+
+def format_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """Aligned plain text. Numbers are on the right and have 4 decimals if they are floats; None is "-".
+
+    Raises ValueError for a row that is not as long as the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"table row {list(row)} has {len(row)} cells, the header {list(header)} has {len(header)}")
+    cells = [[_cell(value) for value in row] for row in rows]
+    lines = []
+    widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
+    numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(header))]
+    for line in [list(header), ["-" * width for width in widths], *cells]:
+        aligned = [
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(line, widths, numeric, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

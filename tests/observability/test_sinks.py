@@ -21,10 +21,9 @@ from grpo_megatron.observability.sinks import (
     ConsoleSink,
     JsonlSink,
     build_sinks,
-    format_table,
-    print_table,
     read_metrics,
 )
+from grpo_megatron.observability.summary import Summary, format_table
 
 STEP = {
     "critic/score/mean": 0.25,
@@ -199,9 +198,9 @@ def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(row.startswith("     4     0.2500") for row in rows) == 1
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([["gsm8k", 0.25, 1319], ["math", None, 7]], ["task", "before", "n"])
-    assert capsys.readouterr().out.splitlines() == [
+def test_table() -> None:
+    table = format_table([["gsm8k", 0.25, 1319], ["math", None, 7]], ["task", "before", "n"])
+    assert table.splitlines() == [
         "task   before     n",
         "-----  ------  ----",
         "gsm8k  0.2500  1319",
@@ -209,6 +208,32 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     with pytest.raises(ValueError, match="has 1 cells, the header"):
         format_table([["x"]], ["a", "b"])
+
+
+# -- the end of a run ----------------------------------------------------------------------------------------------
+
+
+def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
+    """Validated at steps 0 and 2 before an interruption, and at 4 after it: the table compares steps 0 and 4."""
+    run, accuracy, sampled = config(tmp_path, "console", "jsonl"), "val-core/gsm8k/acc/mean@1", "val-aux/gsm8k/length"
+    with build_sinks(run) as sinks:
+        sinks.log(0, {accuracy: 0.25, sampled: 30.0})
+        sinks.log(2, {accuracy: 0.5, "critic/score/mean": 0.4})
+    summary, stream = Summary(tmp_path), io.StringIO()
+    summary.recall()
+    summary.add(4, {accuracy: 0.75})
+    with build_sinks(run, first_step=4, stream=stream) as sinks:
+        summary.show(sinks)
+    table, _, files = stream.getvalue().strip().partition("\n\n")
+    assert [line.split() for line in table.splitlines()] == [
+        ["held-out", "problems", "before", "after"],
+        ["-----------------", "------", "------"],
+        ["gsm8k/acc/mean@1", "0.2500", "0.7500"],  # val-aux has one value only: there is nothing to compare
+    ]
+    assert [line.split()[0] for line in files.splitlines()] == [
+        str(tmp_path / "curves.png"),
+        str(tmp_path / "metrics.jsonl"),
+    ]
 
 
 # -- curves --------------------------------------------------------------------------------------------------------
@@ -245,13 +270,13 @@ def test_curves_draw_what_was_logged(tmp_path: Path) -> None:
         {"step": 2, "actor/grad_norm": 3.0},
     ]
     ax: Any = Figure().subplots()
-    curves._panel(ax, rows, curves.GRAD_NORM)
+    curves._draw_panel(ax, rows, curves.GRAD_NORM)
     curve, mark = ax.lines
     assert list(curve.get_xdata()) == [0, 2]
     assert list(curve.get_ydata()) == [1.0, 3.0]
     assert list(mark.get_xdata()) == [1, 1]  # the step that was not finite
     ax = Figure().subplots()
-    curves._panel(ax, rows, curves.ENTROPY)
+    curves._draw_panel(ax, rows, curves.ENTROPY)
     assert [text.get_text() for text in ax.texts] == ["not recorded"]
 
 
@@ -264,7 +289,7 @@ def test_curves_stack_of_phases_ends_at_the_step_time(tmp_path: Path) -> None:
         {"step": 1, "timing_s/gen": 6.0, "timing_s/update_actor": 3.0, "timing_s/testing": 1.0, "timing_s/step": 12.0},
     ]
     ax: Any = Figure().subplots()
-    curves._phases(ax, rows)
+    curves._draw_phases(ax, rows)
     assert [c.get_label() for c in ax.collections] == ["gen", "update_actor", "testing", "other"]
     top = ax.collections[-1].get_paths()[0].vertices
     assert {(x, y) for x, y in top.tolist()} >= {(-0.5, 10.0), (0.5, 10.0), (0.5, 12.0), (1.5, 12.0)}
