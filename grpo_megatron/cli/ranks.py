@@ -20,7 +20,7 @@ from pathlib import Path
 from grpo_megatron.cli.failures import explain_failure
 
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def is_on_cpu(device: str) -> bool:
@@ -83,6 +83,6 @@ def die_with_launcher() -> None:
     """
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher):
             os._exit(1)  # the parent ended before the call above

@@ -243,4 +243,4 @@ def test_ten_megabytes_take_linear_time(name: str) -> None:
     for prefix in ("####", "<answer>", "\\boxed{"):
         extract_answer(prefix + text + "</answer>")
     arithmetic("<think>" + text, "42")
-    assert time.process_time() - start < 10.0
+    assert time.process_time() - start < 60

@@ -161,4 +161,4 @@ def test_ten_megabytes_are_no_problem(piece: str) -> None:
     text = piece * (10_000_000 // len(piece))
     start = time.process_time()
     assert len(arithmetic_steps(text, "2")["steps"]) <= 10_000
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 60
