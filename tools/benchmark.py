@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--cold", action="store_true", help="drop the sources from the page cache before each run"
     )
     convert_parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure"
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure"
     )
     convert_parser.set_defaults(run=convert)
     grade_parser = commands.add_parser("grade", help="grading, beside plain math-verify")
