@@ -1,11 +1,10 @@
-"""Every method on the quickstart's task with the same budget: one table, one picture.
+"""Trains every method on the quickstart's task with the same budget, and writes one table and one picture.
 
     python examples/compare_methods.py [--only grpo rloo ...] [--steps 30] [--seed 0] [--output outputs/methods]
 
-Prepares the quickstart's data and warmed-up model if they are not there, then runs each config of examples/methods/ as
-`python -m grpo_megatron train` would, from the same weights, on the same prompts in the same order, and writes
-`table.md` and `curves.png`. A method that has been run already is not run again. One to two minutes a method on two
-CPU cores.
+First prepares the quickstart's data and warmed-up model if they do not exist. Then runs `python -m grpo_megatron train`
+with each config of examples/methods/, from the same weights, on the same prompts in the same order. A method that was
+run before is not run again. Writes `table.md` and `curves.png`. One to two minutes per method on two CPU cores.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ METHODS = ROOT / "examples" / "methods"
 QUICKSTART = Path("outputs/quickstart")
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 WORKED = "val-aux/arithmetic/worked/mean"
-FAMILIES = {  # panels of the picture
+PANELS = {  # of the picture: title -> methods
     "estimators": ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"),
     "more estimators": ("grpo", "gpg", "grpo_passk", "grpo_process", "iterative_grpo"),
     "losses": ("grpo", "gspo", "gspo_token", "gmpo", "cispo", "sapo"),
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 def prepare(seed: int) -> None:
-    """The data, the random model, and the warm-up, where `make quickstart` has not left them."""
+    """Create the data, the random model and the warmed-up model, unless `make quickstart` has done so."""
     data, model = QUICKSTART / "data", QUICKSTART / "model"
     tool = [sys.executable, str(ROOT / "tools" / "prepare_data.py")]
     if not (data / "written.jsonl").exists():
@@ -64,7 +63,7 @@ def prepare(seed: int) -> None:
 
 
 def run(name: str, folder: Path, steps: int, seed: int) -> None:
-    """One method, unless it has been run to its end."""
+    """Train one method, unless a run of it has finished."""
     if read_curve(folder).get(steps) is not None:
         return
     train(
@@ -87,12 +86,12 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def read_curve(folder: Path) -> dict[int, float]:
-    """Steps done -> accuracy on the held-out problems."""
+    """Number of finished steps -> accuracy on the held-out problems."""
     return {int(row["step"]): row[ACCURACY] for row in read_rows(folder) if ACCURACY in row}
 
 
 def make_table(curves: dict[str, dict[int, float]], output: Path) -> str:
-    """Markdown: accuracy over the steps, the share of worked answers at the end, seconds a step."""
+    """Markdown table: accuracy over the steps, the share of worked answers at the end, the median seconds per step."""
     steps = sorted({step for curve in curves.values() for step in curve})
     lines = [
         "| method | " + " | ".join(f"step {step}" for step in steps) + " | worked | s/step |",
@@ -109,8 +108,8 @@ def make_table(curves: dict[str, dict[int, float]], output: Path) -> str:
 
 
 def plot(curves: dict[str, dict[int, float]], target: Path) -> None:
-    """Accuracy over steps, a panel a family, the first method of each in black."""
-    panels = {title: [name for name in names if curves.get(name)] for title, names in FAMILIES.items()}
+    """Accuracy over steps, one panel per entry of PANELS, GRPO in black in each."""
+    panels = {title: [name for name in names if curves.get(name)] for title, names in PANELS.items()}
     panels = {title: names for title, names in panels.items() if names}
     if not panels:
         return

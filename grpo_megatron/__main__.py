@@ -1,4 +1,4 @@
-"""`python -m grpo_megatron`, and what torchrun starts."""
+"""Entry point of `python -m grpo_megatron`, by hand and under torchrun."""
 
 import sys
 

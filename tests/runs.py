@@ -1,4 +1,4 @@
-"""A run that would work: a tiny model folder with weights and tokenizer, data files, and the YAML that ties them."""
+"""The inputs of a small valid run: model folder with weights and tokenizer, data files, and the YAML that names them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from tests.tiny import make_model
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=", "user", "assistant"]
-SIZES = {  # pinned here, because the messages under test spell them out
+SIZES = {  # the messages under test contain these numbers
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' 
 
 
 def write_tokenizer(folder: Path, vocabulary: list[str] | None = None, **changes: Any) -> None:
-    """A word-level tokenizer of transformers' fast kind. `changes` replace the special tokens or add a template."""
+    """Write a word-level fast tokenizer of transformers. `changes` replace the special tokens or add a template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def make_run(folder: Path) -> Path:
-    """Write everything into `folder`; returns it. `folder`/run.yaml is the config, of two ranks."""
+    """Write everything into `folder` and return it. `folder`/run.yaml is the config of a run on two ranks."""
     make_model(folder / "model", "qwen2", **SIZES)
     write_tokenizer(folder / "model")
     write_rows(folder / "train.jsonl", [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(9)])
@@ -85,12 +85,12 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in
         "evaluation.run": {{}},
         "rollout.vllm_process": {{"preload": lambda: None}},
     }}
-    for name, what in stand_ins.items():
+    for name, content in stand_ins.items():
         sys.modules[f"grpo_megatron.{{name}}"] = module = types.ModuleType(name)
-        module.__dict__.update(what)
+        module.__dict__.update(content)
 """
 
 
 def stand_in_trainer(folder: Path, body: str) -> None:
-    """With `folder` on PYTHONPATH, a training program's ranks run `body` for a trainer, and nobody validates anything."""
+    """With `folder` on PYTHONPATH, the ranks of a training program run `body` instead of the trainer, without validation."""
     (folder / "sitecustomize.py").write_text(STAND_INS.format(body=textwrap.indent(textwrap.dedent(body), " " * 12)))

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, as Hugging Face folders, and batches to score. Real transformers writes them."""
+"""Tiny random models of every family, as Hugging Face folders that transformers writes, and random batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,  # tensor parallel 4 has more ranks than groups
     "max_position_embeddings": 512,
-    "vocab_size": 101,  # odd: every layout pads it
+    "vocab_size": 101,  # odd: every layout must pad it
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, std: float = 0.06, **changes: Any) -> Path:
-    """Write a random float32 model; norms and biases are perturbed so that a lost one shows."""
+    """Write a random float32 model. Norms and biases are not 1 and 0, so that a test notices a missing one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {**COMMON, **FAMILIES[family], **changes}
@@ -69,7 +69,7 @@ def make_sequences(
 def make_batch(
     pairs: list[tuple[list[int], list[int]]], mini_batches: Any, rows: list[int] | None = None, *, masked: bool = False
 ) -> Any:
-    """A Batch of `rows` of the pairs, with random but row-determined advantages, weights and old logprobs.
+    """A Batch of `rows` of the pairs. Advantages, weights and old logprobs are random, but depend only on the row.
 
     `masked`: about a third of the response tokens is not in the loss; of every fifth row, no token is.
     """
@@ -107,7 +107,7 @@ def make_batch(
 def transformers_logprobs(
     folder: Path, pairs: list[tuple[list[int], list[int]]], temperature: float = 1.0
 ) -> list[torch.Tensor]:
-    """The oracle: response-token log-probabilities, one sequence at a time."""
+    """Log-probabilities of the response tokens by transformers, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,14 +1,14 @@
-"""Benchmarks that print what they compare with.
+"""Benchmarks of conversion and grading, beside what they are compared with.
 
     python tools/benchmark.py convert [--gigabytes 2] [--repeats 5] [--cold] [--folder DIR]
     python tools/benchmark.py grade --data DIR [--problems 200]
 
-convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face, against `cp` of the same files, and against
-`cp` and then `sha256sum` of the copy, since the converter hashes what it writes. In turn, several times; medians. Each
-is timed until it returns (the converter's files are on the disk then, those of cp are not) and until `sync` returns.
-Python's start is not counted: everything runs in one process. Also mbridge, where it is installed.
+convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
+with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
+printed. A time ends when the command returns (the converter's files are on the disk by then, those of cp are not), and
+again when `sync` returns. Everything runs in one process, so Python's start is not counted. Also mbridge if installed.
 
-grade: answers graded a second on one core, of DIR/gsm8k/test.jsonl and DIR/math/test.jsonl, the latter beside math-verify.
+grade: answers graded per second on one core, of DIR/gsm8k/test.jsonl and DIR/math/test.jsonl, the latter beside math-verify.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYER = {
 
 
 def random_model(folder: Path, gigabytes: float) -> int:
-    """A Hugging Face folder of about that size, 1 GB a file; returns its bytes. Random bits: nothing can be compressed."""
+    """Write a Hugging Face folder of about that size, 1 GB per file; returns its bytes. Random bits cannot be compressed."""
     import torch
 
     from grpo_megatron.convert.folder import output_folder
@@ -60,30 +60,29 @@ def random_model(folder: Path, gigabytes: float) -> int:
     weight_map: dict[str, str] = {}
     with output_folder(folder, int(gigabytes * 1e9)) as partial:
         (partial / "config.json").write_text(json.dumps(config))
-        for name, held in plan_shards(shapes, torch.bfloat16, 1 << 30).items():
-            start = safetensors_header(held, torch.bfloat16)
-            size = sum(torch.Size(shape).numel() for shape in held.values()) * 2
-            weight_map |= dict.fromkeys(held, name)
+        for name, file_shapes in plan_shards(shapes, torch.bfloat16, 1 << 30).items():
+            size = sum(torch.Size(shape).numel() for shape in file_shapes.values()) * 2
+            weight_map |= dict.fromkeys(file_shapes, name)
             with (partial / name).open("wb") as file:
-                file.write(start)
-                for done in range(0, size, len(noise)):
-                    file.write(noise[: size - done])
+                file.write(safetensors_header(file_shapes, torch.bfloat16))
+                for written in range(0, size, len(noise)):
+                    file.write(noise[: size - written])
         if len(set(weight_map.values())) > 1:
             index = {"metadata": {}, "weight_map": weight_map}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index))
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-Times = tuple[float, float, float]  # seconds until the action returned, until sync did, of processors
+Times = tuple[float, float, float]  # seconds until the action returned, until sync returned, and of processor time
 
 
 def timed(action: Callable[[], Any]) -> Times:
     os.sync()
-    begin, spent = time.perf_counter(), processor_seconds()
+    begin, processor_begin = time.perf_counter(), processor_seconds()
     action()
     returned = time.perf_counter()
     os.sync()
-    return returned - begin, time.perf_counter() - begin, processor_seconds() - spent
+    return returned - begin, time.perf_counter() - begin, processor_seconds() - processor_begin
 
 
 def processor_seconds() -> float:
@@ -129,9 +128,9 @@ def convert(args: argparse.Namespace) -> int:
                     forget(source)
                 times[name].append(timed(action))
                 shutil.rmtree(out)
-        busy = os.getloadavg()[0]
+        load = os.getloadavg()[0]
         state = "dropped from" if args.cold else "in"
-        print(f"{size / 1e9:.2f} GB, {os.cpu_count()} cores, load {busy:.1f}, sources {state} the page cache,", end=" ")
+        print(f"{size / 1e9:.2f} GB, {os.cpu_count()} cores, load {load:.1f}, sources {state} the page cache,", end=" ")
         print(f"medians of {args.repeats}")
         report({name: tuple(map(statistics.median, zip(*t, strict=True))) for name, t in times.items()}, size)
         print(beside_mbridge(hf, size, args.repeats))
@@ -141,18 +140,18 @@ def convert(args: argparse.Namespace) -> int:
 def report(medians: dict[str, tuple[float, ...]], size: int) -> None:
     base = medians["cp -r"]
     print(f"{'':24s} returns   MB/s   x cp   on disk   x cp   processor   x cp")
-    for name, (returned, synced, spent) in medians.items():
+    for name, (returned, synced, processor) in medians.items():
         print(
             f"{name:24s} {returned:6.2f} s {size / returned / 1e6:6.0f} {returned / base[0]:6.2f}  {synced:6.2f} s"
-            f" {synced / base[1]:6.2f}    {spent:6.2f} s {spent / base[2]:6.2f}"
+            f" {synced / base[1]:6.2f}    {processor:6.2f} s {processor / base[2]:6.2f}"
         )
 
 
 def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
-    """Seconds to fill a model in memory, this project's loader beside mbridge's.
+    """Seconds to fill a model in memory, by this project's loader and by mbridge's.
 
-    mbridge writes no checkpoint, and its own models are Transformer Engine's on a GPU. What runs on a CPU is its
-    conversion: `load_weights` into our model, shown to it under Transformer Engine's names.
+    mbridge writes no checkpoint, and its own models need Transformer Engine on a GPU. Its conversion runs on a CPU:
+    `load_weights` into this project's model, whose parameters get Transformer Engine's names for it.
     """
     if importlib.util.find_spec("mbridge") is None:
         return "mbridge: not installed, not measured"
@@ -184,17 +183,19 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
             return out
 
     bridge = AutoBridge.from_pretrained(str(folder))
-    ours, theirs, contents = [], [], []
+    own_times, mbridge_times = [], []
+    same = True
     for _ in range(repeats):
-        ours.append(timed(lambda: load_hf(model, folder, arch, mesh))[0])
-        contents.append([p.detach().view(torch.int16).clone() for p in model.parameters()])
-        theirs.append(timed(lambda: bridge.load_weights([Renamed()], str(folder)))[0])
-        pairs = zip(contents.pop(), model.parameters(), strict=True)
-        same = all(torch.equal(a, b.detach().view(torch.int16)) for a, b in pairs)
-    mine, others = statistics.median(ours), statistics.median(theirs)
+        own_times.append(timed(lambda: load_hf(model, folder, arch, mesh))[0])
+        weights = [parameter.detach().view(torch.int16).clone() for parameter in model.parameters()]
+        mbridge_times.append(timed(lambda: bridge.load_weights([Renamed()], str(folder)))[0])
+        for weight, parameter in zip(weights, model.parameters(), strict=True):
+            same = same and torch.equal(weight, parameter.detach().view(torch.int16))
+        del weights
+    own, mbridge = statistics.median(own_times), statistics.median(mbridge_times)
     return (
-        f"into a model in memory, same contents: {same}; grpo_megatron {mine:.2f} s, {size / mine / 1e6:.0f} MB/s; mbridge"
-        f" {others:.2f} s, {size / others / 1e6:.0f} MB/s"
+        f"into a model in memory, same contents: {same}; grpo_megatron {own:.2f} s, {size / own / 1e6:.0f} MB/s; mbridge"
+        f" {mbridge:.2f} s, {size / mbridge / 1e6:.0f} MB/s"
     )
 
 
@@ -213,16 +214,24 @@ def grade(args: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("convert", help="checkpoint conversion against cp")
-    one.add_argument("--gigabytes", type=float, default=2.0)
-    one.add_argument("--repeats", type=int, default=5)
-    one.add_argument("--cold", action="store_true", help="drop the sources from the page cache before each")
-    one.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    one.set_defaults(run=convert)
-    two = commands.add_parser("grade", help="grading, beside plain math-verify")
-    two.add_argument("--data", type=Path, required=True, help="folder with gsm8k/test.jsonl and math/test.jsonl")
-    two.add_argument("--problems", type=int, default=200, help="of MATH; three completions each")
-    two.set_defaults(run=grade)
+    convert_parser = commands.add_parser("convert", help="checkpoint conversion against cp")
+    convert_parser.add_argument("--gigabytes", type=float, default=2.0)
+    convert_parser.add_argument("--repeats", type=int, default=5)
+    convert_parser.add_argument(
+        "--cold", action="store_true", help="drop the sources from the page cache before each run"
+    )
+    convert_parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure"
+    )
+    convert_parser.set_defaults(run=convert)
+    grade_parser = commands.add_parser("grade", help="grading, beside plain math-verify")
+    grade_parser.add_argument(
+        "--data", type=Path, required=True, help="folder with gsm8k/test.jsonl and math/test.jsonl"
+    )
+    grade_parser.add_argument(
+        "--problems", type=int, default=200, help="number of MATH problems; three completions each"
+    )
+    grade_parser.set_defaults(run=grade)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 

@@ -1,4 +1,4 @@
-"""The config file: YAML plus `section.key=value` overrides -> Config, with one line for every key that is not right."""
+"""Reads the config file: YAML plus `section.key=value` overrides -> Config. An error has one line per wrong key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: Any) -> str:
-    """One line for one pydantic error; an unknown key gets the nearest known one."""
+    """One line for one pydantic error; for an unknown key with the nearest known key."""
     location = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         known = _fields_at(error["loc"][:-1])

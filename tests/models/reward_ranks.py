@@ -1,4 +1,4 @@
-"""What the ranks of the reward model tests run. A layout is (world, tp, pp, sequence parallel), as in `ranks`."""
+"""What the ranks of the reward model tests run. A layout is (world, tp, pp, sequence parallel), as in policy_ranks."""
 
 from __future__ import annotations
 

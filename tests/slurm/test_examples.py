@@ -1,4 +1,4 @@
-"""The 70B examples are planned on this machine: real Megatron modules on the meta device, in seconds, in little memory."""
+"""Dry runs of the 70B examples on this machine: real Megatron modules on the meta device, in seconds and little memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ EXAMPLES = {"llama3_70b": "Llama-3.1-70B", "qwen2_72b": "Qwen2.5-72B-Instruct"}
 
 
 def test_the_readme_command_needs_seconds_and_under_2_gb() -> None:
-    """A layer: q, o 2 x 8192^2, k, v 2 x 1024 x 8192, MLP 3 x 28672 x 8192, two norms; both ends 128256 x 8192.
+    """A layer has q and o of 2 x 8192^2, k and v of 2 x 1024 x 8192, an MLP of 3 x 28672 x 8192, and two norms. Embedding
+    and head have 128256 x 8192 each.
 
-    A rank of the first stage at tp 4 has 20 layers (matrices over 4, norms whole) and a quarter of the embedding.
+    A rank of the first stage at tp 4 has 20 layers (a quarter of each matrix, whole norms) and a quarter of the embedding.
     """
     layer = 2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192
     assert 80 * (layer + 2 * 8192) + 2 * 128256 * 8192 + 8192 == 70_553_706_496
@@ -38,7 +39,7 @@ def test_the_readme_command_needs_seconds_and_under_2_gb() -> None:
     assert f"    0     20   {first:,}" in text
     assert "tp 4 x pp 4 x dp 4, sequence parallel, distributed optimizer, bfloat16" in text
     assert "8 engines of tp 8" in text and "64 prompts x 32 = 2,048, about 256 per engine" in text
-    assert text.count("NOT FOUND, so") == 3  # weights, tokenizer, prompts: said, not passed over
+    assert text.count("NOT FOUND, so") == 3  # weights, tokenizer and prompts: what is not checked is reported
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -58,7 +59,7 @@ def test_every_cross_check_passes(
 def test_on_this_machine_nothing_may_be_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without --world-size the plan is for here: tokenizer and data are then asked for."""
+    """Without --world-size the plan is for this machine, which must have the tokenizer and the data."""
     monkeypatch.chdir(ROOT)
     assert main.main(["train", "examples/llama3_70b.yaml", "--dry-run"]) == 2
     errors = capsys.readouterr().err
@@ -69,7 +70,7 @@ def test_on_this_machine_nothing_may_be_missing(
 @pytest.mark.parametrize(("example", "original"), EXAMPLES.items())
 def test_the_architectures_are_the_real_ones(example: str, original: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((CONFIGS / f"{original}.json").read_text())
-    ours = ROOT / "examples" / "models" / example
-    assert read_architecture(ours) == read_architecture(tmp_path)
-    assert [path.name for path in ours.iterdir()] == ["config.json"]
-    assert json.loads((ours / "config.json").read_text())["num_hidden_layers"] == 80
+    folder = ROOT / "examples" / "models" / example
+    assert read_architecture(folder) == read_architecture(tmp_path)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 80
