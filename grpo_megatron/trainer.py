@@ -30,12 +30,12 @@ from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.training.build import (
     build_colocation,
-    build_engine,
     build_loss,
     build_references,
     build_report,
     build_reward_model,
     build_reward_pool,
+    build_rollout_engine,
     join_world,
     num_updates,
 )
@@ -82,7 +82,7 @@ class Trainer:
         self.policy = Policy(
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
-        self.engine = build_engine(config, checked, self.mesh, self.device)
+        self.engine = build_rollout_engine(config, checked, self.mesh, self.device)
         self.colocation = build_colocation(config, self.policy, self.engine, self.mesh)
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
         generator = Generator(self.engine, pool, checked.tokenizer, self.mesh, rollout.seed)
@@ -117,7 +117,7 @@ class Trainer:
         self.validator = Validator(
             generator, checked.val_prompts, self.data, rollout, self.mesh, self.output_dir, trainer.num_logged_samples
         )
-        self.revision = Revision(self.algorithm, self.actor, self.mesh, self.data.max_response_length)
+        self.correction_step = Revision(self.algorithm, self.actor, self.mesh, self.data.max_response_length)
         self.loss = build_loss(self.actor)
         self.metrics = Metrics(self.device.synchronize)
         self.report = build_report(config, checked, self.policy, self.sinks)
@@ -149,7 +149,7 @@ class Trainer:
         if run.get("collector"):
             self.collector.load_state(run["collector"])
         if run.get("kl"):
-            self.revision.kl.load_state(run["kl"])
+            self.correction_step.kl.load_state(run["kl"])
         self.summary.recall()
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -173,7 +173,9 @@ class Trainer:
                 batch = exchange(samples, table, plan, self.mesh)  # this replica's share, balanced by tokens
                 batch.old_logprobs = self.old_logprobs(batch)
                 batch.ref_logprobs = self.ref_logprobs(batch)
-                plan = self.revision.apply(batch, table, plan, self.metrics)  # rollout correction, KL in the reward
+                plan = self.correction_step.apply(
+                    batch, table, plan, self.metrics
+                )  # rollout correction, KL in the reward
                 self.update(batch)  # mini-batches, clipping, optimizer
                 self.end_iteration(step)  # the reward model learns from the iteration's samples
                 self.save(step + 1)
@@ -241,7 +243,7 @@ class Trainer:
                 self.save_now(steps_done)
 
     def save_now(self, steps_done: int) -> Path:
-        run = {"collector": self.collector.state(), "kl": self.revision.kl.state()}
+        run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
         return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model])
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:

@@ -43,7 +43,7 @@ def join_world(config: Config, device: Device) -> Mesh:
     )
 
 
-def build_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
+def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
     """The engine, awake and without usable weights. Collective."""
     return VllmEngine(
         config.model.path,
