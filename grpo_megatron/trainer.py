@@ -35,8 +35,8 @@ from grpo_megatron.training.build import (
     build_report,
     build_reward_model,
     build_reward_pool,
+    build_rollout_engine,
     join_world,
-    start_engine,
 )
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, check_same_model, on_disk, run_state
@@ -81,7 +81,7 @@ class Trainer:
         self.policy = Policy(
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
-        self.engine = start_engine(config, checked, self.mesh, self.device)
+        self.engine = build_rollout_engine(config, checked, self.mesh, self.device)
         self.colocation = build_colocation(config, self.policy, self.engine, self.mesh)
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
         generator = Generator(self.engine, pool, checked.tokenizer, self.mesh, rollout.seed)

@@ -44,7 +44,7 @@ def join_world(config: Config, device: Device) -> Mesh:
     )
 
 
-def start_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
+def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
     """The engine, awake and without usable weights. Collective."""
     return build_engine(
         config.rollout,

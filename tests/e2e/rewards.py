@@ -1,27 +1,27 @@
-"""Reward functions of the end-to-end tests, for worker processes: no heavy imports here."""
+"""Reward functions of the end-to-end tests. Worker processes import this file, so it has no heavy imports."""
 
 from __future__ import annotations
 
 
 def length_reward(completion: str, answer: str) -> float:
-    """Dense and exact: random models get different rewards, so every step has a gradient."""
+    """0 to 6: the samples of a random model get different rewards, so that every step has a gradient."""
     return float(sum(map(ord, completion)) % 7)
 
 
 def parity_reward(completion: str, answer: str) -> float:
-    """0 or 1: some groups of three agree."""
+    """0 or 1: some groups of three have equal rewards."""
     return float(sum(map(ord, completion)) % 2)
 
 
 def step_reward(completion: str, answer: str) -> dict[str, object]:
-    """Two steps: up to the middle of the text, and to its end."""
+    """Rewards two steps: one ends in the middle of the text, one at its end."""
     middle, end = max(1, len(completion) // 2), len(completion)
     steps = [(middle, float(ord(completion[0]) % 3)), (end, length_reward(completion, answer))]
     return {"score": length_reward(completion, answer), "steps": steps if end > middle else []}
 
 
 def troubled_reward(completion: str, answer: str) -> float:
-    """Raises for one answer in three, never returns for one in a few."""
+    """Raises for two completions in six, and never returns for one in six."""
     kind = sum(map(ord, completion)) % 6
     if kind in (0, 3):
         raise KeyError("no such answer")

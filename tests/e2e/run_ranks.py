@@ -1,4 +1,4 @@
-"""What the ranks of the end-to-end tests run: the real Trainer, watched."""
+"""What the ranks of the end-to-end tests run: the real Trainer, with its samples and plans recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_megatron.config import Config
 
 
 def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A tiny complete run on `world` ranks; `sections` are merged in, one level deep."""
+    """The config of a tiny complete run on `world` ranks. `sections` replace its values key by key."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": str(root / "model"), "dtype": "float32"},
         "data": {
@@ -58,7 +58,7 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
 
 
 def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
-    """Run the Trainer; return this rank's samples per step, and the final weights and optimizer state."""
+    """Run the Trainer. Returns this rank's samples per step, and the final weights and optimizer state."""
     from grpo_megatron.checks.validate import validate
     from grpo_megatron.trainer import Trainer
 
@@ -67,12 +67,12 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
     drawn: dict[int, list[Any]] = {}
     collect = trainer.collect
 
-    def watched(step: int) -> Any:
+    def recorded(step: int) -> Any:
         samples = collect(step)
         drawn[step] = [(s.prompt.uid, s.index, s.response_ids, s.rollout_logprobs, s.reward) for s in samples]
         return samples
 
-    trainer.collect = watched  # type: ignore[method-assign]
+    trainer.collect = recorded  # type: ignore[method-assign]
     result: dict[str, Any] = {"samples": drawn, "rank": trainer.mesh.rank, "leader": trainer.mesh.is_block_leader}
     close = trainer.close
 
@@ -94,12 +94,12 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
 
 
 def _no_curves() -> Any:
-    """Drawing takes longer than a step; the quickstart's test has its curves drawn."""
+    """Skips the plot, which takes longer than a step. The quickstart's test draws it."""
     return mock.patch("grpo_megatron.observability.curves.plot", lambda *arguments: None)
 
 
 def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
-    """Step -> every sample of every block, ordered."""
+    """Step -> the samples of all rollout blocks, ordered."""
     steps = results[0]["samples"]
     return {
         step: sorted(sample for result in results if result["leader"] for sample in result["samples"][step])
@@ -108,10 +108,9 @@ def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
 
 
 def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train every config in turn, in one world with one engine: starting those two is what takes the time.
+    """Train one config after the other in one world with one engine, because starting these takes most of the time.
 
-    Returns, per config, the plans and tables of its steps (the same on every rank) and its final weights; or the
-    message of what it raised.
+    Returns, per run, the tables and plans of its steps, this rank's token weights with their masks, and the final weights.
     """
     from grpo_megatron import trainer as trainer_module
     from grpo_megatron.parallel import mesh as mesh_module
@@ -136,29 +135,29 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for raw in raws:
             if "engine" in built:
                 built["engine"].shutdown = lambda: None
-            results.append(_watched(raw))
+            results.append(_recorded(raw))
     del built["engine"].shutdown  # back to the class's own
     built["engine"].shutdown()
     mesh_module.destroy_mesh()
     return results
 
 
-def _watched(raw: dict[str, Any]) -> dict[str, Any]:
+def _recorded(raw: dict[str, Any]) -> dict[str, Any]:
     from grpo_megatron.checks.validate import validate
     from grpo_megatron.trainer import Trainer
 
     config = Config.model_validate(raw)
     trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
-    seen: dict[str, Any] = {"tables": [], "plans": [], "batches": []}
+    seen: dict[str, Any] = {"tables": [], "plans": [], "token_weights": []}
     log = trainer.log
 
-    def watch(step: int, samples: Any, table: Any, plan: Any, batch: Any) -> None:
+    def record(step: int, samples: Any, table: Any, plan: Any, batch: Any) -> None:
         seen["tables"].append(table)
         seen["plans"].append(plan)
-        seen["batches"].append((batch.advantages.tolist(), batch.token_weights.tolist()))
+        seen["token_weights"].append((batch.token_weights, batch.response_mask))
         log(step, samples, table, plan, batch)
 
-    trainer.log = watch  # type: ignore[method-assign]
+    trainer.log = record  # type: ignore[method-assign]
     trainer.engine.shutdown = lambda: None  # type: ignore[method-assign]
     with _no_curves():
         trainer.run()

@@ -1,4 +1,4 @@
-"""Same seed, same layout: the same bits. Same seed, other layout: the same samples. Stop and resume: as if never stopped."""
+"""Same seed and layout: the same bits. Same seed, other layout: the same samples. Stop and resume: as if never stopped."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", ["DP2", "TP2"])
 def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Path, layout: str) -> None:
-    """And a run repeated with the same seed is the same run, bit for bit: the first two steps are compared twice."""
+    """Also, a run repeated with the same seed is the same bit for bit: the first two steps are compared twice."""
     extra = TP2 if layout == "TP2" else {}
 
     def run(name: str, steps: int) -> list[dict[str, Any]]:
         trainer = {"total_training_steps": steps, "save_freq": 2}
-        # a constant learning rate: the schedule must not know when the run will end
+        # The learning rate is constant, so that it does not depend on the number of steps.
         raw = merged(run_ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), extra)
         return worlds.run(run_ranks.train, 2, raw=raw)
 
@@ -58,11 +58,11 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
         assert_same(a, c)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "halves")
     before = first[0]["weights"]
-    assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last two steps did something
+    assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last two steps moved weights
 
 
 def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path: Path) -> None:
-    """7 prompts x 3 samples do not divide by 2 or 4: groups straddle ranks. lr is 0, so that step 1 compares too."""
+    """7 x 3 samples do not divide by 2 or 4, so groups are spread over ranks. lr is 0, so that step 1 is comparable too."""
     drawn = []
     for world in (1, 2, 4):
         raw = run_ranks.settings(workspace, tmp_path / str(world), world, data={"train_batch_size": 7})

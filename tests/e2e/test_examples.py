@@ -1,4 +1,4 @@
-"""The examples as a user runs them, only shorter: the command line, real data, what is left behind."""
+"""The examples as a user runs them, but shorter: the command line, real data, and the files that a run leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED = ROOT.parent / "shared" / "data"
 
 
 def command(*arguments: str, timeout: float = 1100) -> str:
-    """Run `python ARGUMENTS` from the project's root, as the README says; its output. Fails with it."""
+    """Run `python ARGUMENTS` from the project's root, as in the README. Returns its output; a failure shows it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -42,7 +42,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_quickstart_in_short(tmp_path: Path) -> None:
-    """12 warm-up and 3 GRPO steps of the real quickstart: every file it promises, and a model that others load."""
+    """12 warm-up and 3 GRPO steps of the real quickstart: every file it promises, and a model that transformers loads."""
     out = tmp_path / "run"
     command("tools/prepare_data.py", "arithmetic", str(tmp_path / "data"), "--seed", "1")
     tokenizer = ["--tokenizer", str(tmp_path / "data/tokenizer")]
@@ -96,7 +96,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
     config, tokenizer = str(SHARED / "hf_configs/Qwen2.5-0.5B.json"), str(root / "tokenizer")
     command("tools/prepare_data.py", "model", config, str(root / "model"), "--tokenizer", tokenizer, *sizes)
-    for name in ("train", "test"):  # every rank tokenises all that it is given
+    for name in ("train", "test"):  # few rows, because every rank tokenises all of them
         lines = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (root / "gsm8k" / f"{name}.jsonl").write_text("".join(lines[:64]))
     return root
@@ -115,7 +115,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path, world: int, layout: list[str]) -> None:
     """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged."""
     out = tmp_path / "run"
-    # the same problems by file, and as a task of the scripted evaluation
+    # The same problems, read from a file or as a task of the scripted evaluation.
     by_task = ["data.val_files=[]", "data.val_tasks=[gsm8k]", f"data.val_data={gsm8k}"]
     validation = by_task if layout else [f"data.val_files=[{gsm8k}/gsm8k/test.jsonl]"]
     overrides = [
@@ -134,7 +134,7 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path, world: int, layout: list[
         f"trainer.output_dir={out}",
         *layout,
     ]
-    # not by the command line, whose start is the longest part; test_quickstart_in_short has it
+    # Without the command line, whose start takes longest; test_quickstart_in_short covers it.
     raw = load_config(ROOT / "examples/gsm8k_cpu.yaml", overrides).model_dump(mode="json")
     worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)
     first, second, last = rows(out)
@@ -142,5 +142,5 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path, world: int, layout: list[
         assert row["training/rollout_logp_diff_mean"] < 1e-6
         assert row["prompt_length/mean"] > 60  # chat template and a real question
         assert row["actor/grad_norm"] >= 0 and "actor/kl_loss" in row and "timing_s/ref" in row
-    assert first["actor/kl_loss"] < 1e-6  # the reference is the policy's start, and the first mini-batch sees it
+    assert first["actor/kl_loss"] < 1e-6  # the reference is the model that the policy starts from
     assert "val-core/gsm8k/acc/mean@1" in last

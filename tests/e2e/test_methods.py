@@ -1,7 +1,7 @@
-"""Every method through the real trainer, engine and reward workers: two ranks, one engine, two or three steps each.
+"""Every method with the real trainer, engine and reward workers: two ranks, one engine, two or three steps each.
 
-What only this can show: that a method's data source, plan, exchange, losses and engine fit together. The formulas are
-tested in tests/algo, the examples' learning by examples/compare_methods.py.
+These tests show that a method's data source, plan, exchange, loss and engine fit together. tests/algo has the formulas,
+and examples/compare_methods.py shows that the examples learn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.e2e import run_ranks
 
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
-PARITY = {"function": "tests.e2e.rewards:parity_reward"}  # 0 or 1: some groups teach nothing
+PARITY = {"function": "tests.e2e.rewards:parity_reward"}  # 0 or 1: some groups are not informative
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dynamic": {
@@ -70,20 +70,21 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("methods")
     raws = []
     for name, sections in METHODS.items():
-        output = folder / name.replace("again", "resumed").replace(" ", "_")  # the second half goes on in one folder
+        output = folder / name.replace("again", "resumed").replace(" ", "_")  # both halves have one folder
         raw = run_ranks.settings(workspace, output, 2, **sections)
         if sections.get("algorithm", {}).get("source") == "file":
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
         raws.append(raw)
-    results = worlds.run(run_ranks.train_many, 2, timeout_s=2300, raws=raws)[0]
-    for raw, result in zip(raws, results, strict=True):
+    results, other_rank = worlds.run(run_ranks.train_many, 2, timeout_s=2300, raws=raws)
+    for raw, result, other in zip(raws, results, other_rank, strict=True):
+        result["token_weights"] = list(zip(result["token_weights"], other["token_weights"], strict=True))
         lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
         result["metrics"] = [json.loads(line) for line in lines]
     return dict(zip(METHODS, results, strict=True))
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # seventeen runs in one fixture
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # one fixture does all the runs
 
 
 def column(run: dict[str, Any], name: str) -> list[float]:
@@ -99,10 +100,11 @@ def test_it_trains(runs: dict[str, dict[str, Any]], name: str) -> None:
     assert column(run, "actor/skipped_updates") == [0] * len(norms)
 
 
-def test_dynamic_sampling_trains_on_groups_that_teach(runs: dict[str, dict[str, Any]]) -> None:
+def test_dynamic_sampling_trains_on_informative_groups(runs: dict[str, dict[str, Any]]) -> None:
     assert column(runs["dynamic"], "critic/zero_variance_ratio") == [0, 0, 0]
     assert max(column(runs["dynamic"], "train/num_gen_batches")) > 1
-    assert any(ratio > 0 for ratio in column(runs["dupo"], "critic/zero_variance_ratio"))  # else there was no filtering
+    assert column(runs["dynamic"], "train/left_over_staleness_max") == [0, 1, 0]
+    assert any(ratio > 0 for ratio in column(runs["dupo"], "critic/zero_variance_ratio"))  # else nothing was filtered
 
 
 def test_dynamic_sampling_resumes_with_what_was_left_over(runs: dict[str, dict[str, Any]]) -> None:
@@ -113,8 +115,8 @@ def test_dynamic_sampling_resumes_with_what_was_left_over(runs: dict[str, dict[s
 
 def test_dupo_trains_on_no_group_without_variance(runs: dict[str, dict[str, Any]]) -> None:
     for table, plan in zip(runs["dupo"]["tables"], runs["dupo"]["plans"], strict=True):
-        teaching = {row for rows in table.groups() if len({table.reward[r] for r in rows}) > 1 for row in rows}
-        assert set(plan.owner()) <= teaching
+        informative = [rows for rows in table.groups() if len({table.reward[row] for row in rows}) > 1]
+        assert set(plan.owner()) <= {row for rows in informative for row in rows}
 
 
 def test_replayed_groups_are_weighed(runs: dict[str, dict[str, Any]]) -> None:
@@ -145,11 +147,16 @@ def test_kl_in_the_reward_moves_advantages_and_its_coefficient(runs: dict[str, d
     before, after = column(run, "actor/reward_kl_penalty_coeff")
     assert before == 0.5 and after == pytest.approx(0.5 * (1 - 0.2 * 18 / 100))
     spread = [advantage for advantage in run["plans"][1].advantages if isinstance(advantage, list)]
-    assert any(len(set(values)) > 1 for values in spread)  # one number a token, not one a sample
+    assert any(len(set(values)) > 1 for values in spread)  # one advantage per token, not one per sample
 
 
 def test_rejected_tokens_weigh_nothing_and_the_rest_sums_to_one(runs: dict[str, dict[str, Any]]) -> None:
+    """Over both ranks, in each of the two mini-batches of a step."""
     assert all(0 < share < 1 for share in column(runs["rejection"], "rollout_corr/rollout_rs_masked_fraction"))
+    for ranks in runs["rejection"]["token_weights"]:
+        assert sum(float(weights.sum()) for weights, _ in ranks) == pytest.approx(2)
+        assert all(float(weights[~mask].abs().sum()) == 0 for weights, mask in ranks)
+        assert all((weights[mask] > 0).all() for weights, mask in ranks)
 
 
 def test_likelihood_methods_learn_from_right_answers_only(runs: dict[str, dict[str, Any]]) -> None:
@@ -158,13 +165,13 @@ def test_likelihood_methods_learn_from_right_answers_only(runs: dict[str, dict[s
             assert {row for row, a in enumerate(plan.advantages) if a is not None} == {
                 row for row, reward in enumerate(table.reward) if reward >= 4
             }
-    # The first step draws from the same weights; the second shows who draws.
+    # At step 0 policy and initial model have the same weights; step 1 shows which of them draws.
     assert runs["rft"]["tables"][0].reward == runs["online rft"]["tables"][0].reward
     assert runs["rft"]["tables"][1].reward != runs["online rft"]["tables"][1].reward
 
 
 def test_dpo_starts_from_even_odds(runs: dict[str, dict[str, Any]]) -> None:
-    # One update a step, two epochs: at the first the policy is the reference, so log 2; at the second it has moved.
+    # One mini-batch, two epochs: in the first the policy is the reference, so the loss is log 2; then it has moved.
     for name in ("dpo", "dpo from a file"):
         first = column(runs[name], "actor/pg_loss")[0]
         assert first < math.log(2)

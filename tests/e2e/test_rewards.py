@@ -1,4 +1,4 @@
-"""Rewards that raise and rewards that never return cost their samples, are shown, and never the run."""
+"""A reward function that raises or never returns costs its samples and shows in the metrics. The run goes on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
     raw["reward"] = {"function": "tests.e2e.rewards:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
     raw["actor"] = {**raw["actor"], "use_kl_loss": False}
     results = worlds.run(run_ranks.train, 2, raw=raw)
-    scores = [sample[4] for step in run_ranks.all_samples(results).values() for sample in step]
-    assert any(math.isnan(score) for score in scores) and not all(math.isnan(score) for score in scores)
+    rewards = [sample[4] for step in run_ranks.all_samples(results).values() for sample in step]
+    assert any(math.isnan(reward) for reward in rewards) and not all(math.isnan(reward) for reward in rewards)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2
     for row, step in zip(rows, run_ranks.all_samples(results).values(), strict=True):

@@ -236,7 +236,7 @@ def run(
             "destroy_mesh": lambda: events.append("destroy mesh"),
             "Policy": policy,
             "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
-            "build_engine": lambda config, checked, mesh, device: FakeEngine(events, policies[-1]),
+            "build_rollout_engine": lambda config, checked, mesh, device: FakeEngine(events, policies[-1]),
             "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
             "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
             "Generator": WatchedGenerator,

@@ -80,7 +80,7 @@ def test_every_step_draws_with_the_weights_before_it(tmp_path: Path) -> None:
     ],
 )
 def test_when_it_validates(tmp_path: Path, trainer: dict[str, Any], expected: list[int]) -> None:
-    """Before step 0 if asked, every test_freq steps, and the final weights; with the weights of that step."""
+    """Before step 0 if configured, every test_freq steps, and at the end; always with the weights of that step."""
     events, rows = run(tmp_path, trainer={"total_training_steps": 7, **trainer})
     assert steps(events, "validate") == expected
     assert [row["step"] for row in rows if any(name.startswith("val-core") for name in row)] == expected

@@ -1,0 +1,76 @@
+"""Validation: the same draws at every step, metrics per source, failed rewards, and the examples that are written."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config import DataConfig, RolloutConfig
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.training.validation import ValidationRow, Validator, summarize
+from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
+
+
+def row(prompt_index: int, value: float, index: int = 0, **changes: Any) -> ValidationRow:
+    fields = {"source": "s", "is_acc": True, "length": 4, "truncated": False, "reward_metrics": (), "example": None}
+    return ValidationRow(prompt_index, index, value=value, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_accuracy_pass_and_failures_of_a_source() -> None:
+    # Three problems, two samples each: both right, one right, one wrong and one that could not be graded.
+    rows = [row(0, 1.0), row(0, 1.0, 1), row(1, 0.0), row(1, 1.0, 1), row(2, 0.0), row(2, math.nan, 1, length=10)]
+    assert summarize(rows, n=2) == pytest.approx(
+        {
+            "val-core/s/acc/mean@2": 3 / 6,
+            "val-core/s/acc/pass@2": 2 / 3,
+            "val-aux/s/response_length/mean": 5.0,
+            "val-aux/s/truncated_ratio": 0.0,
+            "val-aux/s/reward_failed_ratio": 1 / 6,
+        }
+    )
+
+
+def test_pass_needs_several_samples_of_zero_or_one() -> None:
+    assert not any("pass@" in name for name in summarize([row(0, 1.0)], n=1))
+    assert not any("pass@" in name for name in summarize([row(0, 0.5), row(0, 1.0, 1)], n=2))
+
+
+def test_sources_are_kept_apart_and_other_metrics_are_means_of_those_that_report_them() -> None:
+    rows = [
+        row(0, 1.0, source="a", reward_metrics=(("format", 1.0),)),
+        row(1, 3.0, source="b", is_acc=False, reward_metrics=(("format", 0.0),)),
+        row(2, 5.0, source="b", is_acc=False, truncated=True),
+    ]
+    metrics = summarize(rows, n=1)
+    assert metrics["val-core/a/acc/mean@1"] == 1.0 and metrics["val-core/b/reward/mean@1"] == 4.0
+    assert metrics["val-aux/a/format/mean"] == 1.0 and metrics["val-aux/b/format/mean"] == 0.0
+    assert metrics["val-aux/b/truncated_ratio"] == 0.5
+
+
+def validator(folder: Path, generator: Any, **val_kwargs: Any) -> Validator:
+    rollout = RolloutConfig.model_validate({"val_kwargs": {"n": 2, "temperature": 0.5, "top_p": 0.9, **val_kwargs}})
+    data = DataConfig(max_response_length=9)
+    return Validator(generator, [prompt(i) for i in range(3)], data, rollout, LoneMesh(), folder, num_logged_samples=2)
+
+
+def test_every_validation_draws_alike_and_is_timed_as_testing(tmp_path: Path) -> None:
+    generator, metrics = FakeGenerator(), Metrics()
+    part = validator(tmp_path, generator)
+    assert part.run(0, metrics) == part.run(5, metrics)
+    first, second = generator.draws
+    assert first == {**second, "version": 0} and second["version"] == 5
+    assert (first["draw_id"], first["n"], first["max_tokens"], first["top_p"]) == (-1, 2, 9, 0.9)
+    assert set(metrics.reduce()) == {"timing_s/testing"}
+
+
+def test_the_first_problems_are_written_as_text(tmp_path: Path) -> None:
+    """Two of three problems, the first sample of each."""
+    validator(tmp_path, FakeGenerator(reward=lambda prompt, index, draw_id: 0.5)).run(7, Metrics())
+    (file,) = (tmp_path / "samples").iterdir()
+    assert file.name == "step_000007.txt"
+    text = file.read_text()
+    assert [line for line in text.splitlines() if line.startswith("question")] == ["question 0", "question 1"]
+    assert "--- response (2 tokens, scored 0.5)" in text and "--- reference answer\nanswer\n" in text
