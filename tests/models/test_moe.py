@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.algo.losses import LossInputs
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.config import MegatronConfig
 from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.models.weights import WeightsError, check_hf, model_rows
 from tests import tiny, worlds
 from tests.models import moe_ranks
+from tests.models.gradients import transformers_backward
 from tests.models.policy_ranks import loss
 from tests.models.test_layouts import close
 
@@ -89,29 +89,8 @@ def test_every_layout_is_the_same_model(
 
 def test_gradients_equal_transformers(folders: list[Path], single: list[dict[str, Any]]) -> None:
     """The other tests compare layouts with each other; router and experts also against an independent backward."""
-    from transformers import AutoModelForCausalLM
-
-    batch = tiny.make_batch(PAIRS, [])
     for folder, one in zip(folders, single, strict=True):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        rows, entropies = [], []  # [R] each, zeros behind the end
-        width = batch.response_mask.shape[1]
-        for prompt, response in PAIRS:
-            logp = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-            padding = (0, width - len(response))
-            rows.append(torch.nn.functional.pad(logp.gather(1, torch.tensor(response)[:, None]).squeeze(1), padding))
-            entropies.append(torch.nn.functional.pad(-(logp.exp() * logp).sum(-1), padding))
-        inputs = LossInputs(
-            logprobs=torch.stack(rows),
-            entropy=torch.stack(entropies),
-            old_logprobs=batch.old_logprobs,
-            rollout_logprobs=batch.rollout_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            advantages=batch.advantages,
-            mask=batch.response_mask,
-            token_weights=batch.token_weights,
-        )
-        loss(inputs)[0].backward()
+        model = transformers_backward(folder, PAIRS, loss)
         layer = model.model.layers[1]
         block, gradients = layer.mlp, one["gradients"]
         mixtral = "mixtral" in folder.name
