@@ -67,7 +67,7 @@ def alone(models: dict[str, Path]) -> dict[tuple[str, bool], dict]:
 def test_gradients_and_weights_do_not_depend_on_the_layout(
     models: dict[str, Path], alone: dict[tuple[str, bool], dict], layout: str
 ) -> None:
-    """The norm too: it decides the clipping, and a shard that is counted twice or never shows nowhere else."""
+    """The norm too: it decides the clipping. Only the norm shows a shard that is counted twice or not at all."""
     shape = policy_ranks.LAYOUTS[layout]
     folders = {family: models[family] for family in UPDATED}
     for results in worlds.run(policy_ranks.updates, shape[0], folders=folders, pairs=PAIRS, layout=shape, micro=2):
@@ -76,7 +76,7 @@ def test_gradients_and_weights_do_not_depend_on_the_layout(
             if not distributed:
                 close(got["gradients"], want["gradients"], 1e-5)
             close(got["weights"], want["weights"], 1e-5)
-            assert got["norm"] == pytest.approx(want["norm"], rel=1e-6)
+            assert got["norm"] == pytest.approx(want["norm"], rel=2 * EXACT)
 
 
 @pytest.fixture(scope="module")
