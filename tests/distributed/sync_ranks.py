@@ -75,7 +75,7 @@ def cycles(
     temperature: float = 1.0,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """`num_cycles` times: sync, generate, score the same tokens with the policy, update."""
+    """`num_cycles` times: sync, generate, compute the policy's logprobs of the same tokens, update."""
     from grpo_megatron.observability.metrics import Metrics
 
     _, tp, pp, sp = layout
@@ -86,22 +86,21 @@ def cycles(
     means, worsts, tokens = [], [], []
     for cycle in range(num_cycles):
         with colocation.rollout(cycle, Metrics()):
-            drawn = engine.generate(requests(0, temperature), cycle)
-        asked = [list(r.prompt_ids) for r in requests(0, temperature)]
-        scored = make_batch([(p, c.response_ids) for p, c in zip(asked, drawn, strict=True)], [[list(range(6))]])
-        mine = policy.logprobs(scored)
-        difference = torch.cat(
-            [(mine[i, : len(c.logprobs)] - torch.tensor(c.logprobs)).abs() for i, c in enumerate(drawn)]
-        )
+            completions = engine.generate(requests(0, temperature), cycle)
+        prompts = [list(r.prompt_ids) for r in requests(0, temperature)]
+        drawn = [(p, c.response_ids) for p, c in zip(prompts, completions, strict=True)]
+        logprobs = policy.logprobs(make_batch(drawn, [[list(range(6))]]))
+        differences = [logprobs[i, : len(c.logprobs)] - torch.tensor(c.logprobs) for i, c in enumerate(completions)]
+        difference = torch.cat(differences).abs()
         means.append(difference.mean().item())
         worsts.append(difference.max().item())
-        tokens.append([c.response_ids for c in drawn])
+        tokens.append([c.response_ids for c in completions])
         policy.update(batch, loss)
     return {"mean": means, "max": worsts, "tokens": tokens}
 
 
 def faulty(folder: Path, fault: str) -> dict[str, Any]:
-    """A PP2 policy whose second sync goes wrong on rank 1 alone."""
+    """A PP2 policy whose second sync fails on rank 1 only."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
 
@@ -116,7 +115,7 @@ def faulty(folder: Path, fault: str) -> dict[str, Any]:
         error = "none"
     except RankError as raised:
         error = str(raised)
-    if fault == "other_model":  # the probe's own refusal: the weights did arrive
+    if fault == "other_model":  # the probe fails; the stream itself was complete
         return {"error": error, "refused": True}
     try:
         engine.generate(requests(0, 1.0), 1)
@@ -146,6 +145,6 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
                 yield bucket
 
         policy.hf_weights = stream
-    else:  # the engine silently keeps something else: what only the probe can see
+    else:  # the engine silently has other weights: only the probe can find this
         logprobs = engine.logprobs
         engine.logprobs = lambda sequences: [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]

@@ -1,4 +1,4 @@
-"""The engine holds what the policy holds: after every sync, whatever the layouts; and a faulty sync stops every rank."""
+"""After every sync the engine has the policy's weights, for all layouts. A faulty sync stops every rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_engine_and_policy_agree_after_every_sync(
     models: dict[str, Path], family: str, layout: str, rollout_tp: int
 ) -> None:
-    """float32 gates: mean 1e-6, max 1e-5, over three update/sync cycles that change the samples. Temperature 0.8."""
+    """Bounds in float32: mean 1e-6, max 1e-5, over three cycles of sync and update that change the samples."""
     shape = LAYOUTS[layout]
     results = worlds.run(
         sync_ranks.cycles,
@@ -60,7 +60,7 @@ def test_engine_and_policy_agree_after_every_sync(
 
 @pytest.mark.slow
 def test_bfloat16_engine_and_policy_agree_to_rounding(models: dict[str, Path]) -> None:
-    """Both round every activation to 8 bits of mantissa, in different places."""
+    """Both round every activation to 8 bits of mantissa, but at different points of the computation."""
     shape = LAYOUTS["TP2+SP"]
     arguments = {"layout": shape, "rollout_tp": 1, "num_cycles": 2, "lr": 1e-2, "dtype": "bfloat16"}
     for result in worlds.run(sync_ranks.cycles, 2, folder=models["qwen3"], **arguments):
@@ -69,7 +69,7 @@ def test_bfloat16_engine_and_policy_agree_to_rounding(models: dict[str, Path]) -
 
 @pytest.mark.slow
 def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
-    """lr 0 for six cycles: bucket reuse, races and half pushes would all show as other samples."""
+    """Learning rate 0 for six cycles. Reused buckets, races and incomplete syncs would show as other samples."""
     shape = LAYOUTS["TP2xPP2+SP"]
     results = worlds.run(
         sync_ranks.cycles, 4, folder=models["qwen2-tied"], layout=shape, rollout_tp=2, num_cycles=6, lr=0.0
@@ -81,7 +81,7 @@ def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["missing", "nan", "exception", "other_model"])
 def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: str) -> None:
-    """And says where: the message names the rank and the tensor, on every rank; generation is refused afterwards."""
+    """On every rank the message names the rank and the tensor. Afterwards the engine refuses to generate."""
     expected = {
         "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
         "nan": "has non-finite values",

@@ -1,8 +1,8 @@
 """GPU checks: `make test-gpu`, one GPU of 80 GB or more, under 15 minutes, no network. Not run on a GPU yet.
 
-Each check starts processes of its own (spawned: a forked one cannot use CUDA) on random models that it makes itself. What
-a machine lacks is skipped by name; without a GPU that is all of them. Figures are printed at the end, for the README's
-support table.
+Each check starts its own processes. They are spawned, because a forked process cannot use CUDA. The models are random and
+made by the tests. A check whose requirements are missing is skipped with the reason; without a GPU all are skipped.
+Measured numbers are printed at the end, for the README's support table.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LARGE = {**MEDIUM, "hidden_size": 2048, "intermediate_size": 5632, "num_key_valu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ours = [item for item in items if HERE in item.path.parents]
-    has_device = bool(ours) and torch.cuda.is_available()
-    for item in ours:
+    gpu_items = [item for item in items if HERE in item.path.parents]
+    has_device = bool(gpu_items) and torch.cuda.is_available()
+    for item in gpu_items:
         item.add_marker(pytest.mark.gpu)
         item.add_marker(pytest.mark.timeout(600))
         if not has_device:
@@ -59,7 +59,7 @@ def figure() -> Callable[[str], None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def device_and_versions() -> None:
-    """First of the figures: what they were measured on."""
+    """The first line of the figures: device and versions."""
     if not torch.cuda.is_available():
         return
     names = ("torch", "megatron-core", "transformer-engine", "vllm", "flash-attn", "apex")
@@ -91,14 +91,14 @@ def needs_devices(count: int) -> None:
 
 
 def run(function: Callable[..., Any], world_size: int = 1, **kwargs: Any) -> list[Any]:
-    """`worlds.run` with spawned ranks, each on a GPU of its own."""
+    """`worlds.run` with spawned ranks, one GPU per rank."""
     with mock.patch.object(worlds, "_context", lambda: multiprocessing.get_context("spawn")):
         return worlds.run(function, world_size, timeout_s=280.0, **kwargs)
 
 
 @pytest.fixture(scope="session")
 def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bfloat16-sized random model: weights of 0.03 spread logits over one unit, norms are perturbed."""
+    """A random model. Weights of 0.03 spread logits over one unit; norms are perturbed."""
     return tiny.make_model(tmp_path_factory.mktemp("gpu") / "medium", "qwen2", std=0.03, **MEDIUM)
 
 

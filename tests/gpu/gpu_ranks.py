@@ -1,4 +1,4 @@
-"""What the ranks of the GPU checks run (module-level, so that a spawned process can find them). Not run on a GPU yet."""
+"""What the ranks of the GPU checks run. (Functions of a module: a spawned process can import them.) Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _meshes: list[Any] = []
 def build(
     folder: Path, megatron: dict[str, Any], *, dtype: str = "bfloat16", lr: float = 1e-3, chunk: int = 2048
 ) -> Any:
-    """A policy on this rank's GPU; several in one process share the mesh."""
+    """A policy on this rank's GPU. Several policies in one process share the mesh."""
     from grpo_megatron.config import ActorConfig, ModelConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
@@ -54,8 +54,8 @@ def likelihood(inputs: Any) -> Any:
     return value, {"loss": MetricSum(value.detach(), None)}
 
 
-def own_kernels(policy: Any) -> str:
-    """Which layers were really built."""
+def layer_class(policy: Any) -> str:
+    """The class of the linear layers that were built."""
     from grpo_megatron.models.weights import unwrapped
 
     inner: Any = unwrapped(policy.ddp)
@@ -71,17 +71,17 @@ def free_gib() -> float:
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def scores_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -> dict[str, Any]:
+def logprobs_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -> dict[str, Any]:
     policy = build(folder, {"use_distributed_optimizer": False, **megatron}, dtype=dtype)
     batch = whole_batch(sequences(8, 400))
     logprobs = policy.logprobs(batch)
     policy.backward(batch, batch.mini_batches[0], likelihood, [])
     gradients = {name: g.float().cpu() for name, g in named_gradients(policy).items()}
-    return {"layers": own_kernels(policy), "logprobs": logprobs, "gradients": gradients, "mask": batch.response_mask}
+    return {"layers": layer_class(policy), "logprobs": logprobs, "gradients": gradients, "mask": batch.response_mask}
 
 
 def loss_curve(folder: Path, megatron: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Learning 8 sequences of random tokens by heart; the loss of each step."""
+    """The loss of each step of memorising 8 sequences of random tokens."""
     policy = build(folder, megatron, lr=3e-4)
     batch = whole_batch(sequences(8, 400))
     losses = []
@@ -89,11 +89,11 @@ def loss_curve(folder: Path, megatron: dict[str, Any], steps: int) -> dict[str, 
         sums, _ = policy.update(batch, likelihood)
         losses.append(float(sums[0]["loss"].total))
     streamed = {name: bool(t.isfinite().all()) for bucket in policy.hf_weights() for name, t in bucket}
-    return {"losses": losses, "finite": all(streamed.values()), "names": len(streamed), "layers": own_kernels(policy)}
+    return {"losses": losses, "finite": all(streamed.values()), "names": len(streamed), "layers": layer_class(policy)}
 
 
 def throughput(folder: Path, megatron: dict[str, Any], length: int, count: int, steps: int) -> dict[str, Any]:
-    """Seconds of an update of `count` sequences of `length`, 16k tokens a micro-batch, after two to warm up."""
+    """Seconds per update of `count` sequences of `length`, 16k tokens per micro-batch, after two warmup updates."""
     policy = build(folder, {"transformer_impl": "auto", **megatron}, lr=1e-5)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (count, length), generator=generator).tolist()
@@ -112,9 +112,9 @@ def throughput(folder: Path, megatron: dict[str, Any], length: int, count: int, 
     seconds = sorted(seconds[2:])
     return {
         "seconds": seconds[len(seconds) // 2],
-        "scoring": time.monotonic() - start,
+        "logprob_seconds": time.monotonic() - start,
         "peak_gib": peak,
-        "layers": own_kernels(policy),
+        "layers": layer_class(policy),
     }
 
 
@@ -122,9 +122,9 @@ def throughput(folder: Path, megatron: dict[str, Any], length: int, count: int, 
 
 
 def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[str, Any]:
-    """Two updates, save, two more; against a fresh policy that loads and does the two.
+    """Two updates, save, two more updates; compared with a new policy that loads and makes the last two updates.
 
-    Local layers are deterministic so: attention by plain products, and torch's deterministic sums elsewhere.
+    Local layers are deterministic with attention as plain matrix products and torch's deterministic algorithms.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -133,7 +133,7 @@ def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[st
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not its business
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # saves time only
     batch = whole_batch(sequences(8, 200))
 
     def weights(policy: Any) -> dict[str, torch.Tensor]:
@@ -171,14 +171,14 @@ def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[st
     }
     for policy in (first, second):
         two_updates(policy)
-    ours, theirs = weights(first), weights(second)
-    out["weights"] = all(torch.equal(ours[name], theirs[name]) for name in ours)
-    out["difference"] = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+    expected, resumed_weights = weights(first), weights(second)
+    out["weights"] = all(torch.equal(expected[name], resumed_weights[name]) for name in expected)
+    out["difference"] = max(float((expected[name] - resumed_weights[name]).abs().max()) for name in expected)
     return out
 
 
 def offloaded(folder: Path) -> dict[str, float]:
-    """GiB that the optimizer's departure frees, and what its states and gradient buffers hold."""
+    """GiB that offloading the optimizer frees, and the size of its states and gradient buffers."""
     policy = build(folder, {"offload_optimizer": True})
     batch = whole_batch(sequences(8, 200))
     policy.update(batch, likelihood)
@@ -186,15 +186,15 @@ def offloaded(folder: Path) -> dict[str, float]:
     before = free_gib()
     start = time.monotonic()
     policy.offload()
-    away = time.monotonic() - start
+    offload_s = time.monotonic() - start
     freed, states = free_gib() - before, policy._offloaded.num_bytes / 2**30
-    policy.logprobs(batch)  # works without them
+    policy.logprobs(batch)  # needs neither
     start = time.monotonic()
     policy.onload()
-    back = time.monotonic() - start
+    onload_s = time.monotonic() - start
     _, metrics = policy.update(batch, likelihood)
     finite = float(metrics["actor/skipped_updates"] == 0)
-    return {"freed": freed, "held": states + gradients, "away_s": away, "back_s": back, "finite": finite}
+    return {"freed": freed, "held": states + gradients, "offload_s": offload_s, "onload_s": onload_s, "finite": finite}
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def engine_of(folder: Path, policy: Any, **rollout: Any) -> Any:
 
 
 def gap(policy: Any, engine: Any, version: int) -> torch.Tensor:
-    """|policy - engine| of the log-probabilities of what the engine draws, of every token."""
+    """|policy - engine| of the log-probability of every token that the engine draws."""
     from grpo_megatron.rollout.engine import Request, sample_seed
 
     prompts = [p for p, _ in sequences(16, 16)]
@@ -231,7 +231,7 @@ def gap(policy: Any, engine: Any, version: int) -> torch.Tensor:
 
 
 def cycles(folder: Path, count: int, tolerance: float, **rollout: Any) -> dict[str, Any]:
-    """`count` times: push, probe, generate, compare, sleep, update with a rate that changes every weight."""
+    """`count` times: sync, probe, generate, compare, sleep, update with a learning rate that changes every weight."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.training.colocation import Colocation
 
@@ -251,7 +251,7 @@ def cycles(folder: Path, count: int, tolerance: float, **rollout: Any) -> dict[s
         out["sync_s"].append(metrics.reduce(policy.mesh.all_gather)["timing_s/update_weights"])
         policy.update(batch, likelihood)
     with colocation.rollout(count, Metrics()):
-        policy.onload()  # the policy moves on while the engine holds what it was given
+        policy.onload()  # the policy is updated, and the engine keeps the old weights
         policy.update(batch, likelihood)
         out["stale"] = gap(policy, engine, count).mean().item()
     out["total_gib"] = torch.cuda.mem_get_info()[1] / 2**30

@@ -1,7 +1,7 @@
-"""vLLM on the policy's own GPU: weights pushed, memory given back, log-probabilities compared. Not run on a GPU yet.
+"""vLLM on the policy's own GPU: weight sync, freed memory, log-probabilities. Not run on a GPU yet.
 
-The gate of the project for dense models in bf16 is a mean difference of 0.012; weights that are one update old show how
-much larger it is when they are not the policy's.
+The project's bound for dense models in bf16 is a mean difference of 0.012. Weights that are one update old show how much
+larger the difference is if the engine does not have the policy's weights.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ def report(name: str, got: dict[str, Any]) -> str:
     ],
     ids=["eager-level-1", "graphs-level-2"],
 )
-def test_the_engine_holds_the_policy_and_gives_its_memory_back(
+def test_the_engine_has_the_policys_weights_and_frees_its_memory(
     medium: Path, figure: Callable[[str], None], rollout: dict[str, Any], name: str
 ) -> None:
-    """Three rounds of push, draw, sleep and update. Of its 30 percent of the device more than half is
-    free again while it sleeps, with the optimizer back (the rest is workspace that vLLM keeps)."""
+    """Three rounds of sync, generate, sleep and update. The engine has 30 percent of the device.
+
+    More than half of that is free while it sleeps, with the optimizer onloaded. The rest is workspace that vLLM keeps.
+    """
     conftest.needs_vllm()
     (got,) = conftest.run(
         gpu_ranks.cycles, folder=medium, count=3, tolerance=0.1, gpu_memory_utilization=UTILIZATION, **rollout
@@ -50,20 +52,20 @@ def test_the_engine_holds_the_policy_and_gives_its_memory_back(
     figure(report(f"engine, {name}", got))
     means = [mean for mean, _ in got["gaps"]]
     assert max(means) <= 0.012
-    assert got["stale"] >= 5 * max(means)  # the comparison would have seen old weights
+    assert got["stale"] >= 5 * max(means)  # the comparison finds old weights
     for awake, asleep in zip(got["awake_gib"], got["asleep_gib"], strict=True):
         assert asleep - awake >= UTILIZATION / 2 * got["total_gib"]
-    settled = got["asleep_gib"][2:]  # the first update has made the optimizer
-    assert max(settled) - min(settled) <= 1.0  # nothing is left behind round by round
+    settled = got["asleep_gib"][2:]  # the first update has allocated the gradients
+    assert max(settled) - min(settled) <= 1.0  # no leak from round to round
 
 
 @pytest.mark.parametrize("quantization", ["fp8_per_tensor", "fp8_per_block", "mxfp8"])
 def test_a_quantized_engine_is_near_the_policy(medium: Path, figure: Callable[[str], None], quantization: str) -> None:
-    """bfloat16 weights pushed into an FP8 engine, each time anew: further away than bf16, far nearer than stale ones."""
+    """bfloat16 weights in an FP8 engine, synced each round: closer to the policy than old weights are."""
     conftest.needs_vllm()
     rollout = {"quantization": quantization, "enforce_eager": True}
-    asked = Config.model_validate({"model": {"path": "x"}, "rollout": rollout})
-    if problems := list(hardware_problems(asked, read_hardware("cuda"))):
+    wanted = Config.model_validate({"model": {"path": "x"}, "rollout": rollout})
+    if problems := list(hardware_problems(wanted, read_hardware("cuda"))):
         pytest.skip(problems[0])
     (got,) = conftest.run(
         gpu_ranks.cycles, folder=medium, count=2, tolerance=0.3, gpu_memory_utilization=UTILIZATION, **rollout

@@ -1,4 +1,4 @@
-"""The optimizer on one GPU, Transformer Engine's where it is installed: resume, and off the device. Not run on a GPU yet."""
+"""The optimizer on one GPU (Transformer Engine's, if installed): resume and offload. Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu import conftest, gpu_ranks
 def test_a_resumed_run_is_bitwise_the_same(
     medium: Path, tmp_path: Path, figure: Callable[[str], None], distributed: bool
 ) -> None:
-    """Local layers, whose kernels can be made deterministic: state, and the weights two updates later."""
+    """The state, and the weights two updates later. With local layers, whose kernels can be made deterministic."""
     megatron = {
         "transformer_impl": "local",
         "use_distributed_optimizer": distributed,
@@ -29,7 +29,7 @@ def test_a_resumed_run_is_bitwise_the_same(
 
 
 def test_resume_with_transformer_engines_layers(medium: Path, tmp_path: Path, figure: Callable[[str], None]) -> None:
-    """What is restored is bitwise the same; the next updates may differ by the order in which its kernels add."""
+    """The restored state is bitwise the same. The next updates may differ: the kernels add in no fixed order."""
     conftest.needs_transformer_engine()
     (got,) = conftest.run(
         gpu_ranks.resumed,
@@ -43,11 +43,11 @@ def test_resume_with_transformer_engines_layers(medium: Path, tmp_path: Path, fi
     assert got["difference"] <= 4e-3  # two updates of at most 1e-3, in opposite directions
 
 
-def test_an_offloaded_optimizer_leaves_its_memory(medium: Path, figure: Callable[[str], None]) -> None:
+def test_an_offloaded_optimizer_frees_its_memory(medium: Path, figure: Callable[[str], None]) -> None:
     (got,) = conftest.run(gpu_ranks.offloaded, folder=medium)
     figure(
-        f"optimizer offload: {got['freed']:.2f} of {got['held']:.2f} GiB free, {got['away_s']:.2f} s away,"
-        f" {got['back_s']:.2f} s back"
+        f"optimizer offload: {got['freed']:.2f} of {got['held']:.2f} GiB free, offload {got['offload_s']:.2f} s,"
+        f" onload {got['onload_s']:.2f} s"
     )
     assert got["freed"] >= 0.9 * got["held"]
     assert got["finite"]

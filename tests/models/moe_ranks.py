@@ -41,7 +41,7 @@ def build(folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", **meg
 
 
 def everything(folders: list[Path], pairs: Any, layout: Layout) -> list[dict[str, Any]]:
-    """Of each model: logprobs, the stream as loaded, the gradients of one backward, the stream after two updates."""
+    """Per model: logprobs, the stream after loading, gradients of one backward pass, the stream after two updates."""
     device, mesh = world(layout)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     micros = [[i] for i in range(len(rows))]
@@ -53,7 +53,7 @@ def everything(folders: list[Path], pairs: Any, layout: Layout) -> list[dict[str
         result["logprobs"] = policy.logprobs(tiny.make_batch(pairs, [[[0, 1], [2], [], [3, 4, 5]]]))
         result["norms"] = [policy.update(batch, loss)[1]["actor/grad_norm"] for _ in range(2)]
         result["updated"] = stream(policy)
-        policy = build(folder, device, mesh, use_distributed_optimizer=False)  # leaves whole gradients to look at
+        policy = build(folder, device, mesh, use_distributed_optimizer=False)  # leaves whole gradients on every rank
         policy.backward(batch, micros, loss, [])
         result["gradients"] = whole(policy)
         results.append(result)
@@ -70,18 +70,18 @@ def stream(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def whole(policy: Any) -> dict[str, torch.Tensor]:
-    """Hugging Face gradients from every rank's own, by the rows' merge; replicas must agree. Collective."""
+    """Hugging Face gradients from all ranks' gradients, by the rows' `merge`. Replicas must be equal. Collective."""
     import torch.distributed as dist
 
     from grpo_megatron.models.weights import model_rows
 
-    everyone: list[Any] = [None] * policy.mesh.world_size
-    dist.all_gather_object(everyone, (policy.mesh.tp_rank, policy.mesh.ep_rank, named_gradients(policy)))
+    gathered: list[Any] = [None] * policy.mesh.world_size
+    dist.all_gather_object(gathered, (policy.mesh.tp_rank, policy.mesh.ep_rank, named_gradients(policy)))
     out = {}
     for name, row in model_rows(policy.arch).items():
         owner = row.ep_rank(policy.arch, policy.mesh.ep)
         shards: dict[int, torch.Tensor] = {}
-        for tp_rank, ep_rank, held in everyone:
+        for tp_rank, ep_rank, held in gathered:
             assert name not in held or owner in (None, ep_rank), f"{name} is on expert-parallel rank {ep_rank}"
             if name in held:
                 torch.testing.assert_close(held[name], shards.setdefault(tp_rank, held[name]), rtol=0, atol=0)
@@ -99,7 +99,7 @@ def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], flo
 
 
 def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
-    """Twice: sync, generate, score the same tokens with the policy, update. The worst difference of each cycle."""
+    """Twice: sync, generate, compute the policy's logprobs of the same tokens, update. The largest difference per cycle."""
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.models.families import hf_shapes
     from grpo_megatron.observability.metrics import Metrics
@@ -116,19 +116,22 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
     pairs = tiny.make_sequences(6)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = tiny.make_batch(pairs, [[list(range(len(rows)))]], rows)
-    asked, worst = requests(0, 1.0), []
+    worst = []
     for cycle in range(2):
         with colocation.rollout(cycle, Metrics()):
-            drawn = engine.generate(asked, cycle)
-        sequences = [(list(r.prompt_ids), c.response_ids) for r, c in zip(asked, drawn, strict=True)]
-        mine = policy.logprobs(tiny.make_batch(sequences, [[list(range(len(sequences)))]]))
-        differences = [(mine[i, : len(c.logprobs)] - torch.tensor(c.logprobs)).abs() for i, c in enumerate(drawn)]
+            completions = engine.generate(requests(0, 1.0), cycle)
+        prompts = [list(r.prompt_ids) for r in requests(0, 1.0)]
+        drawn = [(p, c.response_ids) for p, c in zip(prompts, completions, strict=True)]
+        expected = policy.logprobs(tiny.make_batch(drawn, [[list(range(len(drawn)))]]))
+        differences = [
+            (expected[i, : len(c.logprobs)] - torch.tensor(c.logprobs)).abs() for i, c in enumerate(completions)
+        ]
         worst.append(torch.cat(differences).max().item())
         policy.update(batch, loss)
     return worst
 
 
-def scores(folders: list[Path], pairs: Any) -> list[torch.Tensor]:
+def logprobs(folders: list[Path], pairs: Any) -> list[torch.Tensor]:
     """Log-probabilities of the pairs under each model, on one rank."""
     device, mesh = world((1, 1, 1, 1))
     return [build(f, device, mesh).logprobs(tiny.make_batch(pairs, [[list(range(len(pairs)))]])) for f in folders]

@@ -1,4 +1,4 @@
-"""What the ranks of the model tests run (module-level, so that the fork server can find them)."""
+"""What the ranks of the model tests run. (Functions of a module, so that the fork server can find them.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the reward model tests run. A layout is (world, tp, pp, sequence parallel), as in policy_ranks."""
+"""What the ranks of the reward model tests run. A layout is (world, tp, pp, sequence parallel), as in `policy_ranks`."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def scores(folders: dict[str, Path], sequences: Any, layout: Layout) -> dict[str
 
 
 def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
-    """Whole gradients of one backward pass; then, with the distributed optimizer, an update's metrics and weights."""
+    """Whole gradients of one backward pass. Then, with the distributed optimizer, metrics and weights of an update."""
     from grpo_megatron.training.preferences import pair_batch
 
-    model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients to look at
+    model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients on every rank
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
     model.backward_pairs(batch, len(pairs))
     gradients = whole(model, named_gradients(model))
@@ -81,24 +81,24 @@ def stream(model: Any) -> dict[str, torch.Tensor]:
 
 
 def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face gradients from every rank's own; ranks that hold the same tensor must agree on it. Collective."""
+    """Hugging Face gradients from all ranks' gradients. Ranks with the same head must have the same gradient. Collective."""
     import torch.distributed as dist
 
     from grpo_megatron.models.weights import model_rows
 
-    everyone: list[Any] = [None] * model.mesh.world_size
-    dist.all_gather_object(everyone, (model.mesh.tp_rank, local))
-    heads = [held["score.weight"] for _, held in everyone if "score.weight" in held]
+    gathered: list[Any] = [None] * model.mesh.world_size
+    dist.all_gather_object(gathered, (model.mesh.tp_rank, local))
+    heads = [held["score.weight"] for _, held in gathered if "score.weight" in held]
     assert all(torch.equal(head, heads[0]) for head in heads)
     out = {"score.weight": heads[0]}
     for name, row in model_rows(model.arch).items():
-        shards = {tp_rank: held[name] for tp_rank, held in everyone if name in held}
+        shards = {tp_rank: held[name] for tp_rank, held in gathered if name in held}
         out.update(zip(row.hf, row.merge([shards[t] for t in sorted(shards)], model.arch), strict=True))
     return out
 
 
 def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
-    """Two updates, saved as a Hugging Face folder; the scores of every chosen sequence then."""
+    """Two updates, then a Hugging Face folder. Returns the scores of the chosen sequences."""
     from grpo_megatron.training.preferences import pair_batch
 
     model = build(folder, layout, dtype=dtype)
@@ -111,7 +111,7 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
 
 
 def poisoned(folder: Path) -> dict[str, Any]:
-    """Two ranks; in the second of three updates rank 1's weights give NaN."""
+    """Two ranks. In the second update the weights of rank 1 give NaN."""
     from grpo_megatron.models.weights import unwrapped
     from grpo_megatron.training.preferences import pair_batch
 
@@ -135,7 +135,7 @@ def same(before: dict[str, torch.Tensor], model: Any) -> bool:
 
 
 def read_at(cp: int) -> list[int]:
-    """The token that each of three sequences is read at, put together from the shares of `cp` ranks."""
+    """The token at which each of three sequences is read, from the shares of `cp` ranks."""
     from types import SimpleNamespace
 
     from grpo_megatron.device import Device
@@ -145,7 +145,7 @@ def read_at(cp: int) -> list[int]:
     batch = tiny.make_batch([(t[:1], t[1:]) for t in tokens], [])
     found = torch.zeros(3, dtype=torch.int64)
     for cp_rank in range(cp):
-        scorer = SequenceScorer.__new__(SequenceScorer)  # its index arithmetic needs no model
+        scorer = SequenceScorer.__new__(SequenceScorer)  # the index arithmetic needs no model
         scorer.mesh = SimpleNamespace(cp=cp, cp_rank=cp_rank)  # type: ignore[assignment]
         scorer.device, scorer.multiple, scorer.temperature, scorer.chunk = Device("cpu"), 2 * cp, 1.0, 8
         scorer.pad_token_id = None
@@ -159,7 +159,7 @@ def read_at(cp: int) -> list[int]:
 
 
 def make_samples(mesh: Any, step: int, *, prompts: int = 4, n: int = 4, good: int = 7) -> list[Any]:
-    """This rank's share of a step's samples; the reward says whether token `good` is frequent in the response."""
+    """This rank's share of a step's samples. The reward is 1 if token `good` is at least twice in the response."""
     from grpo_megatron.types import Prompt, Sample
 
     samples = []
@@ -188,7 +188,7 @@ def loop(
     megatron: Any = None,
     **config: Any,
 ) -> dict[str, Any]:
-    """Outer iterations of two steps. The rewards and metrics of every step, and the weights at the end."""
+    """Outer iterations of two steps. Returns rewards and metrics of every step, and the final weights."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
     from grpo_megatron.training.reward_model import LearningReward

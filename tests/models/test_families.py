@@ -1,7 +1,7 @@
-"""Families: RoPE scaling against transformers where a wrong factor shows, parameter counts, and refusals in one line.
+"""Families: RoPE scaling equals transformers', parameter counts are the published ones, refusals are one line.
 
-Half the factor is off by 1e-3 and more in these sequences of 640 tokens (asserted below), so 1e-5 tells. Counts of real
-models are from their published config.json, in ../shared/data/hf_configs.
+In these sequences of 640 tokens, half the RoPE factor changes logprobs by more than 1e-3 (asserted below), so the bound of
+1e-5 finds a wrong factor. Parameter counts are of real models, from their config.json in ../shared/data/hf_configs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.models.test_moe import MODELS
 
 CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "hf_configs"
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
-# With theta 5e5 and original length 8192, wavelengths beyond 2048 are interpolated: slow dimensions, long sequences.
+# With theta 5e5 and original length 8192, only wavelengths above 2048 are interpolated: this needs long sequences.
 LLAMA3 = {**tiny.LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # model -> (tiny family, changes)
     **{name: (name, {}) for name in ("llama2", "mistral", "qwen2", "qwen3")},
@@ -41,17 +41,16 @@ def _scaled(root: Path, name: str, rope: dict[str, Any]) -> Path:
 
 @pytest.mark.slow
 def test_rope_scaling_equals_transformers(tmp_path: Path) -> None:
-    """Linear scaling of every family, and llama3 of two. Half the factor must show."""
+    """Linear scaling for every family, llama3 scaling for two. Half the factor must give other logprobs."""
     cases = [(name, LINEAR) for name in SETTINGS] + [("llama2", LLAMA3), ("qwen3", LLAMA3)]
     folders = [_scaled(tmp_path, name, rope) for name, rope in cases]
-    [results] = worlds.run(moe_ranks.scores, 1, folders=folders, pairs=LONG)
+    [results] = worlds.run(moe_ranks.logprobs, 1, folders=folders, pairs=LONG)
     for (name, rope), folder, got in zip(cases, folders, results, strict=True):
         halved = _with_rope(folder, {**rope, "factor": rope["factor"] / 2})
         for i, want in enumerate(tiny.transformers_logprobs(folder, LONG)):
-            mine = got[i, : len(want)]
-            assert (mine - want).abs().max() <= 1e-5, f"{name} {rope['rope_type']}"
+            assert (got[i, : len(want)] - want).abs().max() <= 1e-5, f"{name} {rope['rope_type']}"
         wrong = tiny.transformers_logprobs(halved, LONG[:1])[0]
-        assert (wrong - got[0, : len(wrong)]).abs().max() > 1e-3, f"{name}: nothing shows here"
+        assert (wrong - got[0, : len(wrong)]).abs().max() > 1e-3, f"{name}: half the factor changes nothing here"
 
 
 def _with_rope(folder: Path, rope: dict[str, Any]) -> Path:
@@ -79,7 +78,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
-    """From the formula, from the census of Hugging Face tensors, and from Megatron's shapes less the padding."""
+    """By the formula, by the shapes of Hugging Face tensors, and by Megatron's shapes without padding."""
     arch = architecture_of(_published(name))
     assert arch.num_parameters() == COUNTS[name]
     assert sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values()) == COUNTS[name]
@@ -102,10 +101,10 @@ def test_published_models_of_other_families_are_refused(name: str, feature: str)
     _refused(_published(name), f"model_type='{feature}' is not supported")
 
 
-def _refused(config: dict[str, Any], said: str) -> None:
+def _refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel) as error:
         architecture_of(config)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -137,12 +136,12 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "said"), REFUSALS)
-def test_what_cannot_be_expressed_is_refused_in_one_line(family: str, changes: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSALS)
+def test_what_cannot_be_expressed_is_refused_in_one_line(family: str, changes: dict[str, Any], message: str) -> None:
     base = {**tiny.COMMON, **MODELS.get(family, {}), "model_type": family}
     if family in FAMILIES:
-        architecture_of(base)  # plain, it is not
-    _refused({**base, **changes}, said)
+        architecture_of(base)  # without the changes it is supported
+    _refused({**base, **changes}, message)
 
 
 @pytest.mark.parametrize(("family", "key"), [("qwen3_moe", "num_experts"), ("mixtral", "num_local_experts")])

@@ -35,7 +35,7 @@ def whole(scale: float, temperature: float) -> dict[str, torch.Tensor]:
 
 
 def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str, torch.Tensor]:
-    """On `tp` ranks: this rank's rows of the padded weight. Padded rows are huge, so that one that counts would show."""
+    """On `tp` ranks, each with its rows of the padded weight. Padding rows are huge, so that using one would show."""
     import torch.distributed as dist
 
     from grpo_megatron.device import Device
@@ -85,5 +85,5 @@ def test_equals_the_definition(tp: int, chunk: int, scale: float, temperature: f
             torch.testing.assert_close(got[name].double(), want[name], rtol=0, atol=tolerance * size, msg=name)
         assert (got["padding"] == 0).all()
         assert (got["logprobs"] <= 0).all()
-        # columns of (onehot - p) sum to 0 for logprobs, and so do the entropy's: nothing leaks out of the vocabulary
+        # Summed over the vocabulary, the gradients of logprobs (onehot - p) and of the entropy are 0.
         assert (got["weight"].sum(0).abs() <= 10 * tolerance * max(1.0, got["weight"].abs().max())).all()

@@ -1,4 +1,4 @@
-"""What must not be in memory: the [S, S] scores of attention, and the rest of the model while one rank's part is read."""
+"""What must not be in memory: attention's [S, S] scores, and the other ranks' weights while one rank loads its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def peak_mib() -> float:
 
 
 def attend(length: int, heads: int) -> float:
-    """MiB that forward and backward of one attention over `length` tokens add to this process's peak."""
+    """How many MiB one attention over `length` tokens, forward and backward, adds to this process's peak."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from grpo_megatron.models.spec import PackedAttention
@@ -33,13 +33,13 @@ def attend(length: int, heads: int) -> float:
 
 
 def test_attention_keeps_no_scores() -> None:
-    """4096^2 float32 scores of 8 heads would be 512 MiB; queries, outputs and gradients are some 4 MiB each."""
+    """4096^2 float32 scores of 8 heads would be 512 MiB. Queries, outputs and gradients are 4 MiB each."""
     (added,) = worlds.run(attend, 1, length=4096, heads=8)
     assert added < 100
 
 
 class Counting:
-    """A tensor of which only slices can be taken, and which counts what is taken."""
+    """A tensor that can only be sliced, and counts the numbers in its slices."""
 
     def __init__(self, shape: tuple[int, ...], counts: list[int]) -> None:
         self.tensor, self.counts = torch.zeros(shape), counts
@@ -55,7 +55,7 @@ class Counting:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_rank_reads_only_its_own_slices(tp: int) -> None:
-    """Everything but the replicated norms is read once over all ranks, each rank a part; no row reads a whole tensor."""
+    """The ranks together read everything once, except the norms, which each rank reads."""
     arch = architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
     shapes = hf_shapes(arch)
     total = sum(torch.Size(shape).numel() for shape in shapes.values())

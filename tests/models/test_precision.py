@@ -1,6 +1,7 @@
-"""What the FP8, kernel and padding options build: every TransformerConfig field, every refusal, on plain numbers.
+"""FP8, kernel and padding options: every TransformerConfig field that they set, and every refusal.
 
-The numbers of FP8 need a GPU (tests/gpu); that Megatron-Core accepts these settings, and means what we mean, does not.
+Computing in FP8 needs a GPU (tests/gpu). These tests need none: they show that Megatron-Core accepts the settings, and
+that they mean the same there.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def config(**changes: Any) -> Config:
     )
 
 
-# -- what is built -----------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -101,7 +102,7 @@ def test_a_format_can_be_chosen(arch: Architecture) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_alignment_is_megatrons(recipe: str) -> None:
+def test_the_alignment_equals_megatrons(recipe: str) -> None:
     assert RECIPES[recipe].alignment == get_fp8_align_size(recipe)
 
 
@@ -118,15 +119,15 @@ FUSIONS = ("gradient_accumulation_fusion", "apply_rope_fusion", "bias_activation
         (Kernels(transformer_engine=True, compiled=True, apex_gradients=True), FUSIONS),
     ],
 )
-def test_fused_kernels_are_those_that_are_there(arch: Architecture, kernels: Kernels, on: tuple[str, ...]) -> None:
-    with mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", object()):  # Megatron looks for it
+def test_fused_kernels_are_those_that_are_installed(arch: Architecture, kernels: Kernels, on: tuple[str, ...]) -> None:
+    with mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", object()):  # Megatron requires it
         built = transformer_config(arch, MegatronConfig(), "bfloat16", True, kernels)
     assert [name for name in FUSIONS if getattr(built, name)] == list(on)
     assert not (built.masked_softmax_fusion or built.persist_layer_norm or built.cross_entropy_loss_fusion)
     assert built.transformer_impl == ("transformer_engine" if kernels.transformer_engine else "local")
 
 
-def test_the_users_table_has_the_last_word(arch: Architecture) -> None:
+def test_the_users_table_is_applied_last(arch: Architecture) -> None:
     megatron = MegatronConfig(override_transformer_config={"bias_dropout_fusion": False})
     assert not transformer_config(arch, megatron, "bfloat16", True, Kernels(compiled=True)).bias_dropout_fusion
 
@@ -147,7 +148,7 @@ def test_context_parallelism_reaches_megatron(arch: Architecture) -> None:
         (4, 1, None, 4),
         (1, 2, None, 4),
         (2, 2, None, 4),
-        (4, 2, None, 8),  # lcm(4, 4) = 4 tokens would leave each of 2 x 4 ranks half a row
+        (4, 2, None, 8),  # with lcm(4, 4) = 4 tokens, each of the 2 x 4 ranks would have half a row
         (3, 2, None, 12),
         (1, 1, "delayed", 16),
         (1, 1, "blockwise", 16),
@@ -231,12 +232,12 @@ def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardwa
 
 
 def test_quantized_rollouts_need_no_transformer_engine() -> None:
-    bare = dataclasses.replace(B200, transformer_engine=None)
+    without_engine = dataclasses.replace(B200, transformer_engine=None)
     for quantization in QUANTIZATIONS:
-        assert not list(hardware_problems(config(rollout={"quantization": quantization}), bare))
+        assert not list(hardware_problems(config(rollout={"quantization": quantization}), without_engine))
 
 
-def test_a_machine_is_looked_at_only_when_something_is_asked_of_it() -> None:
+def test_the_hardware_is_read_only_if_needed() -> None:
     with mock.patch("grpo_megatron.models.precision.read_hardware", side_effect=AssertionError):
         assert not list(hardware_problems(config()))
     assert list(hardware_problems(config(megatron={"fp8": {"recipe": "delayed"}}, trainer={"device": "cpu"})))
@@ -272,9 +273,9 @@ def test_contradictions_are_refused(arch: Architecture, changes: dict[str, Any],
 
 
 def test_fp8_needs_a_bfloat16_model(arch: Architecture) -> None:
-    asked = config(megatron={"fp8": {"recipe": "delayed"}}, model={"path": "x", "dtype": "float32"})
+    wrong = config(megatron={"fp8": {"recipe": "delayed"}}, model={"path": "x", "dtype": "float32"})
     assert any(
-        "needs model.dtype=bfloat16, and it is float32" in problem for problem in precision_problems(asked, arch)
+        "needs model.dtype=bfloat16, and it is float32" in problem for problem in precision_problems(wrong, arch)
     )
     assert not list(precision_problems(config(megatron={"fp8": {"recipe": "delayed"}}), arch))
 
@@ -301,8 +302,8 @@ def test_a_quantized_engine_gets_a_wider_probe() -> None:
     assert config().rollout.probe_tolerance is None
 
 
-def test_a_start_shows_all_of_it(tmp_path: Path) -> None:
-    """Through `validate`, as the command line calls it, before any rank: on a CPU none of these can run."""
+def test_a_start_reports_all_problems(tmp_path: Path) -> None:
+    """Through `validate`, as the command line calls it, before any rank starts. On a CPU none of these can run."""
     run = make_run(tmp_path)
     overrides = ["actor.megatron.fp8.recipe=mxfp8", "rollout.quantization=fp8_per_block"]
     overrides += ["actor.megatron.context_parallel_size=4", "rollout.engine_kwargs.quantization=fp8"]
@@ -321,14 +322,14 @@ def test_a_start_shows_all_of_it(tmp_path: Path) -> None:
         assert words in str(error.value), words
 
 
-def test_a_dry_run_asks_nothing_of_the_machine(tmp_path: Path) -> None:
-    """The plan for a cluster is made on a laptop."""
+def test_a_dry_run_needs_no_hardware(tmp_path: Path) -> None:
+    """A laptop can check the config of a cluster."""
     run = make_run(tmp_path)
     overrides = ["actor.megatron.fp8.recipe=blockwise", "model.dtype=bfloat16", "trainer.device=cuda"]
     validate(load_config(run / "run.yaml", overrides), world_size=2, dry_run=True)
 
 
-# -- weights that are kept in FP8 --------------------------------------------------------------------------------------
+# -- weights stored in FP8 ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -347,8 +348,8 @@ def test_param_gather_reaches_ddp_and_optimizer(gathers: bool) -> None:
     assert build.call_args.args[0].fp8_recipe == ("tensorwise" if gathers else None)
 
 
-def test_a_filled_parameter_remembers_the_exact_values() -> None:
-    """As Transformer Engine's do until the optimizer has taken its float32 copy."""
+def test_setting_a_parameter_sets_its_exact_values() -> None:
+    """Transformer Engine's parameters have them until the optimizer has copied them to float32."""
     parameter, exact, values = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
     set_parameter(parameter, values)
     assert torch.equal(parameter, values) and torch.equal(dequantized(parameter), values)
@@ -360,7 +361,7 @@ def test_a_filled_parameter_remembers_the_exact_values() -> None:
     assert torch.equal(exact, 2 * values) and torch.equal(parameter, values)
 
 
-def test_a_new_optimizer_takes_over_the_float32_copies() -> None:
+def test_a_new_optimizer_gets_the_float32_copies() -> None:
     groups = [[torch.zeros(2), torch.zeros(3)], [None]]
     old: Any = SimpleNamespace(shard_fp32_from_float16_groups=[[torch.ones(2), torch.full((3,), 2.0)], [None]])
     optimizer.copy_main_parameters(old, SimpleNamespace(shard_fp32_from_float16_groups=groups))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The reward model: transformers' scores and gradients, in any layout; and the loop that uses and trains it."""
+"""The reward model: scores and gradients equal transformers' in any layout. The loop that uses and trains it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def transformers_scores(folder: Path, sequences: list[tuple[list[int], list[int]
 
 @pytest.mark.parametrize("layout", ["1", "TP2xPP2+SP"])
 def test_scores_of_every_kind_equal_transformers(models: dict[str, Path], layout: str) -> None:
-    """On every rank. Biases; tied, llama3 RoPE; q/k norms; experts; with padding at the end and without."""
+    """On every rank. The models cover biases, tied embeddings, llama3 RoPE, q/k norms, experts, and padding at the end."""
     want = {family: transformers_scores(folder, SEQUENCES) for family, folder in models.items()}
     shape = policy_ranks.LAYOUTS[layout]
     for got in worlds.run(reward.scores, shape[0], folders=models, sequences=SEQUENCES, layout=shape):
@@ -105,7 +105,7 @@ def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, P
 
 @pytest.mark.parametrize("layout", ["DP2", "TP2", "TP2+SP", "PP2", "TP2xPP2+SP"])
 def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
-    """The norm too: a head that is counted by every tensor-parallel rank shows nowhere else."""
+    """The norm too: only the norm shows a head that every tensor-parallel rank counts."""
     shape = policy_ranks.LAYOUTS[layout]
     for got in worlds.run(reward.update, shape[0], folder=models["qwen2"], pairs=PAIRS, layout=shape):
         close(got["gradients"], alone["gradients"], 1e-5)
@@ -115,7 +115,7 @@ def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, An
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trained_language_model_is_saved_as_a_classifier(language_model: Path, tmp_path: Path, dtype: str) -> None:
-    """Two updates of a model with a new head: transformers scores its folder alike, and so does another layout."""
+    """Two updates of a model with a new head. transformers and another layout compute the same scores from its folder."""
     layout, target = policy_ranks.LAYOUTS["TP2xPP2+SP"], tmp_path / "hf"
     results = worlds.run(reward.saved, 4, folder=language_model, pairs=PAIRS, layout=layout, target=target, dtype=dtype)
     sequences = [(p.chosen[:1].tolist(), p.chosen[1:].tolist()) for p in PAIRS]
@@ -133,9 +133,9 @@ def test_a_trained_language_model_is_saved_as_a_classifier(language_model: Path,
 
 
 def test_sequences_are_read_at_their_ends_under_context_parallelism() -> None:
-    """Without attention, which the CPU has not got for it: the ranks' shares, brought together, are every sequence's end.
+    """The ranks' shares together contain the end of every sequence. The model is not run: the CPU has no attention for cp.
 
-    The state at a token is made to be the token, so that a score is the token it was read at.
+    In place of a score the test reads the token, which shows where the score would be read.
     """
     assert worlds.run(reward.read_at, 1, cp=2)[0] == [11, 15, 18]
 
@@ -150,7 +150,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(models: dict[st
 
 
 def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
-    """Rules alone reward the first two steps; then the model does, which has been trained on their pairs; replay after."""
+    """Rules reward the first two steps. Then the model does, trained on their pairs; then with replay of these pairs."""
     want = worlds.run(reward.loop, 1, folder=language_model, layout=policy_ranks.LAYOUTS["1"], during=range(4))[0]
     assert want["rewards"][:2] == want["rules"][:2]
     assert all(set(rules) <= {0.0, 1.0} for rules in want["rules"])
@@ -167,15 +167,15 @@ def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
         shape = policy_ranks.LAYOUTS[name]
         for got in worlds.run(reward.loop, shape[0], folder=language_model, layout=shape, during=range(4)):
             assert got["rules"] == want["rules"] and got["pairs"] == want["pairs"]
-            for mine, theirs in zip(got["rewards"], want["rewards"], strict=True):
-                assert mine == pytest.approx(theirs, abs=1e-5)
+            for rewards, expected in zip(got["rewards"], want["rewards"], strict=True):
+                assert rewards == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow
 def test_a_stop_in_the_middle_of_an_iteration_changes_no_bit(language_model: Path, tmp_path: Path) -> None:
-    """Steps 0, 1, 2, stop, 3, 4, 5 = steps 0 ... 5: weights, optimizer, collected pairs and history come back.
+    """Steps 0, 1, 2, stop, 3, 4, 5 = steps 0 ... 5: weights, optimizer, collected pairs and history are restored.
 
-    Around the stop the optimizer is off the device between updates; in the run without a stop it is not.
+    The two runs with the stop offload the optimizer between updates; the run without the stop does not.
     """
     shape = policy_ranks.LAYOUTS["DP2xTP2"]
     common = {"folder": language_model, "layout": shape}
@@ -190,7 +190,7 @@ def test_a_stop_in_the_middle_of_an_iteration_changes_no_bit(language_model: Pat
 
 
 def test_it_learns_a_preference(language_model: Path) -> None:
-    """ "Token 7 at least twice", from a new head: one outer iteration's pairs, then prompts that it has not seen."""
+    """The preference "token 7 at least twice", with a new head: trained on one outer iteration, tested on new prompts."""
     settings = {"steps": 40, "train_batch_size": 16, "max_pairs_per_group": None}
     result = worlds.run(
         reward.loop, 1, folder=language_model, layout=policy_ranks.LAYOUTS["1"], during=range(3), prompts=24, **settings

@@ -1,6 +1,6 @@
-"""Checks of what a live engine draws, scores and loads; `test_vllm.py` runs them in several worlds.
+"""Checks of what a live engine draws, computes and loads. `test_vllm.py` runs them in several worlds.
 
-Each begins with its own push of weights and can fail on any rank.
+Each check first loads weights, and can fail on any rank.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def responses_end_with_their_stop_token(world: World) -> None:
         assert len(completion.logprobs) == len(completion.response_ids)
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     assert {c.response_ids[-1] for c in completions if c.finish_reason == "stop"} == set(tiny.EOS)
-    whole = next(
-        c for c in completions if c.finish_reason == "length"
-    )  # the same draws up to a stop of the request's own
+    # With a stop token of its own, a request gives the same draws up to that token.
+    whole = next(c for c in completions if c.finish_reason == "length")
     request = requests(32, max_tokens=40)[completions.index(whole)]
     cut = whole.response_ids.index(whole.response_ids[9]) + 1
     stopped_early = world.draw([replace(request, stop_token_ids=(whole.response_ids[9],))])[0]
@@ -78,7 +77,7 @@ def requests_that_vllm_would_alter_are_refused(world: World) -> None:
     assert (
         world.engine.logprobs([[1]]) == [[]] and world.engine.generate([], 0) == [] and world.engine.logprobs([]) == []
     )
-    world.assert_samples_from(world.models[1], requests(3))  # nothing was left in the queue
+    world.assert_samples_from(world.models[1], requests(3))  # the refused requests left nothing in the queue
 
 
 def generators_of_the_host_are_untouched(world: World) -> None:
@@ -116,15 +115,15 @@ def a_push_forgets_cached_prefixes(world: World) -> None:
         world.draw([request])  # fills the cache
         model = push()
         completion = world.draw([request])[0]
-        theirs = tiny.logprobs(model, list(request.prompt_ids), completion.response_ids)
-        return float((torch.tensor(completion.logprobs) - theirs).abs().max())
+        expected = tiny.logprobs(model, list(request.prompt_ids), completion.response_ids)
+        return float((torch.tensor(completion.logprobs) - expected).abs().max())
 
     def push_without_reset() -> Any:
         with mock.patch.object(world.engine._llm, "reset_prefix_cache", lambda: True):
             return world.push(2, 1)
 
     assert error_after(lambda: world.push(2, 1)) <= 1e-5
-    assert error_after(push_without_reset) > 1e-2  # the line above can fail: the old prefix would be used
+    assert error_after(push_without_reset) > 1e-2  # shows that the assertion above can fail: the old prefix is used
 
 
 def reloads_of_the_same_weights_change_nothing(world: World) -> None:
@@ -135,8 +134,8 @@ def reloads_of_the_same_weights_change_nothing(world: World) -> None:
     assert world.draw(requests()) == before
 
 
-def blocks_answer_for_themselves(world: World) -> None:
-    """Ranks draw different requests, or none, and the draws are those of one rank that draws all of them."""
+def blocks_generate_independently(world: World) -> None:
+    """Ranks draw different requests, or none. The draws equal those of one rank that draws all of them."""
     model = world.push(1, 0)
     everything = world.draw(requests())
     share = slice(0, 5) if world.mesh.rank == 0 else slice(5, 12)
@@ -145,5 +144,5 @@ def blocks_answer_for_themselves(world: World) -> None:
         world.assert_samples_from(model, requests(3))
     else:
         assert world.draw([]) == []
-    assert world.push(2, 1) is world.models[2]  # and they still meet
+    assert world.push(2, 1) is world.models[2]  # a collective call still works
     world.assert_samples_from(world.models[2], requests(2 + world.mesh.rank))

@@ -1,4 +1,4 @@
-"""Checks of what a live engine refuses and survives: bad pushes, stale versions, sleep, a failure inside vLLM."""
+"""Checks of what a live engine refuses and survives: faulty streams, stale versions, sleep, a failure inside vLLM."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAULTS = {
 
 
 def _fault(world: World, name: str, where: str) -> None:
-    """A bad push raises on every rank and leaves no usable weights; the next good push makes all well."""
+    """A faulty stream raises on every rank and leaves no usable weights. The next good stream makes the engine usable."""
     make, words = FAULTS[name]
     world.push(1, 0)
     before = world.draw(requests(3, max_tokens=6))
@@ -72,7 +72,7 @@ def _fault(world: World, name: str, where: str) -> None:
 
 
 class Fault:
-    """A check: bad push `name` on "all" ranks or the "last". (Sent to the ranks by pickle, which a closure is not.)"""
+    """A check: fault `name` on "all" ranks or on the "last". (A class, because ranks get it by pickle.)"""
 
     def __init__(self, name: str, where: str) -> None:
         self.name, self.where = name, where
@@ -121,7 +121,7 @@ def engine_kwargs_that_the_trainer_depends_on_are_refused(world: World) -> None:
 
 
 def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
-    """The last check of a world: afterwards only a new engine helps, and it works in the same process."""
+    """The last check of a world: afterwards the engine is unusable, and a new one works in the same process."""
     engine, llm = world.engine, world.engine._llm
     update, calls = llm.update_weights, []
 
@@ -138,12 +138,11 @@ def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
     engine.shutdown()
     engine.shutdown()
     raises(RuntimeError, "shut down", lambda: engine.generate(requests(1), 0))
-    raises(
-        RankError, "shut down", lambda: world.push(1, 0)
-    )  # the ranks can still talk: vLLM would have left them apart
+    # The ranks can still communicate: vLLM's own shutdown would have destroyed the default process group.
+    raises(RankError, "shut down", lambda: world.push(1, 0))
     world.engine = world.build(free_cache_engine=False, engine_kwargs={"max_num_seqs": 3})
     assert world.engine._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 3
     world.assert_samples_from(world.push(2, 3), requests(4))
-    world.engine.sleep()  # nothing: rollout.free_cache_engine is off
+    world.engine.sleep()  # does nothing: rollout.free_cache_engine is off
     assert len(world.engine.generate(requests(1), 3)) == 1
     world.engine.shutdown()

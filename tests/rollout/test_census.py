@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -49,24 +48,24 @@ def _stream(plan: list[list[str] | None]) -> Iterator[WeightBucket]:
         yield [(name, torch.zeros(SHAPES.get(name, (1,)))) for name in names]
 
 
-def _drain(plans: list[list[list[list[str] | None]]]) -> list[tuple[str | None, int, float]]:
-    """For each case: the error's text, buckets received, seconds. Rank r drains plans[case][r]."""
+def _drain(plans: list[list[list[list[str] | None]]]) -> list[tuple[str | None, int]]:
+    """For each case: the error's text, and the number of buckets received. Rank r reads plans[case][r]."""
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
-    results: list[tuple[str | None, int, float]] = []
+    results: list[tuple[str | None, int]] = []
     for plan in plans:
-        start, received, message = time.monotonic(), 0, None
+        received, message = 0, None
         try:
             for _ in verified_stream(_stream(plan[mesh.rank]), SHAPES, mesh):
                 received += 1
         except RankError as error:
             message = str(error)
-        results.append((message, received, time.monotonic() - start))
+        results.append((message, received))
     return results
 
 
 GOOD: list[list[str] | None] = [["a"], ["b", "c"]]
 CASES: dict[str, tuple[list[list[str] | None], list[list[str] | None], str | None, int]] = {
-    # name: what rank 0 and rank 1 stream, words of the error on both, buckets handed out before it
+    # name: the streams of rank 0 and rank 1, part of the error on both, buckets received before it
     "good": (GOOD, GOOD, None, 2),
     "missing everywhere": ([["a"]], [["a"]], "2 of 3 tensors are missing, b, c", 1),
     "raises on rank 1": (GOOD, [["a"], None], "rank 1: KeyError: 'the stream broke'", 1),
@@ -79,11 +78,9 @@ CASES: dict[str, tuple[list[list[str] | None], list[list[str] | None], str | Non
 
 
 def test_a_fault_on_one_rank_stops_all_ranks() -> None:
+    """None hangs: the deadline of `run` is far below the timeout of a collective."""
     results = run(_drain, 2, plans=[[zero, one] for zero, one, _, _ in CASES.values()])
     for rank, outcomes in enumerate(results):
-        for (name, (_, _, words, num_buckets)), (message, received, seconds) in zip(
-            CASES.items(), outcomes, strict=True
-        ):
-            assert seconds < 30, (name, rank)
+        for (name, (_, _, words, num_buckets)), (message, received) in zip(CASES.items(), outcomes, strict=True):
             assert received == num_buckets, (name, rank, message)
             assert (message is None) if words is None else (message is not None and words in message), (name, message)

@@ -1,8 +1,8 @@
-"""Tiny random models, made on the spot, and transformers as the oracle of their log-probabilities.
+"""Tiny random models, and transformers' log-probabilities of them as the reference.
 
-Weights are drawn large enough (standard deviation 0.08 to 0.15) that logits spread over several units: with the usual
-0.02 every token has log-probability -log(V) and no converter mistake would show. CPU attention in vLLM wants head sizes
-that are multiples of 32.
+Weights are large (standard deviation 0.08 to 0.15), so that logits spread over several units. With the usual 0.02 every
+token has log-probability -log(V), and a conversion mistake would not show. vLLM's attention on CPU needs head sizes that
+are multiples of 32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def config(kind: str) -> Any:
 
 
 def write_folder(kind: str, folder: Path) -> str:
-    """A model folder with nothing but config.json: the engine must not need more."""
+    """A model folder with only a config.json: the engine must not need more."""
     config(kind).save_pretrained(folder)
     return str(folder)
 
@@ -55,7 +55,7 @@ def model(kind: str, seed: int) -> Any:
 
 
 def weights(made: Any) -> dict[str, torch.Tensor]:
-    """Name -> tensor as a checkpoint has them: no lm_head when embeddings are tied."""
+    """Name -> tensor as in a checkpoint: without lm_head if the embeddings are tied."""
     state = {name: tensor.detach() for name, tensor in made.state_dict().items()}
     if made.config.tie_word_embeddings:
         del state["lm_head.weight"]
@@ -67,7 +67,7 @@ def shapes(kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def buckets(made: Any, size: int = 5) -> list[list[tuple[str, torch.Tensor]]]:
-    """The weights in buckets that cut through q, k, v and gate, up; every tensor owns its memory."""
+    """The weights in buckets that separate q, k, v and gate, up. Every tensor owns its memory."""
     items = [(name, tensor.clone()) for name, tensor in weights(made).items()]
     return [items[i : i + size] for i in range(0, len(items), size)]
 
@@ -80,8 +80,8 @@ def logprobs(made: Any, prompt: list[int], response: list[int], temperature: flo
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def assert_close(ours: list[float], theirs: torch.Tensor) -> None:
-    """The fp32 gate of the project: mean 1e-6, max 1e-5."""
-    error = (torch.tensor(ours) - theirs).abs()
-    assert len(ours) == len(theirs) and error.isfinite().all()
+def assert_close(got: list[float], expected: torch.Tensor) -> None:
+    """The project's bounds in float32: mean 1e-6, max 1e-5."""
+    error = (torch.tensor(got) - expected).abs()
+    assert len(got) == len(expected) and error.isfinite().all()
     assert error.mean() <= 1e-6 and error.max() <= 1e-5, f"mean {error.mean():.2e}, max {error.max():.2e}"
