@@ -252,3 +252,47 @@ def test_files_are_short_and_ascii_and_have_a_header(path: Path) -> None:
 def test_the_list_of_slow_tests_names_files_that_exist() -> None:
     for name in (*conftest.SLOW, conftest.LONGEST):
         assert (ROOT / "tests" / name).exists(), f"tests/conftest.py names tests/{name}"
+
+
+# -- one name, one thing -----------------------------------------------------------------------------------------------
+
+SHARED_NAMES = {
+    "main",
+    "architecture",
+    "table",
+    "logger",
+    "T",
+}  # entry points, each family's two functions, conventions
+
+
+def public_names(path: Path) -> set[str]:
+    """Public functions, classes and constants that a file defines at its top level, without what it registers.
+
+    A registered function is found under its registered name: a task and its reward may both be `gsm8k`.
+    """
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            if not any("register(" in ast.unparse(decorator) for decorator in node.decorator_list):
+                names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")} - SHARED_NAMES
+
+
+def names_defined_twice() -> dict[str, list[str]]:
+    """Public name -> the modules that define it, where there are several."""
+    modules: dict[str, list[str]] = {}
+    for module, path in SOURCES.items():
+        for name in public_names(path):
+            modules.setdefault(name, []).append(module)
+    return {name: found for name, found in sorted(modules.items()) if len(found) > 1}
+
+
+def test_a_public_name_is_defined_once() -> None:
+    twice = names_defined_twice()
+    assert not twice, "\n".join(f"{name}: {', '.join(modules)}" for name, modules in twice.items())
