@@ -81,9 +81,8 @@ def _initialize_state(optimizer: MegatronOptimizer) -> None:
         if inner is None:
             continue
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            part.init_state_fn(
-                inner, part.config
-            )  # Transformer Engine and Apex count steps per group, and need no initial count
+            # Transformer Engine and Apex count steps per group, and start without a count.
+            part.init_state_fn(inner, part.config)
             continue
         for group in inner.param_groups:
             for parameter in group["params"]:

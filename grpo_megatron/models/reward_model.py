@@ -60,9 +60,8 @@ class ScoreModel(LogprobModel):
         """hidden_states [t (/tp under sequence parallelism), 1, h]."""
         if not self.post_process:
             return hidden_states
-        if (
-            self.config.sequence_parallel
-        ):  # backward: each rank takes its part, because every rank has the whole gradient
+        if self.config.sequence_parallel:
+            # Backward: each rank takes its part, because every rank has the whole gradient.
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
@@ -87,9 +86,8 @@ def load_reward_model(
         check_files(files, folder)
         for name, parameter in global_parameters(model).items():
             set_parameter(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
-        if (
-            mesh.is_last_stage
-        ):  # added after the model is built, so that it is neither rounded to bfloat16 nor marked as a shard
+        if mesh.is_last_stage:
+            # Added after the model is built, so that the head is neither rounded to bfloat16 nor marked as a shard.
             head = torch.nn.Linear(arch.hidden_size, 1, bias=False, dtype=torch.float32, device=device.torch_device)
             if folder.has_head:
                 head.weight.copy_(files.slice(HEAD)[:])

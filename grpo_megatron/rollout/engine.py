@@ -1,4 +1,4 @@
-"""RolloutEngine: what the trainer needs of a rollout engine, and what one completion is asked for with.
+"""RolloutEngine: what the trainer needs of a rollout engine, and the request and completion types.
 
 Each rank holds one engine object. `rollout_tp` neighbouring ranks form a block that serves the same requests together;
 blocks never wait for each other to generate. Lengths are tokens, log-probabilities are natural logarithms.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, common_settings
-from grpo_megatron.models.mapping import WeightRow, decoder_table
+from grpo_megatron.models.decoder_table import decoder_table
+from grpo_megatron.models.mapping import WeightRow
 
 
 def architecture_from(config: dict[str, Any]) -> Architecture:
