@@ -140,9 +140,9 @@ def _finish(plan: Any, report_samples: int, workers: int) -> None:
             tasks[selected.name] = results.task_result(selected, answered, pool)
             graded[selected.name] = answered
     result = results.whole_result(plan, tasks)
-    results.write(output / "report.html", report.page(result, graded, report_samples))
+    results.write(output / "report.html", report.render_page(result, graded, report_samples))
     results.write_result(output / "results.json", result)  # last: where it is, everything is
-    print(f"\n{table.describe(result)}\n\nwrote {output}/results.json, samples/, report.html")
+    print(f"\n{table.result_tables(result)}\n\nwrote {output}/results.json, samples/, report.html")
 
 
 # -- the small actions -------------------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def _compare(argv: list[str]) -> int:
     from grpo_megatron.evaluation import comparison
     from grpo_megatron.evaluation.results import read_result
 
-    rows = comparison.compare(read_result(args.a), read_result(args.b), any_template=args.any_template)
-    print(json.dumps(rows, indent=1) if args.json else comparison.describe(rows))
+    rows = comparison.compare_results(read_result(args.a), read_result(args.b), any_template=args.any_template)
+    print(json.dumps(rows, indent=1) if args.json else comparison.comparison_table(rows))
     return 0
 
 
