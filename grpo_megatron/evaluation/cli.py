@@ -148,9 +148,9 @@ def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
             tasks[selected.name] = results.task_result(selected, graded_problems, pool)
             graded[selected.name] = graded_problems
     result = results.whole_result(settings, tasks)
-    write_file(output / "report.html", report.page(result, graded, report_samples))
+    write_file(output / "report.html", report.render_page(result, graded, report_samples))
     results.write_result(output / "results.json", result)  # last, so that it exists only with all other files
-    print(f"\n{table.describe(result)}\n\nwrote {output}/results.json, samples/, report.html")
+    print(f"\n{table.result_tables(result)}\n\nwrote {output}/results.json, samples/, report.html")
 
 
 # -- the other actions -------------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def _compare(argv: list[str]) -> int:
     from grpo_megatron.evaluation import comparison
     from grpo_megatron.evaluation.results import read_result
 
-    rows = comparison.compare(read_result(args.a), read_result(args.b), any_template=args.any_template)
-    print(json.dumps(rows, indent=1) if args.json else comparison.describe(rows))
+    rows = comparison.compare_results(read_result(args.a), read_result(args.b), any_template=args.any_template)
+    print(json.dumps(rows, indent=1) if args.json else comparison.comparison_table(rows))
     return 0
 
 

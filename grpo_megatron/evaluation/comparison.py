@@ -1,9 +1,9 @@
-"""Comparison: two results on the same problems with the same prompts, paired.
+"""Paired comparison of two results on the same problems with the same prompts.
 
-The difference B - A is taken problem by problem and its mean gets a bootstrap interval over problems, which is
-narrower than two separate intervals suggest. McNemar's exact test looks at the greedy answers: of the b + c problems
-that only one of the two gets right, the share of A is a fair coin's if there is no difference, so the two-sided
-p-value is 2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
+The difference B - A is taken per problem. Its mean has a bootstrap interval over problems, which is narrower than two
+separate intervals suggest. McNemar's exact test uses the greedy answers. Let b problems be right only in A, and c only in
+B. Without a difference each of them falls to A or B with probability 1/2. So the two-sided p-value is
+2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
 """
 
 from __future__ import annotations
@@ -11,10 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.evaluation.scores import interval
+from grpo_megatron.evaluation.estimates import interval
 from grpo_megatron.evaluation.table import grid
 
-SAME = ("task_sha256", "data_sha256", "fewshot_sha256", "num_problems", "format", "num_fewshot", "asked_sha256")
+MUST_BE_EQUAL = (
+    "task_sha256",
+    "data_sha256",
+    "fewshot_sha256",
+    "num_problems",
+    "format",
+    "num_fewshot",
+    "asked_sha256",
+)
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
@@ -29,29 +37,29 @@ def mcnemar(only_a: int, only_b: int) -> float:
     return min(1.0, 2 * tail / 2**n)  # integers: 2.0**n would overflow
 
 
-def compare(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:
-    """One row a measure and task that both have. Raises ConfigError where a pairing would mean nothing."""
+def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:
+    """One row per task and measure of both results. Raises ConfigError where the two cannot be paired."""
     tasks = [name for name in a["tasks"] if name in b["tasks"]]
     if not tasks:
         raise ConfigError(f"no task in common: A has {', '.join(a['tasks'])}, B has {', '.join(b['tasks'])}")
     problems = []
     for name in tasks:
-        problems += _unlike(name, a["tasks"][name], b["tasks"][name], any_template)
+        problems += _mismatches(name, a["tasks"][name], b["tasks"][name], any_template)
     if problems:
         raise ConfigError("\n".join(problems))
-    return [row for name in tasks for row in _rows(name, a["tasks"][name], b["tasks"][name])]
+    return [row for name in tasks for row in _task_rows(name, a["tasks"][name], b["tasks"][name])]
 
 
-def _unlike(name: str, a: dict[str, Any], b: dict[str, Any], any_template: bool) -> list[str]:
-    different = [f"{key} {_short(a[key])} against {_short(b[key])}" for key in SAME if a[key] != b[key]]
+def _mismatches(name: str, a: dict[str, Any], b: dict[str, Any], any_template: bool) -> list[str]:
+    different = [f"{key} {_short(a[key])} against {_short(b[key])}" for key in MUST_BE_EQUAL if a[key] != b[key]]
     if different:
         return [
-            f"task {name!r}: A and B were not asked the same ({'; '.join(different)}); evaluate both with one setting"
+            f"task {name!r}: A and B have different settings ({'; '.join(different)}); evaluate both with one setting"
         ]
     if a["prompts_sha256"] != b["prompts_sha256"] and not any_template:
         return [
-            f"task {name!r}: the questions are the same, but the models' chat templates made different prompts of them;"
-            " --any-template compares all the same"
+            f"task {name!r}: the questions are equal, but the chat templates of the two models made different prompts of"
+            " them; --any-template compares them nevertheless"
         ]
     return []
 
@@ -60,7 +68,7 @@ def _short(value: Any) -> str:
     return value[:12] if isinstance(value, str) else str(value)
 
 
-def _rows(name: str, a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
+def _task_rows(name: str, a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     first, second = (task["problems"]["greedy"] for task in (a, b))
     if first and second:
@@ -70,18 +78,18 @@ def _rows(name: str, a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any
         row = _paired(name, "pass@1 (greedy)", left, right)
         rows.append({**row, "only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)})
     if a["problems"]["right"] and b["problems"]["right"]:
-        left, right = _average(a), _average(b)
-        sizes = {task["problems"]["drawn"] for task in (a, b)}
+        left, right = _right_shares(a), _right_shares(b)
+        sizes = {task["problems"]["samples"] for task in (a, b)}
         rows.append(_paired(name, "avg@" + "/".join(map(str, sorted(sizes))), left, right))
     if not rows:
         raise ConfigError(
-            f"task {name!r}: one has greedy samples only and the other none; evaluate both with one setting"
+            f"task {name!r}: one result has only greedy samples, the other has none; evaluate both with one setting"
         )
     return rows
 
 
-def _average(task: dict[str, Any]) -> list[float]:
-    return [int(count) / task["problems"]["drawn"] for count in task["problems"]["right"].split()]
+def _right_shares(task: dict[str, Any]) -> list[float]:
+    return [int(count) / task["problems"]["samples"] for count in task["problems"]["right"].split()]
 
 
 def _paired(name: str, measure: str, left: list[float], right: list[float]) -> dict[str, Any]:
@@ -100,8 +108,8 @@ def _paired(name: str, measure: str, left: list[float], right: list[float]) -> d
     }
 
 
-def describe(rows: list[dict[str, Any]]) -> str:
-    """A table, in points of a percent."""
+def comparison_table(rows: list[dict[str, Any]]) -> str:
+    """The rows of `compare_results` as a table, in percent."""
     head = ("", "problems", "A", "B", "B - A", "95 % interval", "only A", "only B", "McNemar p")
     lines = [head]
     for row in rows:

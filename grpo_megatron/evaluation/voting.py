@@ -1,8 +1,8 @@
-"""Voting: which samples of a problem gave the same answer. The grader decides, and is asked only where it matters.
+"""Voting: which samples of a problem have the same prediction. The grader is called only where it can matter.
 
-Right answers are one class, since each equals the gold. Wrong answers are classes by their text, spaces apart; texts
-that differ can still be equal (1/2 and 0.5), which would split their vote. Only where a union of wrong answers could
-change the winner is the grader asked whether they are equal, pair by pair, for all problems in one call.
+Right predictions are one class, since each equals the answer. Wrong predictions are classes by their text without white
+space. Texts that differ can still be equal (1/2 and 0.5), which would split their vote. Where a union of wrong
+predictions could change the winner, the grader compares them pair by pair, for all problems in one call.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from grpo_megatron.evaluation.scores import RIGHT
+from grpo_megatron.evaluation.estimates import RIGHT
 
-Answer = tuple[bool, str | None]  # right, extracted
-Equal = Callable[[list[tuple[str, str]]], list[bool]]  # of pairs of answers
-MAX_PAIRS = 200  # of one problem: beyond that, texts decide
+Vote = tuple[bool, str | None]  # whether the sample is right, its prediction
+Equal = Callable[[list[tuple[str, str]]], list[bool]]  # whether the predictions of each pair are equal
+MAX_PAIRS = 200  # per problem; with more pairs, texts decide
 
 
-def classes(answers: Sequence[Sequence[Answer]], equal: Equal) -> list[list[int | None]]:
-    """Each problem's samples as votes for `scores.majority`."""
-    asked: list[tuple[int, str, str]] = []
-    for problem, samples in enumerate(answers):
-        asked += [(problem, a, b) for a, b in _open_pairs(samples)]
-    verdicts = equal([(a, b) for _, a, b in asked]) if asked else []
+def vote_classes(problems: Sequence[Sequence[Vote]], equal: Equal) -> list[list[int | None]]:
+    """Each problem's samples as the votes of `estimates.majority`."""
+    pairs: list[tuple[int, str, str]] = []
+    for number, samples in enumerate(problems):
+        pairs += [(number, one, other) for one, other in _deciding_pairs(samples)]
+    verdicts = equal([(one, other) for _, one, other in pairs]) if pairs else []
     unions: dict[int, dict[str, str]] = {}
-    for (problem, a, b), same in zip(asked, verdicts, strict=True):
-        if same:
-            union = unions.setdefault(problem, {})
-            union[_root(union, b)] = _root(union, a)
-    return [_votes(samples, unions.get(problem, {})) for problem, samples in enumerate(answers)]
+    for (number, one, other), is_equal in zip(pairs, verdicts, strict=True):
+        if is_equal:
+            union = unions.setdefault(number, {})
+            union[_root(union, other)] = _root(union, one)
+    return [_numbered(samples, unions.get(number, {})) for number, samples in enumerate(problems)]
 
 
-def plain(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _open_pairs(samples: Sequence[Answer]) -> list[tuple[str, str]]:
-    """Pairs of wrong answers whose union could change who wins."""
-    right = sum(1 for ok, _ in samples if ok)
-    wrong = Counter(plain(text) for ok, text in samples if not ok and text is not None)
+def _deciding_pairs(samples: Sequence[Vote]) -> list[tuple[str, str]]:
+    """Pairs of wrong predictions whose union could change the winner."""
+    num_right = sum(1 for right, _ in samples if right)
+    wrong = Counter(_without_spaces(text) for right, text in samples if not right and text is not None)
     most = max(wrong.values(), default=0)
-    if len(wrong) < 2 or sum(wrong.values()) < right or (right == 0) or most > right:
+    if len(wrong) < 2 or sum(wrong.values()) < num_right or num_right == 0 or most > num_right:
         return []
     pairs = list(itertools.combinations(sorted(wrong), 2))
     return pairs if len(pairs) <= MAX_PAIRS else []
@@ -53,14 +53,14 @@ def _root(union: dict[str, str], text: str) -> str:
     return text
 
 
-def _votes(samples: Sequence[Answer], union: dict[str, str]) -> list[int | None]:
+def _numbered(samples: Sequence[Vote], union: dict[str, str]) -> list[int | None]:
     numbers: dict[str, int] = {}
     votes: list[int | None] = []
-    for ok, text in samples:
-        if ok:
+    for right, text in samples:
+        if right:
             votes.append(RIGHT)
         elif text is None:
             votes.append(None)
         else:
-            votes.append(numbers.setdefault(_root(union, plain(text)), len(numbers) + 1))
+            votes.append(numbers.setdefault(_root(union, _without_spaces(text)), len(numbers) + 1))
     return votes

@@ -40,7 +40,7 @@ def test_grades_of_math_and_a_failure_of_the_grader() -> None:
     assert [(verdict.correct, verdict.status) for verdict in grades] == [
         *((True, "ok"), (False, "ok"), (False, "ok"), (False, "timeout"), (True, "ok"))
     ]
-    assert [verdict.extracted for verdict in grades] == ["(x+1)^2", "[1,2]", None, "(x+y+z+1)^{999}", "7"]
+    assert [verdict.prediction for verdict in grades] == ["(x+1)^2", "[1,2]", None, "(x+y+z+1)^{999}", "7"]
 
 
 def test_a_reference_answer_that_is_not_a_number_is_an_error_of_its_row() -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.evaluation import figures, report
+from grpo_megatron.evaluation import figures, page_data
+from grpo_megatron.evaluation.estimates import estimate
 from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.problems import Problem
-from grpo_megatron.evaluation.results import Graded, GradedProblem
-from grpo_megatron.evaluation.scores import score
+from grpo_megatron.evaluation.report import render_page
+from grpo_megatron.evaluation.results import GradedProblem, GradedSample
 from grpo_megatron.types import GREEDY
 
 BROWSER = next(
@@ -32,7 +33,7 @@ NASTY = (
 
 def _graded(number: int, texts: list[str], right: list[bool], level: str = "Level 1") -> GradedProblem:
     samples = [
-        Graded(
+        GradedSample(
             LedgerEntry(f"math/{number}", index + GREEDY, text, len(text), "stop"), (Grade(ok, "7" if ok else None),)
         )
         for index, (text, ok) in enumerate(zip(texts, right, strict=True))
@@ -42,11 +43,11 @@ def _graded(number: int, texts: list[str], right: list[bool], level: str = "Leve
     )
 
 
-def _result(answered: list[GradedProblem], drawn: int) -> dict[str, Any]:
-    ones = score([1.0, 0.0])
+def _result(graded: list[GradedProblem], num_samples: int) -> dict[str, Any]:
+    ones = estimate([1.0, 0.0])
     task = {
         "title": "MATH <&>", "version": 1, "task_sha256": "a" * 64, "data_sha256": "b" * 64, "prompts_sha256": "c" * 64,
-        "num_problems": len(answered), "format": "chat", "num_fewshot": 0, "greedy": True, "samples": drawn,
+        "num_problems": len(graded), "format": "chat", "num_fewshot": 0, "greedy": True, "samples": num_samples,
         "temperature": 0.6, "top_p": 0.95, "max_tokens": 99, "graders": {"accuracy": "math"},
         "scores": {"accuracy": {"pass@1 (greedy)": ones}},
         "rates": dict.fromkeys(("format_error", "truncated", "grader_timeout", "grader_error"), 0.5),
@@ -62,38 +63,54 @@ def _data(page: str) -> Any:
     return json.loads(text)
 
 
+def _text(pieces: list[Any]) -> str:
+    """What search looks at: strings, TeX, and the code of drawings."""
+    return "".join(piece if isinstance(piece, str) else piece[0] for piece in pieces)
+
+
 @pytest.fixture(scope="module")
 def page() -> str:
-    answered = [_graded(n, [NASTY, "ok \\boxed{7}", "no"], [n % 2 == 0, True, False]) for n in range(45)]
-    return report.page(_result(answered, 2), {"math": answered}, 30)
+    graded = [_graded(n, [NASTY, "ok \\boxed{7}", "no"], [n % 2 == 0, True, False]) for n in range(45)]
+    return render_page(_result(graded, 2), {"math": graded}, 30)
 
 
 def test_text_cannot_leave_its_script_element(page: str) -> None:
-    assert page.count("</script>") == page.count("<script") == 3  # the data and two programs of ours
+    assert page.count("</script>") == page.count("<script") == 2  # the data and our program
+    assert page.count("</template>") == page.count("<template") == 1
     assert "<img" not in page and "a &lt;model&gt;" in page and "MATH &lt;&amp;&gt;" in page
     data = _data(page)["math"]
-    assert data["rows"][0][6]["s"][0]["t"] == NASTY.replace("\ud800", "?") and data["rows"][0][3:6] == [
-        1,
-        1,
-        report.FORMAT_ERROR,
-    ]
+    assert data["rows"][0][3:6] == [1, 1, page_data.FORMAT_ERROR]
     assert len(data["rows"]) == 45 and sum(row[6] is not None for row in data["rows"]) == 30
-    assert "http://" not in page.replace("http://www.w3.org/1998/Math/MathML", "") and "https://" not in page
+    text = _text(data["rows"][0][6]["samples"][0]["text"])
+    assert text.startswith(NASTY.partition(" $")[0].replace("\ud800", "?")) and text.endswith("\\boxed{7} costs $5")
+    assert "http://" not in page and "https://" not in page
     assert "default-src 'none'" in page and page.isascii()
 
 
-def test_five_thousand_problems_of_sixteen_samples_stay_within_bounds() -> None:
-    long = "step \\(x\\) " * 2000
+def test_formulas_are_in_the_page_once_and_numbered(page: str) -> None:
+    (template,) = re.findall(r'<template id="formulas">(.*?)</template>', page)
+    markup = re.findall(r"<math.*?</math>", template)
+    assert "".join(markup) == template and len(markup) == len(set(markup)) == 5
+    pieces = _data(page)["math"]["rows"][0][6]["samples"][0]["text"]
+    numbers = dict(piece for piece in pieces if isinstance(piece, list))
+    assert numbers.pop("{" * 300) is None  # shown as TeX
+    assert markup[numbers["\\sum_{k=1}^n k"]].startswith('<math display="block">')
+    assert r"\unknowncommand" in markup[numbers["\\unknowncommand"]] and "menclose" in markup[numbers["\\boxed{7}"]]
+
+
+def test_five_thousand_problems_of_sixteen_samples_stay_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_data, "BUDGET", 1_000_000)  # of 8 MB, so that the test is fast
+    long = "a step of many words to \\(x_1\\), " * 1000
     samples = _graded(0, [long] * 17, [True] * 17).samples
-    answered = [dataclasses.replace(_graded(n, [], []), samples=samples) for n in range(5000)]
-    text = report.page(_result(answered, 16), {"math": answered}, 400)
+    graded = [dataclasses.replace(_graded(n, [], []), samples=samples) for n in range(5000)]
+    text = render_page(_result(graded, 16), {"math": graded}, 400)
     data = _data(text)["math"]
     kept = [row for row in data["rows"] if row[6] is not None]
-    assert len(data["rows"]) == 5000 and len(text) < report.BUDGET + 1_000_000 and 100 < len(kept) < 400
-    assert kept[-1][0] > 4900  # evenly spread
-    sample = kept[0][6]["s"][0]
-    assert len(kept[0][6]["s"]) == report.SAMPLES_SHOWN and kept[0][6]["n"] == 17
-    assert len(sample["t"]) == report.LONGEST and sample["x"] == len(long) - report.LONGEST
+    assert len(data["rows"]) == 5000 and len(text) < page_data.BUDGET + 500_000 and 10 < len(kept) < 50
+    assert kept[-1][0] >= 5000 - 5000 / len(kept) - 1  # evenly spread
+    texts = kept[0][6]
+    assert len(texts["samples"]) == page_data.SAMPLES_SHOWN and texts["numSamples"] == 17
+    assert texts["samples"][0]["cut"] == len(long) - page_data.LONGEST
 
 
 def test_figures() -> None:
@@ -103,7 +120,7 @@ def test_figures() -> None:
     histogram = figures.histogram([0, 0, 100], [100], "tokens")
     assert "0: 2 right, 0 wrong" in histogram and "100: 1 right, 1 wrong" in histogram
     assert figures.histogram([], [], "none").startswith("<svg")
-    assert "1: 2 right" in figures.counts_of([0, 1, 1, 2], 2, "counts")
+    assert "1: 2 right" in figures.right_counts([0, 1, 1, 2], 2, "counts")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
@@ -120,6 +137,6 @@ def test_a_browser_shows_it(page: str, tmp_path: Path) -> None:
     ).stdout  # fmt: skip
     assert "<title>a &lt;model&gt;: math</title>" in shown and "<img" not in shown
     assert shown.count('class="problem"') == 20 and "page 1 of 3" in shown  # of 45
-    assert "<mfrac><mn>1</mn><mn>2</mn></mfrac>" in shown and "<mroot>" in shown and "<mtable" in shown
-    assert "\\unknowncommand</mtext>" in shown and '<code class="tex">{{{{' in shown and "costs $5" in shown
+    assert shown.count("<mfrac><mn>1</mn><mn>2</mn></mfrac>") == 3 and "<mroot>" in shown and "<mtable" in shown
+    assert "\\unknowncommand</mi>" in shown and '<code class="tex">{{{{' in shown and "costs $5" in shown
     assert "45 of 45 problems; this page holds the texts of 30 of them" in shown

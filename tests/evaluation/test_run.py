@@ -141,7 +141,7 @@ def test_the_command_grades_and_reports(
     first = (tmp_path / "out" / "results.json").read_bytes()
     result = json.loads(first)
     rows = [json.loads(line) for line in (tmp_path / "out" / "samples" / "gsm8k.jsonl").read_text().splitlines()]
-    assert len(rows) == 6 and rows[0]["prompt"].endswith("<assistant>") and rows[0]["gold"] == "0"
+    assert len(rows) == 6 and rows[0]["prompt"].endswith("<assistant>") and rows[0]["answer"] == "0"
     right = [[s["grades"]["accuracy"]["correct"] for s in row["samples"]] for row in rows]
     task = result["tasks"]["gsm8k"]
     scores = task["scores"]["accuracy"]

@@ -1,4 +1,4 @@
-"""Scores against numbers derived by hand, McNemar against binomial tails, and the comparison's refusals.
+"""Estimates against numbers derived by hand, McNemar against binomial tails, and the comparison's refusals.
 
 pass@k: 8 samples, 3 right: pass@1 = 3/8; pass@4 = 1 - C(5,4)/C(8,4) = 1 - 5/70 = 0.9285714. 4 samples, 2 right:
 pass@2 = 1 - C(2,2)/C(4,2) = 1 - 1/6. McNemar with 1 and 9 discordant pairs: 2 (1 + 10) / 2^10 = 0.021484375; with 5
@@ -18,9 +18,9 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation import comparison
+from grpo_megatron.evaluation.estimates import estimate, interval, majority, pass_at_k, reported_ks
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.scores import interval, ks, majority, pass_at_k, score
-from grpo_megatron.evaluation.voting import classes
+from grpo_megatron.evaluation.voting import vote_classes
 
 
 def test_pass_at_k() -> None:
@@ -38,7 +38,7 @@ def test_pass_at_k_is_the_mean_over_all_draws_of_k() -> None:
         for c in range(n + 1):
             draws = [any(i < c for i in chosen) for chosen in combinations(range(n), k)]
             assert pass_at_k(n, c, k) == pytest.approx(sum(draws) / len(draws))
-    assert ks(1) == [1] and ks(16) == [1, 2, 4, 8, 16] and ks(12) == [1, 2, 4, 8, 12]
+    assert reported_ks(1) == [1] and reported_ks(16) == [1, 2, 4, 8, 16] and reported_ks(12) == [1, 2, 4, 8, 12]
 
 
 def test_majority() -> None:
@@ -47,20 +47,21 @@ def test_majority() -> None:
     assert majority([None, None, 0]) == 1 and majority([None, None]) == 0
 
 
-def test_equal_wrong_answers_vote_together_and_the_grader_is_asked_only_where_it_matters() -> None:
-    asked: list[tuple[str, str]] = []
+def test_equal_wrong_answers_vote_together_and_the_grader_is_called_only_where_it_matters() -> None:
+    compared: list[tuple[str, str]] = []
 
     def equal(pairs: list[tuple[str, str]]) -> list[bool]:
-        asked.extend(pairs)
+        compared.extend(pairs)
         return [set(pair) == {"1/2", "0.5"} for pair in pairs]
 
     right, half, decimal, other = (True, "7"), (False, "1/2"), (False, "0.5"), (False, "3")
     close = [right, right, half, decimal, (False, "0. 5"), other]  # two right; three wrong that are equal, and one
-    votes = classes([close, [right, right, half, other], [half, decimal, other], [right, half, half, decimal]], equal)
+    problems = [close, [right, right, half, other], [half, decimal, other], [right, half, half, decimal]]
+    votes = vote_classes(problems, equal)
     assert majority(votes[0]) == 0 and Counter(votes[0]).most_common(1)[0][1] == 3
     assert majority(votes[1]) == 1 and majority(votes[2]) == 0 and majority(votes[3]) == 0
-    assert set(asked) == {("0.5", "1/2"), ("0.5", "3"), ("1/2", "3")}  # the other problems' winners are known
-    assert classes([[(False, None), right]], equal) == [[None, 0]]
+    assert set(compared) == {("0.5", "1/2"), ("0.5", "3"), ("1/2", "3")}  # the other problems need no comparison
+    assert vote_classes([[(False, None), right]], equal) == [[None, 0]]
 
 
 def test_intervals_are_seeded_and_shrink_with_the_root_of_the_problems() -> None:
@@ -72,7 +73,7 @@ def test_intervals_are_seeded_and_shrink_with_the_root_of_the_problems() -> None
     assert interval([1.0] * 7) == (1, 1) and interval([0.25]) == (0.25, 0.25)
     many = interval(values * 16)
     assert (many[1] - many[0]) == pytest.approx((high - low) / 4, rel=0.15)
-    assert score([1.0, 0.0])["problems"] == 2 and score([1.0, 0.0])["value"] == 0.5
+    assert estimate([1.0, 0.0])["problems"] == 2 and estimate([1.0, 0.0])["value"] == 0.5
 
 
 def test_mcnemar() -> None:
@@ -83,46 +84,46 @@ def test_mcnemar() -> None:
 
 
 def _result(greedy: str, right: str = "", **changes: Any) -> dict[str, Any]:
-    task = dict.fromkeys(comparison.SAME, "x") | {"prompts_sha256": "p", "num_problems": len(greedy)}
-    task["problems"] = {"greedy": greedy, "right": right, "drawn": 4}
-    return {"format": 1, "tasks": {"gsm8k": {**task, **changes}}}
+    task = dict.fromkeys(comparison.MUST_BE_EQUAL, "x") | {"prompts_sha256": "p", "num_problems": len(greedy)}
+    task["problems"] = {"greedy": greedy, "right": right, "samples": 4}
+    return {"format": 2, "tasks": {"gsm8k": {**task, **changes}}}
 
 
 def test_a_paired_difference() -> None:
     a, b = _result("1100000000", "4 2 0 0 0 0 0 0 0 0"), _result("1011000000", "4 2 4 0 0 0 0 0 0 0")
-    greedy, average = comparison.compare(a, b)
+    greedy, average = comparison.compare_results(a, b)
     assert (greedy["a"], greedy["b"], greedy["only_a"], greedy["only_b"], greedy["p"]) == (0.2, 0.3, 1, 2, 1.0)
     assert greedy["difference"] == pytest.approx(0.1) and greedy["low"] <= 0.1 <= greedy["high"]
     assert average["measure"] == "avg@4" and average["difference"] == pytest.approx(0.1) and "p" not in average
-    same = comparison.compare(a, copy.deepcopy(a))[0]
+    same = comparison.compare_results(a, copy.deepcopy(a))[0]
     assert (same["difference"], same["low"], same["high"], same["p"]) == (0, 0, 0, 1)
-    assert "+10.00" in comparison.describe([greedy, average])
+    assert "+10.00" in comparison.comparison_table([greedy, average])
 
 
-def test_what_was_not_asked_the_same_is_not_compared() -> None:
+def test_results_with_different_settings_are_not_compared() -> None:
     a = _result("10")
     with pytest.raises(
-        ConfigError, match="not asked the same .data_sha256 x against y.; evaluate both with one setting"
+        ConfigError, match="have different settings .data_sha256 x against y.; evaluate both with one setting"
     ):
-        comparison.compare(a, _result("10", data_sha256="y"))
-    with pytest.raises(ConfigError, match="chat templates made different prompts.*--any-template"):
-        comparison.compare(a, _result("10", prompts_sha256="q"))
-    assert comparison.compare(a, _result("10", prompts_sha256="q"), any_template=True)
+        comparison.compare_results(a, _result("10", data_sha256="y"))
+    with pytest.raises(ConfigError, match="chat templates of the two models made different prompts.*--any-template"):
+        comparison.compare_results(a, _result("10", prompts_sha256="q"))
+    assert comparison.compare_results(a, _result("10", prompts_sha256="q"), any_template=True)
     with pytest.raises(ConfigError, match="no task in common: A has gsm8k, B has math"):
-        comparison.compare(a, {"tasks": {"math": {}}})
+        comparison.compare_results(a, {"tasks": {"math": {}}})
 
 
 def test_the_ledger_survives_a_torn_line(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, "gsm8k")
-    drawn = [LedgerEntry(f"gsm8k/{n}", 0, f"text {n}\n\u2028", n, "stop") for n in range(3)]
-    ledger.append(0, drawn[:2])
+    entries = [LedgerEntry(f"gsm8k/{n}", 0, f"text {n}\n\u2028", n, "stop") for n in range(3)]
+    ledger.append(0, entries[:2])
     file = tmp_path / "completions" / "gsm8k" / "block_0000.jsonl"
     with file.open("ab") as handle:
         handle.write(b'{"uid": "gsm8k/2", "ind')  # killed here
-    assert ledger.read() == {d.key: d for d in drawn[:2]}
-    ledger.append(0, drawn[2:])
-    ledger.append(1, drawn[:1])  # another layout drew it again
-    assert ledger.read() == {d.key: d for d in drawn} and file.read_bytes().count(b"\n") == 3
+    assert ledger.read() == {entry.key: entry for entry in entries[:2]}
+    ledger.append(0, entries[2:])
+    ledger.append(1, entries[:1])  # another layout drew it again
+    assert ledger.read() == {entry.key: entry for entry in entries} and file.read_bytes().count(b"\n") == 3
     file.write_bytes(b"{}\n" + file.read_bytes())
     with pytest.raises(ConfigError, match="block_0000.jsonl line 1 is no completion"):
         ledger.read()

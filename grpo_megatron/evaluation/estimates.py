@@ -1,22 +1,21 @@
-"""Scores of problems, each answered n times: pass@k, avg@k, maj@k, and bootstrap intervals over problems.
+"""Estimates over problems that were each answered n times: pass@k, avg@n, maj@n, with bootstrap intervals.
 
-pass@k = 1 - C(n - c, k) / C(n, k), c right of n: the unbiased estimate of "one of k is right" (arXiv:2107.03374).
-maj@k is the chance that the most frequent answer of k is right: exact for k = n, else the mean over `SUBSETS` seeded
-draws of k from n without replacement. Tied answers share the chance. Samples without an answer do not vote.
-Intervals are percentiles of `RESAMPLES` resamplings of the problems, seeded: the same numbers give the same interval.
+pass@k = 1 - C(n - c, k) / C(n, k) for c right answers of n: the unbiased estimate of "one of k is right"
+(arXiv:2107.03374). maj@n is the chance that the most frequent of n answers is right. Answers of equal frequency share
+the chance. Samples without a prediction do not vote. Intervals are percentiles over `RESAMPLES` resamplings of the
+problems. They are seeded: the same numbers give the same interval.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-RESAMPLES, SUBSETS = 2000, 100
-RIGHT = 0  # the class of right answers, in `majority`
+RESAMPLES = 2000
+RIGHT = 0  # the vote for the right answer, in `majority`
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -30,7 +29,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(votes: Sequence[int | None]) -> float:
-    """The chance that the winner is RIGHT. A vote is the class of an answer; None is no vote."""
+    """The chance that the winner is RIGHT. Equal answers have equal votes; None is no vote."""
     counts = Counter(vote for vote in votes if vote is not None)
     if not counts:
         return 0.0
@@ -39,41 +38,33 @@ def majority(votes: Sequence[int | None]) -> float:
     return (RIGHT in winners) / len(winners)
 
 
-def majority_at_k(votes: Sequence[int | None], k: int, seed: str) -> float:
-    """Mean of `majority` over k of the votes."""
-    if k == len(votes) or len(set(votes)) == 1:
-        return majority(votes)
-    draw = random.Random(seed)
-    return sum(majority(draw.sample(votes, k)) for _ in range(SUBSETS)) / SUBSETS
-
-
-def ks(n: int) -> list[int]:
-    """Powers of two up to n, and n."""
+def reported_ks(n: int) -> list[int]:
+    """The k of the pass@k that are reported for n samples: powers of two up to n, and n."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
 def resampled_means(values: Sequence[float], seed: int = 0) -> Any:
     """[RESAMPLES]: the mean of each resampling of `values` with replacement."""
-    draw = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     array, size = np.asarray(values, dtype=np.float64), len(values)
-    rows = max(1, 1_000_000 // size)  # resamplings in memory at a time
+    rows = max(1, 1_000_000 // size)  # resamplings that are in memory together
     parts = []
     for first in range(0, RESAMPLES, rows):
-        chosen = draw.integers(0, size, (min(rows, RESAMPLES - first), size), dtype=np.int32)
+        chosen = generator.integers(0, size, (min(rows, RESAMPLES - first), size), dtype=np.int32)
         parts.append(array[chosen].mean(axis=1))
     return np.concatenate(parts)
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the mean. Degenerate where all values are equal."""
+    """The 95 % bootstrap interval of the mean. Of equal values, both ends are that value."""
     if len(set(values)) == 1:
         return float(values[0]), float(values[0])
     low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5])
     return float(low), float(high)
 
 
-def score(values: Sequence[float]) -> dict[str, float]:
-    """{"value", "low", "high", "problems"} of the mean, rounded to 6 digits."""
+def estimate(values: Sequence[float]) -> dict[str, float]:
+    """{"value", "low", "high", "problems"} of the mean over problems, rounded to 6 digits."""
     low, high = interval(values)
     mean = sum(values) / len(values)
     return {"value": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "problems": len(values)}
