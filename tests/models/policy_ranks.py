@@ -117,9 +117,9 @@ def update(
         return step()
 
     policy._step = look_and_step
-    norm = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)[1]["actor/grad_norm"]
+    sums, metrics = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
-    return {"gradients": gradients, "weights": weights, "norm": norm}
+    return {"gradients": gradients, "weights": weights, "norm": metrics["actor/grad_norm"], "sums": sums}
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
