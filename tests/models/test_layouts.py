@@ -42,7 +42,7 @@ def test_logprobs_of_every_family_equal_transformers(
 
 
 def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Relative to each tensor's largest entry: an element near zero has no relative precision of its own."""
+    """Relative to each tensor's largest entry: the relative error of an element near zero says nothing."""
     assert got.keys() == want.keys()
     for name in want:
         scale = want[name].abs().max()
