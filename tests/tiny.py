@@ -71,7 +71,8 @@ def make_batch(
 ) -> Any:
     """A Batch of `rows` of the pairs. Advantages, weights and old logprobs are random, but depend only on the row.
 
-    `masked`: about a third of the response tokens is not in the loss; of every fifth row, no token is.
+    `masked`: about a third of the response tokens is not in the loss; of every fifth row, no token is. Where a token is
+    not in the loss, the given log-probabilities are NaN.
     """
     from grpo_megatron.types import Batch
 
@@ -90,6 +91,8 @@ def make_batch(
         columns["old"][i, :n] = -4.6 + 0.3 * draws[3]
         columns["ref"][i, :n] = -4.6 + 0.3 * draws[4]
         loss_mask[i, :n] = (torch.rand(n, generator=generator) > 1 / 3) & (row % 5 != 4) if masked else True
+    for name in ("rollout", "old", "ref"):
+        columns[name][mask & ~loss_mask] = float("nan")
     return Batch(
         tokens=[torch.tensor(pairs[r][0] + pairs[r][1]) for r in rows],
         prompt_lengths=[len(pairs[r][0]) for r in rows],

@@ -108,7 +108,7 @@ class Metrics:
 
         Deletes the records, so that the next step starts empty.
         """
-        local = {name: (kind, self._locally(kind, items)) for name, (kind, items) in self._records.items()}
+        local = {name: (kind, self._local_state(kind, items)) for name, (kind, items) in self._records.items()}
         constants = self._constants
         self._records, self._constants = {}, {}
         ranks = all_gather(local)
@@ -116,7 +116,7 @@ class Metrics:
         for name in sorted({name for records in ranks for name in records}):
             kinds, states = zip(*(records[name] for records in ranks if name in records), strict=True)
             assert len(set(kinds)) == 1, f"metric {name!r} is recorded as {sorted(set(kinds))} on different ranks"
-            value = _GLOBALLY[kinds[0]](states)
+            value = _REDUCTIONS[kinds[0]](states)
             if value is not None:
                 reduced[name] = value
         return dict(sorted(reduced.items()))
@@ -127,7 +127,7 @@ class Metrics:
         assert known == kind, f"metric {name!r} is recorded as {known} and as {kind}"
         items.append(item)
 
-    def _locally(self, kind: str, items: list[Any]) -> Any:
+    def _local_state(self, kind: str, items: list[Any]) -> Any:
         """This rank's items of one metric as the small state that is exchanged."""
         if kind == "mean":
             return sum(float(s) for s, _ in items), sum(float(c) for _, c in items)
@@ -192,7 +192,7 @@ def _quantile(states: Sequence[tuple[float, int, Tensor]]) -> float | None:
     return float(values[int(torch.searchsorted(cumulative, threshold).clamp(max=len(values) - 1))])
 
 
-_GLOBALLY: dict[str, Callable[[Any], float | None]] = {
+_REDUCTIONS: dict[str, Callable[[Any], float | None]] = {
     "mean": _mean,
     "std": _std,
     "population_std": functools.partial(_std, ddof=0),

@@ -1,4 +1,4 @@
-"""Loss inputs for the tests of losses: float64, numbers fill their tensor; and the frozen finite difference."""
+"""Inputs for the tests of losses, in float64, and the finite difference that gradients are compared with."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(
 
 
 def gradient_of(inputs: LossInputs, config: ActorConfig, loss: str, kl: str | None = None) -> Tensor:
-    """With respect to the log-probabilities before they were masked."""
+    """With respect to the log-probabilities before the constructor masks them."""
     (gradient,) = torch.autograd.grad(run(inputs, config, loss, kl)[0], inputs.logprobs)
     return gradient.masked_fill(~inputs.mask, 0.0)
 

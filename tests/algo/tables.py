@@ -1,4 +1,4 @@
-"""Group tables for the tests of estimators: what matters is given, the rest is filled in."""
+"""Group tables for the tests of estimators: a test gives the columns that matter to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_table(
     greedy: Sequence[float] | None = None,
     penalties: Sequence[Sequence[list[float]]] | None = None,
 ) -> GroupTable:
-    """One inner sequence a prompt; responses have 3 tokens unless told. `greedy` has one number a prompt."""
+    """One inner sequence per prompt; by default a response has 3 tokens. `greedy` has one number per prompt."""
     rows = [(p, i) for p, group in enumerate(groups) for i in range(len(group))]
     lengths = lengths or [[3] * len(group) for group in groups]
     return GroupTable(
@@ -42,7 +42,7 @@ def run(table: GroupTable, name: str, **config: object) -> Advantages:
 
 
 def per_token(table: GroupTable, values: Advantages) -> list[list[float]]:
-    """Every row's advantages, one a token; [] for rows that leave."""
+    """One advantage per response token of every row; [] for rows with None."""
     return [
         [] if value is None else value if isinstance(value, list) else [value] * length
         for value, length in zip(values, table.response_length, strict=True)

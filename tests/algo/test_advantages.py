@@ -70,7 +70,7 @@ def test_process_supervision() -> None:
     got = per_token(table, run(table, "grpo_process"))
     assert got[0] == pytest.approx(expected[0], abs=1e-6)
     assert got[1] == pytest.approx(expected[1], abs=1e-6)
-    # A sample without an outcome and one without steps change nothing; neither does the other's place.
+    # A sample without an outcome, a sample without steps and another order change nothing.
     wider = make_table([[0, NAN, 1, 1]], [[4, 4, 4, 2]], [[steps[0][1], [(0, 9.0)], steps[0][0], []]])
     assert per_token(wider, run(wider, "grpo_process")) == [got[1], [0] * 4, got[0], [0, 0]]
     dr = run(table, "grpo_process", norm_adv_by_std_in_grpo=False)
@@ -218,7 +218,7 @@ def test_scale_of_rewards(group: list[float], scale: float) -> None:
 @QUICK
 @given(base=st.floats(0.015625, 100, width=32), steps=st.lists(st.integers(0, 2), min_size=2, max_size=16))
 def test_near_equal_float32_rewards_never_exceed_the_bound(base: float, steps: list[int]) -> None:
-    # Rewards a few float32 steps apart: noise of other people's arithmetic. (n-1)/sqrt(n) is the exact bound.
+    # Rewards a few float32 steps apart, as rounding makes them. (n-1)/sqrt(n) is the exact bound.
     group = [float32(base * (1 + step * 2**-23)) for step in steps]
     n = len(group)
     values = estimate([group])

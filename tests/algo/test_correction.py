@@ -58,7 +58,7 @@ def test_weights(config: dict[str, object], expected: list[float]) -> None:
     weights, _ = correct([OLD], [ROLLOUT], **config)
     assert weights is not None and weights.dtype == torch.float32
     assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
-    # Masked entries are 0 and change nothing, whatever they hold; an empty response is nothing.
+    # Masked entries are 0 and change nothing, whatever they hold; an empty response has no weight.
     padded, _ = correct(
         [[*OLD, math.nan], [9.0] * 5], [[*ROLLOUT, -math.inf], [0.0] * 5], [[1] * 4 + [0], [0] * 5], **config
     )
@@ -127,7 +127,7 @@ def test_rejected_tokens_and_responses() -> None:
 
 
 def test_off_policy_mask_spares_good_and_near_responses() -> None:
-    # Drifts 2, .5 and 2 against 1, advantages +1, -1 and -1: only the last is both bad and far.
+    # Drifts 2, .5 and 2 against 1, advantages +1, -1 and -1: only the last is both negative and above the threshold.
     old = [[-2.0], [-0.5], [-2.0]]
     kept, _ = reject(old, [[0.0]] * 3, [[1.0], [-1.0], [-1.0]], rollout_rs="off_policy", rollout_rs_threshold=1.0)
     assert kept == [[1], [1], [0]]

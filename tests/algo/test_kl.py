@@ -117,7 +117,7 @@ def test_fixed_coefficient_is_the_configs() -> None:
     controller = KlController(KlCtrl(kl_coef=0.04))
     controller.update(9.0, 10**6)
     assert controller.kl_coef == 0.04
-    controller.load_state({"kl_coef": 0.001})  # a checkpoint of before the config was changed
+    controller.load_state({"kl_coef": 0.001})  # saved before the config was changed
     assert controller.kl_coef == 0.04
 
 

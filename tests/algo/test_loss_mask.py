@@ -33,8 +33,8 @@ Mask = list[int]
 NAN = math.nan
 POISON = 1e6  # a finite wrong number: NaN where a tensor may hold it
 
-# Two prompts with four samples each: all ones, gaps, a masked beginning and end, nothing but ones at the edges, and a
-# row without a loss token.
+# Two prompts with four samples each: all ones, gaps, a masked beginning and end, ones only at the edges, and a row
+# without a loss token.
 MASKS: list[Mask] = [
     [1, 1, 1, 1],
     [1, 1, 0, 0, 1],
@@ -152,7 +152,7 @@ def test_lengths_of_the_plan_count_all_tokens() -> None:
 
 
 def test_a_row_without_a_loss_token_is_a_sample_out_of_the_loss() -> None:
-    """It keeps its place in the statistics of its group, like an empty response."""
+    """It stays in the statistics of its group, like an empty response."""
     masked = replace(make_table([[1, 0, 0]], lengths=[[2, 3, 4]]), loss_spans=[[(0, 2)], [], [(0, 4)]])
     empty = make_table([[1, 0, 0]], lengths=[[2, 0, 4]])
     plans = [

@@ -241,7 +241,7 @@ def test_nothing_in_the_loss_is_zero_with_zero_gradient(shape: tuple[int, int], 
 
 
 def test_infinite_rollout_and_old_logprobs_keep_the_loss_finite() -> None:
-    # The engine gives -inf to a token its own truncated distribution excludes; exp(20) bounds what old can do.
+    # The engine returns -inf for a token that its truncated distribution excludes; exp(20) bounds the ratio to old.
     for values in ({"rollout": -math.inf}, {"old": -math.inf}):
         for name in set(policy_losses.names()) - {"dpo"}:  # dpo's pairs have a reference, not an old policy
             inputs = make_inputs([[-1.0, -2.0]], advantages=[[1.0, -1.0]], **values)  # type: ignore[arg-type]
@@ -252,13 +252,13 @@ def test_infinite_rollout_and_old_logprobs_keep_the_loss_finite() -> None:
 
 def test_a_user_loss_has_the_same_protection() -> None:
     def reinforce(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, dict[str, Tensor]]:
-        # log(0) = -inf where masked: the user's own doing.
-        return inputs.advantages.log() - inputs.advantages * inputs.logprobs, {"mine": inputs.logprobs}
+        # log(0) = -inf where masked: the loss itself makes it.
+        return inputs.advantages.log() - inputs.advantages * inputs.logprobs, {"own": inputs.logprobs}
 
     inputs = make_inputs([[-3.0, math.nan]], advantages=1.0, mask=[[1, 0]])
     loss, metrics = total_loss(inputs, actor(), reinforce, None)
     assert loss.item() == 3
-    assert value(metrics["mine"]) == -3
+    assert value(metrics["own"]) == -3
 
 
 def test_wrong_shapes_do_not_broadcast() -> None:
@@ -268,7 +268,7 @@ def test_wrong_shapes_do_not_broadcast() -> None:
 
 
 def random_inputs(logprobs: Tensor, seed: int = 1) -> LossInputs:
-    """Log-ratios from -1.5 to 1.5 where `drawn` made them: inside, above and below the clip, beyond the dual clip."""
+    """With `random_logprobs`, log-ratios from -1.5 to 1.5: inside, above and below the clip, beyond the dual clip."""
     generator = torch.Generator().manual_seed(seed)
     shape = (4, 6)
     old, ref = (-2 * torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -277,7 +277,7 @@ def random_inputs(logprobs: Tensor, seed: int = 1) -> LossInputs:
     return make_inputs(logprobs, old=old, ref=ref, advantages=advantages, correction=correction)
 
 
-def drawn() -> Tensor:
+def random_logprobs() -> Tensor:
     generator = torch.Generator().manual_seed(2)
     old = random_inputs(torch.zeros(4, 6)).old_logprobs
     return (old + 3 * torch.rand(4, 6, generator=generator, dtype=torch.float64) - 1.5).requires_grad_()
@@ -287,7 +287,7 @@ def drawn() -> Tensor:
 @pytest.mark.parametrize("name", ["vanilla", "sapo", "gpg"])
 def test_gradient_is_the_derivative(name: str, kl: str) -> None:
     config = actor(clip_ratio_c=2.0, kl_loss_coef=0.3, entropy_coeff=0.2)
-    current = drawn()
+    current = random_logprobs()
     numeric = central_difference(lambda x: run(random_inputs(x), config, name, kl)[0], current)
     (gradient,) = torch.autograd.grad(run(random_inputs(current), config, name, kl)[0], current)
     torch.testing.assert_close(gradient, numeric, rtol=1e-6, atol=1e-8)
@@ -297,7 +297,7 @@ def test_gradient_is_the_derivative(name: str, kl: str) -> None:
 
 def test_gradient_of_cispo_is_the_derivative_at_frozen_weights() -> None:
     config = actor(clip_ratio_high=0.28)
-    current = drawn()
+    current = random_logprobs()
     inputs = random_inputs(current)
     weights = (current.detach() - inputs.old_logprobs).exp().clamp(0, 1.28)
 

@@ -1,4 +1,4 @@
-"""The plan: who trains on what. By hand, by invariants, and by the exactness of the loss under any plan.
+"""The plan: which rank trains on what. By hand, by invariants, and by the exactness of the loss under any plan.
 
 Balance bound: when the heaviest rank got its last sequence it was the lightest, so heaviest - lightest <= one sequence.
 Packing bound (first fit, no cap on sequences): a micro-batch is opened only when its first sequence fits nowhere, so
@@ -53,7 +53,7 @@ def plan_of(table: GroupTable, dp: int = 1, algorithm: AlgorithmConfig | None = 
 
 def rows_of(plan: Plan, mini: int) -> list[list[int]]:
     """Rows of each rank in one mini-batch."""
-    return [[row for micro in schedule[mini] for row in micro] for schedule in plan.mini_batches]
+    return [[row for micro in per_rank[mini] for row in micro] for per_rank in plan.mini_batches]
 
 
 def test_by_hand() -> None:
@@ -84,7 +84,7 @@ def test_dropped_rows_count_nowhere() -> None:
     assert plan_of(table).token_weights == [1 / 6, 0, 1 / 6, 0, 1 / 6]
     by_sequence = plan_of(table, loss_agg_mode="seq-mean-token-mean").token_weights
     assert by_sequence == pytest.approx([1 / 9, 0, 1 / 3, 0, 1 / 6])
-    # The empty response keeps its place in the statistics of its prompt: [1, 0] -> +-.5 / (sqrt(.5) + 1e-6).
+    # The empty response stays in the statistics of its prompt: [1, 0] -> +-.5 / (sqrt(.5) + 1e-6).
     assert plan_of(table).advantages[4] == pytest.approx(-0.7071058, abs=1e-7)
     assert plan_of(table).advantages[1] == 0
 
@@ -192,7 +192,7 @@ def test_invariants(table: GroupTable, layout: dict[str, Any], mini: int | None)
     assert all(max(p) - min(p) < (mini or 4) for p in prompts)
 
     for m in range(num_minis):
-        minis = [schedule[m] for schedule in plan.mini_batches]
+        minis = [per_rank[m] for per_rank in plan.mini_batches]
         assert len({len(micros) for micros in minis}) == 1
         assert any(micros[-1] for micros in minis)  # no padding that every rank shares
         for micros in minis:
@@ -230,7 +230,7 @@ def test_layout_changes_neither_loss_nor_gradient(table: GroupTable, layout: dic
         losses, gradients = [], []
         for mini in range(len(plan.mini_batches[0])):
             total, gradient = 0.0, torch.zeros(3, dtype=torch.float64)
-            for micro in [micro for schedule in plan.mini_batches for micro in schedule[mini]]:
+            for micro in [micro for per_rank in plan.mini_batches for micro in per_rank[mini]]:
                 lengths = torch.tensor([table.response_length[row] for row in micro], dtype=torch.long)
                 logprobs = -(features[micro] @ parameter).exp()  # [B, R]
                 loss, _ = total_loss(

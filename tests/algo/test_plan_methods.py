@@ -1,4 +1,4 @@
-"""What the methods ask of a plan: samples left out, pairs kept together, copies counted, facts that come later."""
+"""Plans of the methods: samples left out, pairs in one micro-batch, copies in every count, and the revised plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from grpo_megatron.algo.needs import is_corrected, needs_old_logprobs, needs_reference
 from grpo_megatron.algo.plan import make_plan, revise_plan
-from grpo_megatron.algo.shaping import dupo_copies, overlong_penalty, with_overlong_penalty
+from grpo_megatron.algo.shaping import dupo_copies, with_overlong_penalty
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
 from tests.algo.test_plan import make_table, plan_of, rows_of
 
@@ -17,7 +17,7 @@ DPO = {"loss_mode": "dpo", "loss_agg_mode": "seq-mean-token-mean"}
 
 
 def test_samples_without_an_advantage_count_nowhere() -> None:
-    # rft: right answers only. 3 + 2 tokens of two sequences; the wrong one's 9 are in no denominator.
+    # rft: right answers only. 3 + 2 tokens of two sequences; the 9 of the wrong one are in no denominator.
     table = make_table([[(1, 2, 3), (0, 2, 9)], [(1, 2, 2), (0, 2, 4)]])
     plan = plan_of(table, algorithm=AlgorithmConfig(adv_estimator="rft"))
     assert plan.advantages == [1.0, None, 1.0, None]
@@ -46,13 +46,13 @@ def test_a_pair_shares_a_micro_batch_chosen_first() -> None:
     assert one.token_weights == [1 / 24, 1 / 16, 0, 0, 1 / 12, 1 / 16, 0, 0]
 
 
-def test_a_pair_that_has_lost_a_half_is_dropped() -> None:
+def test_a_pair_without_one_of_its_responses_is_dropped() -> None:
     table = make_table([[(0, 2, 0), (1, 2, 4)], [(1, 2, 3), (0, 2, 4)]])  # an empty response has no gradient
     assert plan_of(table, algorithm=AlgorithmConfig(adv_estimator="best_worst"), **DPO).mini_batches == [[[[2, 3]]]]
 
 
 def test_dupo_copies_count_like_samples() -> None:
-    # V7: advantages are of the original group. Four groups, two teach: each counts twice.
+    # Advantages are of the original group. Of four groups two have different rewards: each counts twice.
     table = make_table([[(1, 1, 3), (0, 1, 1)], [(1, 1, 7), (1, 1, 7)], [(0, 1, 2), (1, 1, 2)], [(0, 1, 9), (0, 1, 9)]])
     assert dupo_copies(table) == [2, 2, 0, 0, 2, 2, 0, 0]
     plan = plan_of(table, algorithm=AlgorithmConfig(dupo=True))
@@ -97,9 +97,7 @@ def test_penalties_move_the_advantages_of_the_whole_group() -> None:
     assert revised.advantages == pytest.approx([0.4, -0.4])
 
 
-def test_overlong_penalty_is_daops_and_remembers_the_score() -> None:
-    assert [overlong_penalty(n, 100, 20) for n in (50, 90, 110)] == [0, -0.5, -1]  # V14
-    assert overlong_penalty(16385, 20480, 4096) == -1 / 4096
+def test_overlong_penalty_keeps_the_raw_reward() -> None:
     table = make_table([[(1, 1, 50), (1, 1, 90), (math.nan, 1, 110)]])
     assert with_overlong_penalty(table, OverlongBuffer(), 100) is table
     shaped = with_overlong_penalty(table, OverlongBuffer(len=20, penalty_factor=2.0), 100)

@@ -1,4 +1,4 @@
-"""Estimators with a number for every token of the batch, and ReMax.
+"""Estimators that whiten over every token of the batch, and ReMax.
 
 Returns over all tokens, rewards [1,0,0,1 | 1,1,1,0], lengths [3,2,3,3 | 3,3,3,1]: 15 tokens of 1 and 6 of 0, mean 5/7,
 variance 15 * 6 / 21 / 20 = .2142857, std .4629100: (2/7) / .46291 = .6172134 and -(5/7) / .46291 = -1.5430335. With
@@ -73,7 +73,7 @@ def test_penalties_fall_on_their_tokens() -> None:
 
 def test_remax() -> None:
     assert run(make_table([[1, 0]], greedy=[0.25]), "remax") == [0.75, -0.25]
-    # A prompt whose greedy response could not be scored leaves; a sample without a reward gets 0.
+    # Samples of a prompt whose greedy response has no reward get None; a sample without a reward gets 0.
     assert run(make_table([[1, 0], [1, NAN]], greedy=[NAN, 0.5]), "remax") == [None, None, 0.5, 0.0]
     with pytest.raises(ValueError, match="'remax' needs the reward of each prompt's greedy response"):
         run(make_table([[1, 0]]), "remax")

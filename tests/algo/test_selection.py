@@ -1,4 +1,4 @@
-"""The unified view's estimators: which samples stay, and with which sign."""
+"""The unified view's estimators: which samples stay in the loss, and with which sign."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_by_hand() -> None:
     assert run(table, "best_worst") == [None, 1, -1, None, None, None, None, 1, -1]
 
 
-def test_an_empty_response_is_no_half_of_a_pair() -> None:
+def test_an_empty_response_is_in_no_pair() -> None:
     assert run(make_table([[1, 0, 0.5]], [[3, 0, 3]]), "best_worst") == [1, None, -1]
     assert run(make_table([[1, 0]], [[3, 0]]), "best_worst") == [None, None]
 

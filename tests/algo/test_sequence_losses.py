@@ -86,7 +86,7 @@ def test_names_and_aggregations_exist() -> None:
 
 
 def test_correction_enters_gmpo_as_a_geometric_mean() -> None:
-    # Ratios 1, so a loss of -1 a sequence; weights 4 and 1/4 have geometric mean 1, and arithmetic mean 2.125.
+    # Ratios 1, so a loss of -1 per sequence; weights 4 and 1/4 have geometric mean 1, and arithmetic mean 2.125.
     weights = [[4, 0.25], [2, 2], [0, 8]]
     inputs = make_inputs([[-1.0] * 2] * 3, advantages=1.0, correction=weights, mode=MODE)
     assert run(inputs, actor(), "gmpo")[0].item() == pytest.approx(-(1 + 2 + 0) / 3)
@@ -106,7 +106,7 @@ def pair_inputs(logprobs: Tensor | list[list[float]], **values: object) -> LossI
 
 
 def test_dpo_by_hand() -> None:
-    # Log-ratios .5 over two tokens and -.5 over one; the second pair's margin is -1: log 2-like values by hand.
+    # Log-ratios .5 over two tokens and -.5 over one; so margin 1; the second pair's margin is -1.
     inputs = pair_inputs(
         [[-0.5, -1.0], [-1.5, 0.0], [-1.5, 0], [-0.5, 0]], ref=-1.0, mask=[[1, 1], [1, 0]] + [[1, 0]] * 2
     )
@@ -142,7 +142,7 @@ def sequence_inputs(logprobs: Tensor) -> LossInputs:
     return pair_inputs(logprobs, old=old, ref=ref, mask=MASK, correction=correction)
 
 
-def drawn(spread: float) -> Tensor:
+def random_logprobs(spread: float) -> Tensor:
     """Log-ratios up to +-spread, some sequences clipped, some not."""
     generator = torch.Generator().manual_seed(2)
     old = sequence_inputs(torch.zeros(4, 5)).old_logprobs
@@ -152,7 +152,7 @@ def drawn(spread: float) -> Tensor:
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "dpo"])
 def test_gradient_is_the_derivative(name: str) -> None:
     config = actor(clip_ratio_low=0.15, clip_ratio_high=0.15, dpo_beta=0.5)
-    current = drawn(0.6)
+    current = random_logprobs(0.6)
     numeric = central_difference(lambda x: run(sequence_inputs(x), config, name)[0], current)
     gradient = gradient_of(sequence_inputs(current), config, name)
     torch.testing.assert_close(gradient, numeric, rtol=1e-6, atol=1e-8)
@@ -161,9 +161,9 @@ def test_gradient_is_the_derivative(name: str) -> None:
 
 
 def test_gradient_of_gspo_token_is_the_derivative_at_a_frozen_ratio() -> None:
-    # s_t = frozen * exp(logprobs - frozen logprobs): differentiate with the frozen parts held where they are.
+    # s_t = frozen * exp(logprobs - frozen logprobs): differentiate with the frozen parts constant.
     config = actor(clip_ratio_low=0.15, clip_ratio_high=0.15)
-    current = drawn(0.6)
+    current = random_logprobs(0.6)
     at = sequence_inputs(current.detach())
     lengths = at.mask.sum(-1, keepdim=True)
     frozen = ((at.logprobs - at.old_logprobs).sum(-1, keepdim=True) / lengths).exp().detach()

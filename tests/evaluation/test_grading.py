@@ -73,7 +73,7 @@ def test_a_file_keeps_its_rows(tmp_path: Path) -> None:
     assert counts == {"rows": 3, "correct": 2, "without_answer": 1, "timeout": 0, "error": 0}
     verdicts = [(True, "18"), (False, None), (True, "2.5")]
     assert [json.loads(line) for line in output.read_text().splitlines()] == [
-        {**row, "correct": correct, "extracted": extracted}
+        {**row, "correct": correct, "prediction": extracted}
         for row, (correct, extracted) in zip(rows, verdicts, strict=True)
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]

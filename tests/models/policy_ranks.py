@@ -115,27 +115,27 @@ def update(
     gradients: dict[str, torch.Tensor] = {}
     step = policy._step
 
-    def look_and_step() -> float:
+    def record_and_step() -> float:
         gradients.update(whole(policy, named_gradients(policy)))
         return step()
 
-    policy._step = look_and_step
-    norm = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)[1]["actor/grad_norm"]
+    policy._step = record_and_step
+    sums, metrics = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
-    return {"gradients": gradients, "weights": weights, "norm": norm}
+    return {"gradients": gradients, "weights": weights, "norm": metrics["actor/grad_norm"], "sums": sums}
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors from every rank's Megatron tensors, by the rows' own merge. Collective, independent of weights.py."""
+    """Hugging Face tensors from every rank's Megatron tensors, by each weight row's merge. Collective; does not use weights.py."""
     import torch.distributed as dist
 
     from grpo_megatron.models.weights import model_rows
 
-    everyone: list[Any] = [None] * policy.mesh.world_size
-    dist.all_gather_object(everyone, (policy.mesh.tp_rank, policy.mesh.pp_rank, policy.mesh.dp_rank, local))
+    parts: list[Any] = [None] * policy.mesh.world_size
+    dist.all_gather_object(parts, (policy.mesh.tp_rank, policy.mesh.pp_rank, policy.mesh.dp_rank, local))
     out = {}
     for name, row in model_rows(policy.arch).items():
-        shards = {t: held[name] for t, _, d, held in everyone if d == 0 and name in held}
+        shards = {t: held[name] for t, _, d, held in parts if d == 0 and name in held}
         merged = row.merge([shards[t] for t in sorted(shards)], policy.arch)
         out.update(zip(row.hf, merged, strict=True))
     return out

@@ -49,7 +49,7 @@ def test_logprobs_of_every_family_equal_transformers(
 
 
 def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Relative to each tensor's largest entry: an element near zero has no relative precision of its own."""
+    """Relative to each tensor's largest entry: the relative error of an element near zero says nothing."""
     assert got.keys() == want.keys()
     for name in want:
         scale = want[name].abs().max()
@@ -84,6 +84,9 @@ def test_gradients_equal_those_of_a_hand_built_loss_without_the_masked_tokens(
         old, ref, advantages, weights = (column[row][in_loss] for column in columns)
         assert (len(in_loss) == 0) == (row == 4)
         (weights * policy_ranks.hand_built_loss(logprobs, entropy, old, ref, advantages)).sum().backward()
+    (sums,) = alone[family, False]["sums"]
+    assert all(metric.total.isfinite() for metric in sums.values())
+    assert sums["actor/entropy"].num_tokens == batch.loss_mask.sum()
     want = {name: parameter.grad for name, parameter in model.named_parameters()}
     got = alone[family, False]["gradients"]
     close({name: got[name] for name in want}, want, 1e-4)  # two implementations of the model; layouts: 1e-5

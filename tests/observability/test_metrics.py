@@ -1,4 +1,4 @@
-"""Metrics: exact small sums, two real gloo ranks, and PEERS V13.
+"""Metrics: exact small sums, two real gloo ranks, and a mismatch vector by hand (V13).
 
 V13: old log-probs -1 x 4, rollout log-probs [-.5, -1.5, -.8, -2.5], so d = old - rollout = [-.5, .5, -.2, 1.5]:
     kl = mean(-d) = -1.3 / 4 = -.325          k3 = mean(e^d) - mean(d) - 1 = 1.8889180 - .325 - 1 = .5639179
@@ -89,7 +89,7 @@ def test_every_rank_gets_the_same_numbers(reduced: list[dict[str, float]]) -> No
         ("constant", 7.0),
         ("only_on_1", 1.5),
         ("sequences", 5.0),  # 10 if the copy counted
-        ("timing_s/wait", 2.0),  # the slowest rank's; 1 and 2 seconds by a clock of our own
+        ("timing_s/wait", 2.0),  # the slowest rank's; 1 and 2 seconds by a mocked clock
         ("p50", 4.0),  # 0 0 2 2 4 4 6 6 100 101: the fifth of ten
         ("p90", 100.0),  # the ninth
     ],
@@ -187,7 +187,7 @@ def test_percentile_is_exact_below_the_cap(q: float, value: float) -> None:
 def test_percentile_subsample_is_bounded_and_close() -> None:
     metrics = Metrics(max_percentile_values=1000)
     metrics.percentile("p", torch.linspace(0, 1, 123_457), 99)
-    _, count, kept = metrics._locally("percentile", metrics._records["p"][1])
+    _, count, kept = metrics._local_state("percentile", metrics._records["p"][1])
     assert (count, kept.numel(), kept.untyped_storage().nbytes()) == (
         123_457,
         996,
@@ -265,6 +265,15 @@ def test_group_table_metrics() -> None:
             "prompt_length/min": 3.0,
         }
     )
+
+
+def test_lengths_count_all_tokens_and_one_share_the_loss_tokens() -> None:
+    metrics = Metrics()
+    table = _table(reward=[1.0, 0.0], response_length=[6, 4], loss_spans=[[(0, 2), (5, 6)], [(0, 4)]])
+    group_table_metrics(metrics, table, max_response_length=10)
+    reduced = metrics.reduce()
+    assert reduced["response_length/mean"] == 5
+    assert reduced["response/loss_token_ratio"] == 0.7
 
 
 def test_group_table_without_a_score_or_a_row() -> None:

@@ -40,6 +40,14 @@ def test_two_ranks_do_what_one_does_and_tokens_outside_the_loss_get_nothing(name
     assert all(math.isfinite(value) for value in alone["metrics"].values())
     assert alone["metrics"]["training/rollout_logp_diff_max"] < 3  # 1e3 stands outside the loss
 
+    if name == "KL in the reward":  # the mean over samples of the mean of old - ref over their loss tokens
+        kl = [
+            math.fsum(math.cos(token) - math.sin(token) for token in tokens) / len(tokens)
+            for sample in samples
+            if (tokens := [t for t, in_loss in zip(sample.response_ids, sample.loss_mask, strict=True) if in_loss])
+        ]
+        assert alone["metrics"]["actor/reward_kl_penalty"] == pytest.approx(math.fsum(kl) / len(kl), rel=1e-5)
+
     kept = sum(sum(columns["loss_mask"]) for columns in alone["rows"].values())
     total = sum(sum(sample.loss_mask) for sample in samples)
     assert kept < total if "rollout_rs" in algorithm.get("rollout_correction", {}) else kept == total

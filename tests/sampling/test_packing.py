@@ -1,0 +1,31 @@
+"""A sample that goes through a checkpoint comes back as it was, its loss mask at one bit per token."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from grpo_megatron.sampling.replay import pack_sample, unpack_sample
+from grpo_megatron.types import Prompt, Sample
+
+
+@pytest.mark.parametrize("mask", [[], [1], [0], [1, 0, 1, 1, 0, 0, 0, 1, 0], [1] * 16, [0] * 17])
+def test_a_sample_survives_packing(mask: list[int]) -> None:
+    prompt = Prompt("u", (1, 2), "text", "42", "s", "r", {"level": 3})
+    n = len(mask)
+    sample = Sample(
+        prompt, 3, 1, list(range(n)), [-0.1 * t for t in range(n)], "stop", 7, text="x", reward=0.5, loss_mask=mask
+    )
+    sample.steps = [(n - 1, 0.25)]
+    packed = json.loads(json.dumps(pack_sample(sample)))
+    assert unpack_sample(packed) == sample
+    assert len(base64.b64decode(packed["loss_mask"])) == -(-n // 8)
+
+
+def test_the_default_mask_is_all_ones_and_a_wrong_one_is_refused() -> None:
+    prompt = Prompt("u", (1,), "", "", "s", "r")
+    assert Sample(prompt, 0, 0, [5, 6], [0.0, 0.0], "stop", 0).loss_mask == [1, 1]
+    with pytest.raises(AssertionError, match="loss_mask has 3 entries for 2 response tokens"):
+        Sample(prompt, 0, 0, [5, 6], [0.0, 0.0], "stop", 0, loss_mask=[1, 0, 1])
