@@ -136,12 +136,19 @@ class Trainer:
         return checkpoint
 
     def _write_config(self) -> None:
-        """The config as it is run, into the output folder, which exists for every rank afterwards. Collective."""
+        """The config as it is run, into the output folder, which exists for every rank afterwards. Collective.
+
+        Raises RankError on every rank when rank 0 cannot write.
+        """
+        problem = None
         if self.mesh.rank == 0:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
-            (self.output_dir / "config.yaml").write_text(text)
-        self.mesh.barrier()
+            try:
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+                text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
+                (self.output_dir / "config.yaml").write_text(text)
+            except OSError as error:
+                problem = f"cannot write {self.output_dir / 'config.yaml'}: {error}"
+        self.mesh.agree(problem)
 
     def _restore_run(self, checkpoint: Path) -> None:
         """What a checkpoint holds beside models and optimizers."""

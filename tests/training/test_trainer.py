@@ -149,13 +149,17 @@ def test_without_iterations_nothing_is_renewed_and_nothing_learns(tmp_path: Path
 
 
 def test_copies_of_the_reference_go_when_no_checkpoint_needs_them(tmp_path: Path) -> None:
-    """The oldest checkpoint is of 4 steps all along: it continues the iteration that began at step 3."""
-    run(tmp_path, **ITERATIVE, trainer={"total_training_steps": 8, "save_freq": 4})
-    assert sorted(path.name for path in (tmp_path / "iterations").iterdir()) == ["step_000003", "step_000006"]
-    shutil.rmtree(tmp_path / "checkpoints/step_000004")
-    # The oldest is now of 8 steps, in the iteration of step 6; at step 9 the copy of step 3 goes.
+    """The oldest checkpoint, of 4 steps, would continue the iteration that began at step 3."""
+
+    def copies() -> list[int]:
+        return sorted(int(path.name.removeprefix("step_")) for path in (tmp_path / "iterations").iterdir())
+
     run(tmp_path, **ITERATIVE, trainer={"total_training_steps": 10, "save_freq": 4})
-    assert sorted(path.name for path in (tmp_path / "iterations").iterdir()) == ["step_000006", "step_000009"]
+    assert copies() == [3, 6, 9]
+    shutil.rmtree(tmp_path / "checkpoints/step_000004")
+    # The oldest is now of 8 steps, in the iteration that began at step 6.
+    run(tmp_path, **ITERATIVE, trainer={"total_training_steps": 13, "save_freq": 4})
+    assert copies() == [6, 9, 12]
 
 
 def test_a_resumed_iteration_needs_its_copy(tmp_path: Path) -> None:
