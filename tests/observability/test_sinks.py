@@ -1,4 +1,4 @@
-"""Sinks: what is on disk after a crash and a resume, what the console shows, and what curves.py draws of it."""
+"""Sinks: the files after a crash and a resume, the console, the summary at the end, and the curves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
     first = build_sinks(run)
     for step in range(5):
         first.log(step, {"x": float(step)})
-        assert lines(path)[-1] == (step, float(step))  # on disk at once, not when the run ends
+        assert lines(path)[-1] == (step, float(step))  # on disk after each step, not only at the end of the run
     with path.open("a") as file:
         file.write('{"step": 5, "x": 5')
     with build_sinks(run, first_step=3) as resumed:
@@ -240,7 +240,7 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
 
 
 def test_curves_of_a_run_with_gaps(tmp_path: Path) -> None:
-    """As a program, on a run that stopped in mid-line, diverged at step 2 and validated at step 0 only."""
+    """As a program, on a run that stopped within a line, diverged at step 2 and validated at step 0 only."""
     path = tmp_path / "metrics.jsonl"
     rows: list[dict[str, Any]] = [{"step": step, **STEP} for step in range(60)]
     rows[0]["val-core/gsm8k/acc/mean@1"] = 0.1
