@@ -17,7 +17,7 @@ import pytest
 from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.observability import curves
 from grpo_megatron.observability.sinks import (
-    COLUMNS,
+    CONSOLE_COLUMNS,
     ConsoleSink,
     JsonlSink,
     build_sinks,
@@ -164,7 +164,7 @@ def test_plain_lines_without_a_terminal() -> None:
     out = stream.getvalue()
     assert "\r" not in out
     assert max(map(len, out.splitlines())) <= 120
-    assert all(f"  {column.title:<10} {column.legend}\n" in out for column in COLUMNS)
+    assert all(f"  {column.title:<10} {column.legend}\n" in out for column in CONSOLE_COLUMNS)
     table = out[out.index("  step ") :].splitlines()
     headers = [i for i, line in enumerate(table) if line.startswith("  step ")]
     assert headers == [0, 21, 42]  # every 20 rows
