@@ -1,4 +1,4 @@
-"""The configuration file: what is read, what is overridden, and that every misreading is refused with its key."""
+"""The configuration file: values, overrides and defaults. A wrong key or value is refused with its name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.config import Config, ConfigError, MegatronConfig
+from grpo_megatron.config import ActorConfig, Config, ConfigError, MegatronConfig
 
 
 @pytest.fixture
@@ -50,9 +50,27 @@ def test_sections_are_frozen(path: Path) -> None:
         config.rollout.n = 1  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("tp", "asked", "used"), [(1, None, False), (2, None, True), (2, False, False)])
-def test_sequence_parallelism_follows_tensor_parallelism(tp: int, asked: bool | None, used: bool) -> None:
-    assert MegatronConfig(tensor_model_parallel_size=tp, sequence_parallel=asked).use_sequence_parallel is used
+@pytest.mark.parametrize(("tp", "given", "used"), [(1, None, False), (2, None, True), (2, False, False)])
+def test_sequence_parallelism_follows_tensor_parallelism(tp: int, given: bool | None, used: bool) -> None:
+    assert MegatronConfig(tensor_model_parallel_size=tp, sequence_parallel=given).use_sequence_parallel is used
+
+
+@pytest.mark.parametrize(
+    ("mini", "epochs", "size", "num_mini_batches", "num_updates"),
+    [
+        (None, 1, 8, 1, 5),  # null: the whole batch
+        (8, 3, 8, 1, 15),
+        (4, 2, 8, 2, 20),
+        (3, 1, 8, 3, 15),  # 3 + 3 + 2 prompts: validation refuses it, the count is still right
+    ],
+)
+def test_optimizer_steps_of_five_training_steps(
+    mini: int | None, epochs: int, size: int, num_mini_batches: int, num_updates: int
+) -> None:
+    actor = ActorConfig(ppo_mini_batch_size=mini, ppo_epochs=epochs)
+    assert actor.mini_batch_size(size) == (mini or size)
+    assert actor.num_mini_batches(size) == num_mini_batches
+    assert actor.num_updates(5, size) == num_updates
 
 
 @pytest.mark.parametrize(
@@ -81,13 +99,13 @@ def test_sequence_parallelism_follows_tensor_parallelism(tp: int, asked: bool | 
         ("rollout.n.m=3", "'n' is a value, not a section"),
     ],
 )
-def test_a_wrong_key_or_value_is_named(path: Path, override: str, expected: str) -> None:
+def test_a_wrong_key_or_value_is_reported(path: Path, override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(path, [override])
     assert expected in str(error.value)
 
 
-def test_all_wrong_keys_are_named_at_once(path: Path) -> None:
+def test_all_wrong_keys_are_reported_at_once(path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(path, ["rollout.n=0", "trainer.save_freq=0", "data.sead=1"])
     assert len(str(error.value).splitlines()) == 3
@@ -111,7 +129,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, expec
     assert expected in str(error.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read config .*nowhere.yaml.*No such file"):
         load_config(tmp_path / "nowhere.yaml")
 

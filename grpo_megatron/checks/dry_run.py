@@ -19,7 +19,7 @@ YAML_WIDTH = 60  # of the resolved configuration
 GIB = 2**30
 
 
-def describe(config: Config, checked: Checked, world_size: int) -> str:
+def describe_run(config: Config, checked: Checked, world_size: int) -> str:
     """The plan of a validated config: layout, step, lengths, model, memory, data, then every key. Several lines."""
     source = "parameters from the weight table; Megatron-Core is not installed here"
     if is_counted_by_megatron():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_megatron.checks.layout import TP, divisors, listed
+from grpo_megatron.checks.layout import TP, divisors, joined
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import MegatronConfig
 from grpo_megatron.models.architecture import Architecture
@@ -24,7 +24,7 @@ def expert_problems(megatron: MegatronConfig, world_size: int, arch: Architectur
     if world_size % (tp * pp) == 0 and dp % ep:
         yield (
             f"{EP}={ep} does not divide the data-parallel size {dp} (world {world_size} / tp {tp} / pp {pp}), over whose"
-            f" ranks the experts are divided; set one of {listed(divisors(dp))}"
+            f" ranks the experts are divided; set one of {joined(divisors(dp))}"
         )
     if arch is None:
         return
@@ -32,7 +32,7 @@ def expert_problems(megatron: MegatronConfig, world_size: int, arch: Architectur
         yield f"{EP}={ep}, but this model ({arch.family}) has no experts; set {EP}=1"
         return
     if arch.num_experts % ep:
-        sizes = listed(divisors(arch.num_experts))
+        sizes = joined(divisors(arch.num_experts))
         yield f"{EP}={ep} does not divide the model's {arch.num_experts} experts; set one of {sizes}"
     if arch.num_experts and tp > 1 and not megatron.use_sequence_parallel:
         yield (

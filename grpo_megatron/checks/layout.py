@@ -61,7 +61,7 @@ def _context_problems(config: Config, world_size: int) -> Problems:
     if world_size % (tp * pp) == 0 and world_size % (tp * cp * pp):
         yield (
             f"{CP}={cp} does not divide world size {world_size} / (tp {tp} x pp {pp}) = {world_size // (tp * pp)} ranks;"
-            f" set one of {listed(divisors(world_size // (tp * pp)))}"
+            f" set one of {joined(divisors(world_size // (tp * pp)))}"
         )
     if config.trainer.device == "cpu":
         yield f"{CP}={cp} on the CPU: only Transformer Engine's attention can cut a sequence over ranks; set {CP}=1"
@@ -98,7 +98,7 @@ def _stage_problem(num_layers: int, megatron: MegatronConfig) -> str:
             f"{' and '.join(given)} with {PP}={pp} cannot cut {num_layers} layers: the other layers must divide evenly"
             " over the other stages, at least one per stage; change them"
         )
-    message = f"{PP}={pp} does not divide the model's {num_layers} layers; set one of {listed(divisors(num_layers))}"
+    message = f"{PP}={pp} does not divide the model's {num_layers} layers; set one of {joined(divisors(num_layers))}"
     others = -(-num_layers // pp)
     if (first := num_layers - (pp - 1) * others) > 0:
         message += f", or {TABLE}.{FIRST}={first} ({others} in each other stage)"
@@ -124,6 +124,6 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def listed(numbers: list[int]) -> str:
+def joined(numbers: list[int]) -> str:
     """For a message: "1, 2, 4"."""
     return ", ".join(map(str, numbers))

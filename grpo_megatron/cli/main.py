@@ -97,9 +97,9 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None)
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            from grpo_megatron.checks.dry_run import describe
+            from grpo_megatron.checks.dry_run import describe_run
 
-            print(describe(config, checked, world_size))
+            print(describe_run(config, checked, world_size))
         return 0
     if starts_ranks and config.trainer.nnodes > 1:
         raise ConfigError(_many_nodes(config, argv))

@@ -210,7 +210,7 @@ class Column:
         return f"{value:,.{self.decimals}f}"
 
 
-COLUMNS = (
+CONSOLE_COLUMNS = (
     Column("reward", "critic/score/mean", 4, "mean reward of this step's samples, before penalties; should rise"),
     Column("val acc", "val acc", 4, "accuracy on the validation sets, in steps that validate"),
     Column("resp len", "response_length/mean", 1, "mean response length, tokens"),
@@ -244,14 +244,14 @@ class ConsoleSink(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._rows == 0:
-            self.note("\n".join(f"  {column.title:<10} {column.legend}" for column in COLUMNS) + "\n")
+            self.note("\n".join(f"  {column.title:<10} {column.legend}" for column in CONSOLE_COLUMNS) + "\n")
         if self._rows % ROWS_PER_HEADER == 0:
-            self.note(f"{'step':>6}" + "".join(f"{column.title:>{COLUMN_WIDTH}}" for column in COLUMNS))
+            self.note(f"{'step':>6}" + "".join(f"{column.title:>{COLUMN_WIDTH}}" for column in CONSOLE_COLUMNS))
         self._rows += 1
         accuracies = [value for name, value in metrics.items() if VALIDATION_ACCURACY.fullmatch(name)]
         if accuracies:
             metrics = {**metrics, "val acc": sum(accuracies) / len(accuracies)}
-        self.note(f"{step:>6}" + "".join(f"{column.cell(metrics):>{COLUMN_WIDTH}}" for column in COLUMNS))
+        self.note(f"{step:>6}" + "".join(f"{column.cell(metrics):>{COLUMN_WIDTH}}" for column in CONSOLE_COLUMNS))
         if self._bar is not None:
             self._bar.update(
                 min(step + 1, self._bar.total) - self._bar.n

@@ -1,12 +1,12 @@
 """Bad inputs: each is refused with exit code 2 and one message of key and remedy, before anything starts.
 
-The model has 4 layers, 8 heads in 4 groups, an MLP of 96 and 128 positions (tests/runs.py); the world has 2 ranks,
-unless a case says otherwise. Most cases call `main` in this process, which must then have made no process group and no
-file.
+The model has 4 layers, 8 heads in 4 groups, an MLP of 96 and 128 positions (tests/runs.py). The world has 2 ranks,
+unless a case sets another number. Most cases call `main` in this process; it must make no process group and no file.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -23,7 +23,7 @@ from tests.runs import CHAT_TEMPLATE, make_run, write_rows, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
-NO_TOKENIZER = "model.tokenizer_path=nowhere"  # spares a subprocess the seconds that importing transformers takes
+NO_TOKENIZER = "model.tokenizer_path=nowhere"  # a subprocess then does not import transformers, which takes seconds
 OVERRIDE = "actor.megatron.override_transformer_config"
 
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Call main with overrides; returns the message of a proper refusal."""
+    """Call `main` with overrides and check that it refuses; returns the message."""
 
     def nothing_may_start(*args: object) -> int:
         raise AssertionError("validation let it through")
@@ -62,7 +62,7 @@ def refused(
     return call
 
 
-# what is overridden -> what the one message says: key, value, arithmetic, remedy
+# overrides -> parts of the message: key, value, arithmetic, remedy
 CASES: list[tuple[list[str], list[str]]] = [
     # the world
     (["trainer.n_gpus_per_node=12", f"{TP}=4", f"{PP}=2"], [f"{TP}=4 x {PP}=2 = 8", "world size 12", f"set {PP}=1"]),
@@ -85,6 +85,10 @@ CASES: list[tuple[list[str], list[str]]] = [
     (
         ["actor.megatron.sequence_parallel=true"],
         ["sequence_parallel=true needs", f"{TP} > 1", "leave sequence_parallel out"],
+    ),
+    (
+        ["actor.megatron.expert_model_parallel_size=2"],
+        ["expert_model_parallel_size=2, but this model (qwen2) has no experts"],
     ),
     # lengths
     (
@@ -186,6 +190,10 @@ CASES: list[tuple[list[str], list[str]]] = [
     ),
     (["data.max_prompt_length=2"], ["nothing is left; raise data.max_prompt_length"]),
     (["sft.steps=3", "data.max_response_length=1"], ["sft.train_files", "1 response tokens", "nothing is left"]),
+    (
+        ["algorithm.source=file", "actor.loss_mode=sft", "algorithm.adv_estimator=constant"],
+        ["data.train_files: ", "'response' is missing", '(algorithm.source=file reads rows {"prompt", "response"})'],
+    ),
     # the rest
     (["trainer.logger=[wandb]"], ["trainer.logger=['wandb']", "pip install wandb"]),
     (["ref.path=nowhere"], ["ref.path='nowhere' is not a folder"]),
@@ -201,7 +209,7 @@ def test_a_wrong_value_is_refused(refused: Callable[..., str], overrides: list[s
         assert part in message, message
 
 
-def test_all_problems_are_named_at_once(refused: Callable[..., str]) -> None:
+def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
     message = refused("rollout.n=1", "actor.loss_mode=x", "data.val_files=[]", f"{PP}=3", "rollout.top_p=0.5")
     assert len(message.splitlines()) == 6  # 3 divides neither the world nor the layers
     assert all(line.startswith("error: ") for line in message.splitlines())
@@ -298,7 +306,7 @@ def test_a_chat_template_that_fails_is_refused(run: Path, tmp_path: Path, refuse
         ("\n", "has no rows"),
     ],
 )
-def test_wrong_rows_are_named_by_file_line_and_field(
+def test_wrong_rows_are_reported_by_file_line_and_field(
     tmp_path: Path, refused: Callable[..., str], content: str, expected: str
 ) -> None:
     file = tmp_path / "rows.jsonl"
@@ -310,7 +318,7 @@ def test_wrong_rows_are_named_by_file_line_and_field(
     assert "rollout.n=1" in message
 
 
-def test_every_wrong_file_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_every_wrong_file_is_reported(tmp_path: Path, refused: Callable[..., str]) -> None:
     files = [write_rows(tmp_path / f"{name}.jsonl", [{"prompt": "1"}]) for name in "ab"]
     message = refused(f"data.train_files=[{files[0]}, {files[1]}]")
     assert all(f"data file {str(file)!r}" in message for file in files)
@@ -322,12 +330,26 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path, refused: Cal
     assert f"{str(file)!r} is a file, not a folder; choose another" in refused(f"trainer.output_dir={file}/run")
 
 
+def test_a_missing_package_is_refused_before_a_run_only(
+    run: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dry run makes its plan without Megatron-Core; its parameters are then counted from the weight table."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "megatron" else find_spec(name, *rest)
+    )
+    monkeypatch.setitem(sys.modules, "grpo_megatron.models.meta", None)  # importing it raises ImportError
+    assert "the package 'megatron' is not installed; pip install megatron-core" in refused()
+    assert main.main(["train", str(run / "run.yaml"), "--dry-run"]) == 0
+    assert "parameters from the weight table; Megatron-Core is not installed here" in capsys.readouterr().out
+
+
 def test_a_users_module_that_raises_is_refused(
     tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken_module_of_mine.py").write_text("raise RuntimeError('half-written')\n")
+    (tmp_path / "broken_user_module.py").write_text("raise RuntimeError('half-written')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    message = refused("actor.loss_mode=broken_module_of_mine:loss")
+    message = refused("actor.loss_mode=broken_user_module:loss")
     assert "importing it raised RuntimeError: half-written" in message
 
 
@@ -349,7 +371,7 @@ def _call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_one_process_says_it_once(run: Path, tmp_path: Path) -> None:
+def test_one_process_reports_each_problem_once(run: Path, tmp_path: Path) -> None:
     done = _call("grpo_megatron", "train", str(run / "run.yaml"), f"{TP}=4", NO_TOKENIZER, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -359,14 +381,14 @@ def test_one_process_says_it_once(run: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ranks_say_it_once(run: Path, tmp_path: Path) -> None:
-    """Under a torchrun that is not ours: our line, then torchrun's table, which repeats it as the root cause."""
+def test_two_ranks_report_each_problem_once(run: Path, tmp_path: Path) -> None:
+    """Started by torchrun: the program prints one line, and torchrun's table repeats it as the root cause."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "grpo_megatron"]
     done = _call(*torchrun, "train", str(run / "run.yaml"), f"{TP}=4", NO_TOKENIZER, cwd=tmp_path)
     assert done.returncode == 1  # torchrun's own
     assert done.stderr.count("error: actor.megatron") == 1, done.stderr
-    ours, _, table = done.stderr.partition("Root Cause")
-    assert f"{TP}=4" in ours
+    before, _, table = done.stderr.partition("Root Cause")
+    assert f"{TP}=4" in before
     assert f"{TP}=4" in table
-    assert done.stderr.count("Traceback") == 1, "torchrun's own, and none of ours"
+    assert done.stderr.count("Traceback") == 1, "there must be torchrun's traceback only"
     assert list(tmp_path.iterdir()) == []

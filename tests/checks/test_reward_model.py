@@ -1,4 +1,4 @@
-"""What is refused about `reward_model`, before anything starts: each message names the key and what to do."""
+"""What is refused about `reward_model`, before anything starts. Each message names the key and the remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import yaml
 
 from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
+from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.config import ConfigError
 from grpo_megatron.models.families import read_architecture
 from tests import runs
 
@@ -45,7 +47,7 @@ def changed(run: Path, target: Path, **config: Any) -> Path:
     return target
 
 
-def test_a_language_model_is_taken_from_the_second_iteration_on(run: Path) -> None:
+def test_a_language_model_can_give_rewards_from_the_second_iteration_on(run: Path) -> None:
     assert problems(run, run / "model", WORKS) == []
     assert problems(run, run / "model", []) == []
 
@@ -86,7 +88,7 @@ def test_folders_that_are_no_reward_model(run: Path, tmp_path: Path, config: dic
 
 
 def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:
-    """The policy has 4 layers; 3 cannot be cut in 2 stages."""
+    """The policy has 4 layers, the reward model 3, which cannot be cut into 2 stages."""
     from tests.tiny import make_model
 
     other = make_model(tmp_path / "model", "qwen2", **{**runs.SIZES, "num_hidden_layers": 3})
@@ -101,7 +103,24 @@ def test_the_tokens_must_be_the_policys(run: Path, tmp_path: Path) -> None:
     (line,) = problems(run, other, WORKS)
     assert "another tokenizer than the policy: token '0' is 4 to the policy and 17 to it" in line
     (other / "tokenizer.json").unlink()
-    assert problems(run, other, WORKS) == []  # as many tokens, and nothing to compare
+    assert problems(run, other, WORKS) == []  # the same number of tokens, and no vocabulary to compare
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("nowhere", "reward_model.path='nowhere' is not a folder"),
+        ("other", "reward_model.path: model folder"),  # its weights do not have the shapes of its config.json
+        ("other", "=2 x algorithm.iteration_steps=2 = 4 steps leave none of"),
+    ],
+)
+def test_a_start_reports_folder_weights_and_keys(run: Path, tmp_path: Path, path: str, expected: str) -> None:
+    if path == "other":
+        path = str(changed(run, tmp_path / "model", hidden_size=32))
+    overrides = [f"reward_model.path={path}", "algorithm.iteration_steps=2", "reward_model.start_iteration=2"]
+    with pytest.raises(ConfigError) as error:
+        validate(load_config(run / "run.yaml", overrides), world_size=2, dry_run=True)
+    assert expected in str(error.value)
 
 
 def test_the_section_is_read_like_any_other(run: Path) -> None:

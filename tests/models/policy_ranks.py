@@ -126,7 +126,7 @@ def update(
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors from every rank's Megatron tensors, by each weight row's merge. Collective; does not use weights.py."""
+    """Hugging Face tensors from every rank's Megatron tensors, merged by the weight rows. Collective; does not use weights.py."""
     import torch.distributed as dist
 
     from grpo_megatron.models.weights import model_rows

@@ -1,4 +1,4 @@
-"""Sinks: what is on disk after a crash and a resume, what the console shows, and what curves.py draws of it."""
+"""Sinks: the files after a crash and a resume, the console, the summary at the end, and the curves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.observability import curves
 from grpo_megatron.observability.sinks import (
-    COLUMNS,
+    CONSOLE_COLUMNS,
     ConsoleSink,
     JsonlSink,
     build_sinks,
@@ -61,7 +61,7 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
     first = build_sinks(run)
     for step in range(5):
         first.log(step, {"x": float(step)})
-        assert lines(path)[-1] == (step, float(step))  # on disk at once, not when the run ends
+        assert lines(path)[-1] == (step, float(step))  # on disk after each step, not only at the end of the run
     with path.open("a") as file:
         file.write('{"step": 5, "x": 5')
     with build_sinks(run, first_step=3) as resumed:
@@ -164,7 +164,7 @@ def test_plain_lines_without_a_terminal() -> None:
     out = stream.getvalue()
     assert "\r" not in out
     assert max(map(len, out.splitlines())) <= 120
-    assert all(f"  {column.title:<10} {column.legend}\n" in out for column in COLUMNS)
+    assert all(f"  {column.title:<10} {column.legend}\n" in out for column in CONSOLE_COLUMNS)
     table = out[out.index("  step ") :].splitlines()
     headers = [i for i, line in enumerate(table) if line.startswith("  step ")]
     assert headers == [0, 21, 42]  # every 20 rows
@@ -240,7 +240,7 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
 
 
 def test_curves_of_a_run_with_gaps(tmp_path: Path) -> None:
-    """As a program, on a run that stopped in mid-line, diverged at step 2 and validated at step 0 only."""
+    """As a program, on a run that stopped within a line, diverged at step 2 and validated at step 0 only."""
     path = tmp_path / "metrics.jsonl"
     rows: list[dict[str, Any]] = [{"step": step, **STEP} for step in range(60)]
     rows[0]["val-core/gsm8k/acc/mean@1"] = 0.1
