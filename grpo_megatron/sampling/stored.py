@@ -35,15 +35,15 @@ def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
     """The inverse of `pack_groups`: every num_rollout_blocks-th group is whole in this block, the others are empty."""
     groups = [Group(entry["version"], []) for entry in packed]
     for index in range(mesh.rollout_block, len(packed), mesh.num_rollout_blocks):
-        groups[index].samples.extend(_unpack_sample(sample) for sample in packed[index]["samples"])
+        groups[index].samples.extend(unpack_sample(sample) for sample in packed[index]["samples"])
     return groups
 
 
 def _pack_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    return [_pack_sample(sample) for sample in samples]
+    return [pack_sample(sample) for sample in samples]
 
 
-def _pack_sample(sample: Sample) -> dict[str, Any]:
+def pack_sample(sample: Sample) -> dict[str, Any]:
     """Long columns travel as base64: as JSON numbers they would be several times the size."""
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
     packed["prompt"] = asdict(sample.prompt)
@@ -53,7 +53,7 @@ def _pack_sample(sample: Sample) -> dict[str, Any]:
     return packed
 
 
-def _unpack_sample(packed: dict[str, Any]) -> Sample:
+def unpack_sample(packed: dict[str, Any]) -> Sample:
     prompt = dict(packed["prompt"])
     prompt["prompt_ids"] = tuple(prompt["prompt_ids"])
     columns: dict[str, Any] = {

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.validate import packages, validate
+from grpo_megatron.checks.machine import package_problems
+from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.rollout.build import engine_problems, engines, find_engine, read_options
@@ -70,8 +71,8 @@ def test_vllms_options_are_checked_by_the_same_path() -> None:
 
 def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
-    assert list(packages(toy_run(tmp_path))) == []
-    [problem] = packages(toy_run(tmp_path / "again", "rollout.engine=vllm"))
+    assert list(package_problems(toy_run(tmp_path).rollout)) == []
+    [problem] = package_problems(toy_run(tmp_path / "again", "rollout.engine=vllm").rollout)
     assert "the package 'vllm' is not installed" in problem
 
 

@@ -30,7 +30,8 @@ ARCH: dict[str, Any] = {
     "num_query_groups": 2,
     "head_dim": 4,
     "ffn_hidden_size": 16,
-    "experts_per_token": None,
+    "num_experts": 0,
+    "experts_per_token": 0,
 }
 
 WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
