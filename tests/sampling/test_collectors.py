@@ -142,6 +142,13 @@ def test_left_over_groups_never_get_older_than_the_bound() -> None:
     assert inner.requests == [(0, 8), (2, 4), (4, 4)]
 
 
+def test_left_over_groups_come_first() -> None:
+    # Of six prompts 0, 3 and 4 are informative. Rounds of three bring {0}, {3, 4}, {6}, ...; batches take two groups.
+    collector, _ = dynamic([MIXED, EQUAL, EQUAL, MIXED, MIXED, EQUAL], round_size=3)
+    collected = collect(collector, range(3), count=2)
+    assert [numbers(groups) for groups, _ in collected] == [[0, 3], [4, 6], [9, 10]]
+
+
 @pytest.mark.parametrize(("bound", "expected"), [(0, [[0]] * 4), (2, [[0], [1], [2], [0]]), (9, [[0], [1], [2], [3]])])
 def test_the_bound_is_in_steps(bound: int, expected: list[list[int]]) -> None:
     collector, _ = dynamic([MIXED], round_size=8, max_staleness=bound)
@@ -198,6 +205,7 @@ def test_replay_never_uses_a_group_older_than_the_bound() -> None:
     )
     collected = collect(collector, range(6), count=4)
     assert [groups[0].version for groups, _ in collected] == [0, 0, 0, 1, 2, 3]
+    assert [numbers(groups)[0] for groups, _ in collected] == [0, 0, 1, 4, 7, 10]  # the oldest first, each once
     assert column(collected, "train/replay_staleness_max") == [0, 1, 2, 2, 2, 2]
     assert column(collected, "train/replayed_groups") == [0, 1, 1, 1, 1, 1]
 

@@ -18,6 +18,7 @@ import torch
 
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
+from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.training import references
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
@@ -37,6 +38,12 @@ ARCH: dict[str, Any] = {
 WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
 
 
+def logprob_under(weights: str) -> float:
+    """Of every token: -1, as drawn samples have it, and 0.01 less for every update."""
+    kind, _, updates = weights.rpartition(" ")
+    return -1.0 - 0.01 * (int(updates) if kind == "policy after" else 0)
+
+
 class FakePolicy:
     """`updates` counts optimizer steps: what a checkpoint restores and what `copy_from` would copy."""
 
@@ -53,8 +60,7 @@ class FakePolicy:
         return [], {"actor/lr": 0.0, "actor/pg_loss": 0.0}
 
     def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
-        """-1 for every token, as the drawn samples have it, and lower by 1 % for every update."""
-        return torch.full(batch.response_mask.shape, -1.0 - 0.01 * self.updates) * batch.response_mask
+        return logprob_under(f"policy after {self.updates}") * batch.response_mask
 
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield f"policy after {self.updates}"
@@ -75,7 +81,7 @@ class FakeReference:
         self.weights = f"policy after {policy.updates}"
 
     def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
-        return -1.0 * batch.response_mask
+        return logprob_under(self.weights) * batch.response_mask
 
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield self.weights
@@ -84,16 +90,15 @@ class FakeReference:
 class FakeEngine:
     """Holds the name of the weights that were streamed into it."""
 
-    def __init__(self, events: list[Any], policy: FakePolicy) -> None:
-        self.events, self.policy, self.held, self.version = events, policy, "", -1
+    def __init__(self, events: list[Any]) -> None:
+        self.events, self.held, self.version = events, "", -1
 
     def load_weights(self, stream: Iterator[Any], version: int) -> None:
         (self.held,), self.version = list(stream), version
         self.events.append(("sync", version, self.held))
 
     def logprobs(self, sequences: list[list[int]]) -> Any:
-        one_step = -1.0 - 0.01 * (self.policy.updates if self.held.startswith("policy") else 0)
-        return [[one_step] * (len(tokens) - 1) for tokens in sequences]
+        return [[logprob_under(self.held)] * (len(tokens) - 1) for tokens in sequences]
 
     def sleep(self) -> None: ...
 
@@ -182,7 +187,7 @@ def run(
     raw: dict[str, Any] = {
         "model": {"path": "start"},
         "data": {"train_batch_size": 2, "shuffle": False},
-        "rollout": {"n": 2},
+        "rollout": {"n": 2, "probe_tolerance": 1e-6},
         "trainer": {
             "total_training_steps": 4,
             "output_dir": output_dir,
@@ -206,11 +211,6 @@ def run(
         offline_groups=[],
     )
     events: list[Any] = []
-    policies: list[FakePolicy] = []
-
-    def policy(*arguments: Any, **named: Any) -> FakePolicy:
-        policies.append(FakePolicy(events, arguments[4]))
-        return policies[-1]
 
     def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any) -> None:
         (weights,) = stream
@@ -231,13 +231,16 @@ def run(
             rollout_logprobs=[torch.tensor(s.rollout_logprobs) for s in drawn],
         )
 
+    def show(summary: Summary, sinks: Any) -> None:
+        events.append(("summary", sorted({step for values in summary.evaluations.values() for step in values})))
+
     stand_ins: dict[Any, dict[str, Any]] = {
         trainer_module: {
             "join_world": lambda config, device: LoneMesh(),
             "destroy_mesh": lambda: events.append("destroy mesh"),
-            "Policy": policy,
+            "Policy": lambda *arguments, **named: FakePolicy(events, arguments[4]),
             "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
-            "build_rollout_engine": lambda config, checked, mesh, device: FakeEngine(events, policies[-1]),
+            "build_rollout_engine": lambda config, checked, mesh, device: FakeEngine(events),
             "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
             "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
             "Generator": WatchedGenerator,
@@ -251,7 +254,7 @@ def run(
         for module, names in stand_ins.items():
             for name, stand_in in names.items():
                 stack.enter_context(mock.patch.object(module, name, stand_in))
-        stack.enter_context(mock.patch("grpo_megatron.observability.curves.plot", lambda *arguments: None))
+        stack.enter_context(mock.patch.object(Summary, "show", show))
         try:
             trainer_module.Trainer(config, checked).run()  # type: ignore[arg-type]
         except KeyboardInterrupt:

@@ -66,6 +66,8 @@ def test_every_step_draws_with_the_weights_before_it(tmp_path: Path) -> None:
     ]
     assert [row["step"] for row in rows] == [row["training/global_step"] for row in rows] == [0, 1, 2, 3]
     assert [row["training/epoch"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
+    # old_logprobs are from before the update of the step; each update moves them by 0.01 from the drawn ones
+    assert [row["training/rollout_logp_diff_mean"] for row in rows] == pytest.approx([0, 0.01, 0.02, 0.03], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,7 @@ def test_when_it_validates(tmp_path: Path, trainer: dict[str, Any], expected: li
     events, rows = run(tmp_path, trainer={"total_training_steps": 7, **trainer})
     assert steps(events, "validate") == expected
     assert [row["step"] for row in rows if any(name.startswith("val-core") for name in row)] == expected
+    assert only(events, "summary") == [("summary", expected)]
     for step in expected:
         place = events.index(("validate", step, [100, 101, 102], -1))
         assert events[place - 1] == ("sync", step, f"policy after {step}")
@@ -102,8 +105,9 @@ def test_when_it_saves(tmp_path: Path, save_freq: int, expected: list[int]) -> N
 
 def test_the_end_of_a_run(tmp_path: Path) -> None:
     events, _ = run(tmp_path, trainer={"save_hf_at_end": True})
-    assert events[-5:] == [
+    assert events[-6:] == [
         ("save hf", "hf", "policy after 4"),
+        ("summary", []),
         ("finished", 4),
         "pool closed",
         "shutdown",
@@ -253,6 +257,7 @@ def test_stop_and_resume_are_as_if_never_stopped(tmp_path: Path, name: str, stop
     kinds = ("sync", "draw", "validate", "update", "after", "reward model", "reward model learns", "save hf")
     assert only(first, *kinds) + only(second, *kinds) == only(whole, *kinds)
     assert plain(rows) == plain(expected)
+    assert only(second, "summary") == only(whole, "summary") == [("summary", [0, 3, 6, 7])]
 
 
 def test_the_adaptive_coefficient_moves_once_per_step(tmp_path: Path) -> None:
