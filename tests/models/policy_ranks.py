@@ -123,7 +123,7 @@ def update(
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors from the Megatron tensors of every rank, merged by the weight rows. Collective; not by weights.py."""
+    """Hugging Face tensors from every rank's Megatron tensors, by the merge of each weight row. Collective, independent of weights.py."""
     import torch.distributed as dist
 
     from grpo_megatron.models.weights import bound_rows
