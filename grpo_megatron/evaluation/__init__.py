@@ -9,9 +9,9 @@ weights.py                 a model folder or checkpoint -> the engine's weights
 output_folder.py           one process, and one run, per output folder
 ledger.py                  completions on disk, so that a killed run continues
 grading.py                 completions -> grades, by the rewards of training
-scores.py voting.py        pass@k, avg@k, maj@k, bootstrap intervals
+estimates.py voting.py     pass@k, avg@n, maj@n, bootstrap intervals
 results.py table.py        results.json and the terminal's table
-report.py figures.py page/ the HTML report
+report.py page_data.py formulas.py figures.py page/   the HTML report
 comparison.py              paired difference of two results, McNemar's test
 grading_speed.py           a benchmark: answers graded per second
 validation.py              tasks by name on the live engine in training

@@ -134,6 +134,14 @@ class _Checker(html.parser.HTMLParser):
     handle_decl = handle_pi = unknown_decl = handle_comment
 
 
+@pytest.mark.parametrize(
+    "tex", [r"\href{abc}{x}", r"\style{red}{x}", r"\class{boxed}{x}", r'x\hspace{"}y', r"x\hspace{>}y", r"\color{red}x"]
+)
+def test_other_attributes_and_values_are_dropped(tex: str) -> None:
+    markup = mathml(tex, block=False)
+    assert markup is not None and "=" not in markup
+
+
 HOSTILE = [
     *("<script>", "</math>", "</template>", "<!--", "<img src=x onerror=alert(1)>", "&lt;script&gt;", "&#60;b&#62;"),
     *(r"\href{javascript:alert(1)}{x}", r"\style{position:fixed}{x}", r"\class{a onclick=alert(1)}{x}", r"\text{<b>}"),

@@ -34,7 +34,8 @@ NASTY = (
 def _graded(number: int, texts: list[str], right: list[bool], level: str = "Level 1") -> GradedProblem:
     samples = [
         GradedSample(
-            LedgerEntry(f"math/{number}", index + GREEDY, text, len(text), "stop"), (Grade(ok, "7" if ok else None),)
+            LedgerEntry(f"math/{number}", index + GREEDY, text, len(text), "stop" if ok else "length"),
+            (Grade(ok, "7" if ok else None),),
         )
         for index, (text, ok) in enumerate(zip(texts, right, strict=True))
     ]
@@ -79,7 +80,7 @@ def test_text_cannot_leave_its_script_element(page: str) -> None:
     assert page.count("</template>") == page.count("<template") == 1
     assert "<img" not in page and "a &lt;model&gt;" in page and "MATH &lt;&amp;&gt;" in page
     data = _data(page)["math"]
-    assert data["rows"][0][3:6] == [1, 1, page_data.FORMAT_ERROR]
+    assert data["rows"][0][3:6] == [1, 1, page_data.FORMAT_ERROR | page_data.TRUNCATED]
     assert len(data["rows"]) == 45 and sum(row[6] is not None for row in data["rows"]) == 30
     text = _text(data["rows"][0][6]["samples"][0]["text"])
     assert text.startswith(NASTY.partition(" $")[0].replace("\ud800", "?")) and text.endswith("\\boxed{7} costs $5")
