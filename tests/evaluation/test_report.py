@@ -133,7 +133,7 @@ def test_a_browser_shows_it(page: str, tmp_path: Path) -> None:
             BROWSER, *flags.split(), "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}",
             "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'report.html'}#open=3",
         ],
-        capture_output=True, text=True, timeout=300, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     ).stdout  # fmt: skip
     assert "<title>a &lt;model&gt;: math</title>" in shown and "<img" not in shown
     assert shown.count('class="problem"') == 20 and "page 1 of 3" in shown  # of 45
