@@ -258,8 +258,8 @@ def test_the_list_of_slow_tests_names_files_that_exist() -> None:
 
 SHARED_NAMES = {
     "main",
-    "architecture",
-    "table",
+    "architecture_from",
+    "weight_table",
     "logger",
     "T",
 }  # entry points, each family's two functions, conventions

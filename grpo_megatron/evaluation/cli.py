@@ -195,7 +195,7 @@ def _compare(argv: list[str]) -> int:
     from grpo_megatron.evaluation.results import read_result
 
     rows = comparison.compare_results(read_result(args.a), read_result(args.b), any_template=args.any_template)
-    print(json.dumps(rows, indent=1) if args.json else comparison.comparison_table(rows))
+    print(json.dumps(rows, indent=1) if args.json else comparison.paired_table(rows))
     return 0
 
 

@@ -1,9 +1,9 @@
 r"""Formulas: finds the LaTeX formulas of a text, and renders them as MathML with latex2mathml.
 
 A model may write anything, and latex2mathml's own output is not escaped: `\text{<script>}` and `\href{javascript:...}`
-pass through it. So its element tree is written here: only tags and attributes of two lists, attribute values of a few
-forms, all text escaped. A formula is shown as its TeX if it is too long, if the library raises, takes too long or
-yields no text, or if the tree is too deep, too large or has another tag.
+pass through it. So this file writes the library's element tree itself: it allows only listed tags and attributes with
+plain values, and escapes all text. A formula is shown as TeX when it is too long or defines macros, when the library
+raises, takes too long or yields no text, and when its tree is too deep, too large, or not valid MathML.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from latex2mathml.converter import Converter
 from grpo_megatron.rewards.time_limit import time_limit
 
 MAX_TEX = 4000  # characters of one formula
-MAX_DEPTH = 60  # of elements; parsers of HTML stop nesting at some hundred
-TIME_LIMIT_S = 1.0  # processor seconds per formula; a usual one takes 0.1 ms
+MAX_ELEMENT_DEPTH = 60  # HTML parsers limit it to some hundreds
+RENDER_LIMIT_S = 1.0  # processor seconds per formula; a usual one takes 0.1 ms
 
-TAGS = {
+MATHML_TAGS = {
     *("math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "mstyle", "mpadded", "mphantom", "menclose"),
     *("mfrac", "msqrt", "mroot", "msub", "msup", "msubsup", "munder", "mover", "munderover", "mtable", "mtr", "mtd"),
 }
-ATTRIBUTES = {
+MATHML_ATTRIBUTES = {
     *("display", "displaystyle", "scriptlevel", "mathvariant", "linethickness", "notation", "accent", "movablelimits"),
     *("stretchy", "fence", "form", "separator", "largeop", "lspace", "rspace", "minsize", "maxsize"),
     *("columnalign", "columnlines", "rowlines", "width", "height", "depth", "voffset"),
 }
-ARITY = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "msubsup": 3, "munderover": 3}
+MATHML_ARITY = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "msubsup": 3, "munderover": 3}
 _WORD = r"(?:[a-z-]{1,30}|[+-]?[0-9]{0,2}(?:\.[0-9]{1,4})?[a-z]{0,5})"
 _ATTRIBUTE_VALUE = re.compile(rf"{_WORD}(?: {_WORD}){{0,20}}")
 _MACROS = re.compile(r"\\(?:newcommand|renewcommand|def|DeclareMathOperator|newenvironment|sideset)(?![A-Za-z])")
@@ -40,20 +40,23 @@ _DELIMITERS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$"}
 _ENVIRONMENTS = r"\\begin\{(?:align|equation|gather|cases|array|[pbv]?matrix)\*?\}"
 _START = re.compile(r"\\\[|\\\(|\\boxed\s*\{|\[asy\]")
 _START_WITH_DOLLARS = re.compile(rf"\$\$|\\\[|\\\(|(?<!\\)\$|\\boxed\s*\{{|{_ENVIRONMENTS}|\[asy\]")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+PieceKind = Literal["text", "inline", "block", "drawing"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A piece of a text. A formula is its TeX without delimiters; a drawing is the code of Asymptote."""
 
-    kind: Literal["text", "inline", "block", "drawing"]
+    kind: PieceKind
     text: str
 
 
-def split_formulas(text: str, dollars: bool) -> list[Piece]:
+def split_formulas(text: str, dollars: bool) -> list[TextPiece]:
     """The pieces of `text`, in order. `dollars`: whether $ encloses formulas; in word problems it is money."""
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     braces: dict[int, int] | None = None
     done = position = 0
     start = _START_WITH_DOLLARS if dollars else _START
@@ -62,41 +65,44 @@ def split_formulas(text: str, dollars: bool) -> list[Piece]:
         if match[0].startswith("\\boxed"):
             braces = _closing_braces(text) if braces is None else braces
             end = braces.get(match.end() - 1, -1) + 1
-            piece = Piece("inline", text[match.start() : end])
+            piece = TextPiece("inline", text[match.start() : end])
         else:
             piece, end = _delimited(text, match)
         if end > 0 and piece.text.strip():
-            pieces += [Piece("text", text[done : match.start()]), piece]
+            pieces += [TextPiece("text", text[done : match.start()]), piece]
             done = position = end
-    pieces.append(Piece("text", text[done:]))
+    pieces.append(TextPiece("text", text[done:]))
     return [piece for piece in pieces if piece.text]
 
 
-def _delimited(text: str, match: re.Match[str]) -> tuple[Piece, int]:
+def _delimited(text: str, match: re.Match[str]) -> tuple[TextPiece, int]:
     """(the piece that begins at `match`, where it ends; 0 when it does not end)."""
     opening, start = match[0], match.end()
+    kind: PieceKind
     if opening == "[asy]":
-        end = text.find("[/asy]", start)
-        return Piece("drawing", text[start:end].strip()), end + len("[/asy]") if end >= 0 else 0
-    if opening.startswith("\\begin"):
-        closing = "\\end" + opening.removeprefix("\\begin")
-        end = text.find(closing, start)
-        return Piece("block", text[match.start() : end + len(closing)]), end + len(closing) if end >= 0 else 0
-    closing = _DELIMITERS[opening]
+        closing, kind = "[/asy]", "drawing"
+    elif opening.startswith("\\begin"):
+        closing, kind = "\\end" + opening.removeprefix("\\begin"), "block"
+    else:
+        closing, kind = _DELIMITERS[opening], "block" if opening in ("$$", "\\[") else "inline"
     end = text.find(closing, start)
     while closing == "$" and end > 0 and text[end - 1] == "\\":
         end = text.find("$", end + 1)
-    piece = Piece("block" if opening in ("$$", "\\[") else "inline", text[start:end])
-    if end < 0 or (closing == "$" and re.search(r"\n\s*\n", piece.text)):  # a lone $ at another paragraph's formula
-        return piece, 0
-    return piece, end + len(closing)
+    if end < 0:
+        return TextPiece("text", ""), 0
+    content = text[start:end]
+    if closing == "$" and re.search(r"\n\s*\n", content):  # a formula does not span paragraphs
+        return TextPiece("text", ""), 0
+    if opening.startswith("\\begin"):
+        content = opening + content + closing
+    return TextPiece(kind, content.strip() if kind == "drawing" else content), end + len(closing)
 
 
 def _closing_braces(text: str) -> dict[int, int]:
     """Position of every closed brace -> position of the brace that closes it. Linear time."""
     opened: list[int] = []
     pairs: dict[int, int] = {}
-    for brace in _BRACE.finditer(text):
+    for brace in _BRACE_OR_ESCAPE.finditer(text):
         if brace[0] == "{":
             opened.append(brace.start())
         elif brace[0] == "}" and opened:
@@ -109,9 +115,9 @@ class FormulaTable:
 
     def __init__(self) -> None:
         self.markup: list[str] = []
-        self._numbers: dict[Piece, int | None] = {}
+        self._numbers: dict[TextPiece, int | None] = {}
 
-    def number(self, formula: Piece) -> int | None:
+    def number(self, formula: TextPiece) -> int | None:
         """The number of the formula's MathML; None when it must be shown as TeX."""
         if formula not in self._numbers:
             markup = mathml(formula.text, formula.kind == "block")
@@ -126,7 +132,7 @@ def mathml(tex: str, block: bool) -> str | None:
     if len(tex) > MAX_TEX or _MACROS.search(tex):  # nested macros and sidesets grow exponentially
         return None
     try:
-        with time_limit(TIME_LIMIT_S, "a formula"):
+        with time_limit(RENDER_LIMIT_S, "a formula"):
             tree = Converter(display="block" if block else "inline").convert_to_element(tex)
             if not "".join(tree.itertext()).strip():
                 return None
@@ -144,15 +150,15 @@ def mathml(tex: str, block: bool) -> str | None:
 
 def _written(element: Any, depth: int) -> Iterator[str]:
     """The element as HTML. Raises ValueError for a tree that is not shown."""
-    if element.tag not in TAGS or depth > MAX_DEPTH:
+    if element.tag not in MATHML_TAGS or depth > MAX_ELEMENT_DEPTH:
         raise ValueError(f"<{element.tag}> at depth {depth}")
     children = list(element)
-    if len(children) != ARITY.get(element.tag, len(children)):
+    if len(children) != MATHML_ARITY.get(element.tag, len(children)):
         raise ValueError(f"<{element.tag}> with {len(children)} children")
     attributes = {
         name: value
         for name, value in element.attrib.items()
-        if name in ATTRIBUTES and _ATTRIBUTE_VALUE.fullmatch(value)
+        if name in MATHML_ATTRIBUTES and _ATTRIBUTE_VALUE.fullmatch(value)
     }
     if attributes.get("display") == "inline":
         del attributes["display"]  # the default

@@ -11,7 +11,7 @@ import functools
 import json
 from typing import Any
 
-from grpo_megatron.evaluation.formulas import FormulaTable, Piece, split_formulas
+from grpo_megatron.evaluation.formulas import FormulaTable, TextPiece, split_formulas
 from grpo_megatron.evaluation.results import GradedProblem, GradedSample
 from grpo_megatron.types import GREEDY
 
@@ -23,7 +23,7 @@ FORMAT_ERROR, TRUNCATED, FAILED = 1, 2, 4  # bits of a row's flags, and of a sam
 def script_json(value: Any, formulas: FormulaTable) -> str:
     """JSON that can stand in a script element, whatever strings it has. Renders the formulas into the table."""
 
-    def encode(piece: Piece) -> Any:
+    def encode(piece: TextPiece) -> Any:
         if piece.kind == "text":
             return piece.text
         return {"drawing": piece.text} if piece.kind == "drawing" else [piece.text, formulas.number(piece)]
@@ -33,7 +33,7 @@ def script_json(value: Any, formulas: FormulaTable) -> str:
 
 
 def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int) -> dict[str, Any]:
-    """The data of one task; its texts are lists of `Piece`."""
+    """The data of one task; its texts are lists of `TextPiece`."""
     subjects = sorted({item.problem.subject for item in graded if item.problem.subject is not None})
     levels = sorted({item.problem.level for item in graded if item.problem.level is not None})
     texts = _problem_texts(graded, num_texts, dollars="math" in task["graders"].values())
@@ -89,9 +89,9 @@ def _plain_size(item: GradedProblem) -> int:
 
 def _estimated_size(texts: dict[int, dict[str, Any]]) -> int:
     """Characters of the JSON, and of the MathML of the formulas in it."""
-    formulas: set[Piece] = set()
+    formulas: set[TextPiece] = set()
 
-    def encode(piece: Piece) -> str:
+    def encode(piece: TextPiece) -> str:
         if piece.kind in ("inline", "block"):
             formulas.add(piece)
         return piece.text
@@ -122,11 +122,11 @@ def _sample(sample: GradedSample, dollars: bool) -> dict[str, Any]:
     }
 
 
-def _pieces(text: str, dollars: bool) -> list[Piece]:
+def _pieces(text: str, dollars: bool) -> list[TextPiece]:
     return split_formulas(_without_surrogates(text), dollars)
 
 
-def _answer_pieces(text: str, dollars: bool) -> list[Piece]:
+def _answer_pieces(text: str, dollars: bool) -> list[TextPiece]:
     """An answer of a task in mathematics is a formula as a whole."""
     return _pieces(f"${text}$" if dollars else text, dollars)
 

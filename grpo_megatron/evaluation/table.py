@@ -83,9 +83,9 @@ def _provenance(result: dict[str, Any]) -> str:
     lines = [f"model {model['path']} ({model['dtype']}, sha256 {model['sha256'][:12]}), seed {result['seed']}"]
     for name, task in result["tasks"].items():
         shots = f"{task['num_fewshot']}-shot {task['format']}"
-        drawn = f", {task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}"
+        sampling = f", {task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}"
         lines.append(
-            f"{name} version {task['version']}: {shots}{drawn if task['samples'] else ''}, up to {task['max_tokens']} tokens;"
+            f"{name} version {task['version']}: {shots}{sampling if task['samples'] else ''}, up to {task['max_tokens']} tokens;"
             f" sha256 of task file {task['task_sha256'][:12]}, data {task['data_sha256'][:12]},"
             f" prompts {task['prompts_sha256'][:12]}"
         )

@@ -97,7 +97,7 @@ def test_a_paired_difference() -> None:
     assert average["measure"] == "avg@4" and average["difference"] == pytest.approx(0.1) and "p" not in average
     same = comparison.compare_results(a, copy.deepcopy(a))[0]
     assert (same["difference"], same["low"], same["high"], same["p"]) == (0, 0, 0, 1)
-    assert "+10.00" in comparison.comparison_table([greedy, average])
+    assert "+10.00" in comparison.paired_table([greedy, average])
 
 
 def test_results_with_different_settings_are_not_compared() -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from grpo_megatron.evaluation import formulas
-from grpo_megatron.evaluation.formulas import FormulaTable, Piece, mathml, split_formulas
+from grpo_megatron.evaluation.formulas import FormulaTable, TextPiece, mathml, split_formulas
 
 
 def _split(text: str, dollars: bool = True) -> list[tuple[str, str]]:
@@ -70,7 +70,7 @@ def test_mathml(tex: str, expected: str) -> None:
     [
         *("{" * 300, "x" * 4001, r"\frac{1}", r"\left( x", r"a_1_2", "", r"\displaystyle", r"\begin{array}{q}x", "^"),
         r"\def\a{x}\a",
-        "{" * 80 + "x" + "^{y}}" * 80,  # deeper than MAX_DEPTH
+        "{" * 80 + "x" + "^{y}}" * 80,  # deeper than MAX_ELEMENT_DEPTH
     ],
 )
 def test_what_cannot_be_rendered_is_shown_as_tex(tex: str) -> None:
@@ -87,7 +87,7 @@ def test_what_cannot_be_rendered_is_shown_as_tex(tex: str) -> None:
 def test_exponential_formulas_are_refused_at_once(tex: str) -> None:
     start = time.process_time()
     assert mathml(tex, block=False) is None
-    assert time.process_time() - start < formulas.TIME_LIMIT_S / 2  # it is the text that is refused, not the time
+    assert time.process_time() - start < formulas.RENDER_LIMIT_S / 2  # it is the text that is refused, not the time
 
 
 def test_a_formula_that_takes_too_long_is_shown_as_tex(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +96,13 @@ def test_a_formula_that_takes_too_long_is_shown_as_tex(monkeypatch: pytest.Monke
             pass
 
     monkeypatch.setattr("latex2mathml.converter.Converter.convert_to_element", endless)
-    monkeypatch.setattr(formulas, "TIME_LIMIT_S", 0.05)
+    monkeypatch.setattr(formulas, "RENDER_LIMIT_S", 0.05)
     assert mathml("x", block=False) is None
 
 
 def test_equal_formulas_are_rendered_once() -> None:
     table = FormulaTable()
-    one, block, wrong = Piece("inline", "x^2"), Piece("block", "x^2"), Piece("inline", "{{")
+    one, block, wrong = TextPiece("inline", "x^2"), TextPiece("block", "x^2"), TextPiece("inline", "{{")
     assert [table.number(piece) for piece in (one, block, wrong, one, wrong)] == [0, 1, None, 0, None]
     assert len(table.markup) == 2
 
@@ -116,11 +116,11 @@ class _Checker(html.parser.HTMLParser):
         self.roots = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in formulas.TAGS
-        assert {name for name, _ in attrs} <= formulas.ATTRIBUTES | {"class"}
+        assert tag in formulas.MATHML_TAGS
+        assert {name for name, _ in attrs} <= formulas.MATHML_ATTRIBUTES | {"class"}
         self.roots += not self.open
         self.open.append(tag)
-        assert len(self.open) <= formulas.MAX_DEPTH + 1
+        assert len(self.open) <= formulas.MAX_ELEMENT_DEPTH + 1
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

@@ -65,8 +65,8 @@ def test_real_solutions_are_right_under_both_filters() -> None:
         assert rewards.get("gsm8k_strict")(row["answer"], answer)["score"] == 1.0
 
 
-def test_where_it_differs_from_our_own_reward() -> None:
-    for completion, ours, strict, flexible in [
+def test_where_the_reward_gsm8k_differs() -> None:
+    for completion, gsm8k, strict, flexible in [
         ("The answer is 18.", 0, 0, 1),
         ("#### 18.00", 1, 0, 0),
         ("####18", 1, 0, 1),
@@ -76,4 +76,4 @@ def test_where_it_differs_from_our_own_reward() -> None:
         ("#### 18 of 20", 1, 1, 0),
     ]:
         scores = [rewards.get(name)(completion, "18")["score"] for name in ("gsm8k", "gsm8k_strict", "gsm8k_flexible")]
-        assert scores == [ours, strict, flexible], completion
+        assert scores == [gsm8k, strict, flexible], completion

@@ -232,7 +232,7 @@ def run(
         )
 
     def show(summary: Summary, sinks: Any) -> None:
-        events.append(("summary", sorted({step for values in summary.evaluations.values() for step in values})))
+        events.append(("summary", sorted({step for values in summary.results.values() for step in values})))
 
     stand_ins: dict[Any, dict[str, Any]] = {
         trainer_module: {

@@ -1,4 +1,4 @@
-r"""The grader of MATH: extraction, verdicts on pairs of answers, when sympy is asked, and hostile text."""
+r"""The grader of MATH: extraction, results on pairs of answers, when sympy is needed, hostile text."""
 
 from __future__ import annotations
 
