@@ -262,6 +262,10 @@ class RewardModelConfig(Section):
     history_size: int = Field(2048, ge=1)  # pairs kept for that, a uniform sample of all earlier ones
     optim: OptimConfig = OptimConfig()
 
+    def num_updates(self, num_steps: int, iteration_steps: int) -> int:
+        """Optimizer steps of a learning reward model in `num_steps` training steps."""
+        return num_steps // iteration_steps * self.steps
+
 
 class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"  # a registered advantage estimator, or module:function

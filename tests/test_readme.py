@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_layers import ROOMS
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_megatron"
 IN_THE_ROOT = {"the ground", "`trainer.py`", "`device.py`"}
@@ -25,6 +27,14 @@ def entries() -> Iterator[tuple[str, str]]:
             named, _, nouns = part.partition(": ")
             for name in re.findall(r"`([\w/.]+)`", named):
                 yield folder + name, nouns
+
+
+def test_the_map_has_the_order_of_the_layers() -> None:
+    """A room of the map imports only rooms above it: the order is that of the table that imports are held to."""
+    order = list(dict.fromkeys(name.split("/")[0].removesuffix(".py") for name, _ in entries()))
+    ground = order[: order.index("storage")]
+    assert set(ground) == set(list(ROOMS)[: len(ground)])
+    assert order[len(ground) :] == [room for room in ROOMS if room not in (*ground, "__main__")]
 
 
 def defined(path: Path) -> set[str]:

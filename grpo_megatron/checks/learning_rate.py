@@ -20,7 +20,7 @@ def schedule_problems(config: Config) -> Problems:
     length, model = config.algorithm.iteration_steps, config.reward_model
     if model.path is not None and length is not None and steps // length:
         counted = f"{steps // length} outer iterations x reward_model.steps={model.steps}"
-        yield from _schedule("reward_model.optim", model.optim, steps // length * model.steps, counted)
+        yield from _schedule("reward_model.optim", model.optim, model.num_updates(steps, length), counted)
     if config.sft.steps:
         yield from _schedule("sft.optim", config.sft.optim, config.sft.steps, f"sft.steps={config.sft.steps}")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import RolloutConfig
+from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout import vllm_process
@@ -24,8 +24,6 @@ from grpo_megatron.rollout.census import verified_stream
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
 from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
 from grpo_megatron.types import WeightBucket
-
-_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0  # below: vLLM silently raises it; above: vLLM refuses it
 
 
 class VllmEngine(RolloutEngine):
@@ -156,10 +154,9 @@ class VllmEngine(RolloutEngine):
                 f"a prompt of {len(request.prompt_ids)} with max_tokens {request.max_tokens} does not fit "
                 f"max_model_len {self._max_model_len} (or is empty)"
             )
-        if request.temperature != 0 and not _MIN_TEMPERATURE <= request.temperature <= _MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature {request.temperature} is outside vLLM's {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE} (or 0)"
-            )
+        low, high = ENGINE_TEMPERATURES
+        if request.temperature != 0 and not low <= request.temperature <= high:
+            raise ValueError(f"temperature {request.temperature} is outside vLLM's {low} to {high} (or 0)")
         self._require_vocabulary(request.prompt_ids)
         return self._sampling_params(
             max_tokens=request.max_tokens,

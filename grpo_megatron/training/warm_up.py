@@ -77,7 +77,7 @@ def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[
 def _batch(examples: Sequence[SupervisedExample], actor: ActorConfig, policy: Policy) -> Batch:
     """This data-parallel rank's share. Every rank has all examples, so nothing is sent."""
     plan = supervised_plan([(len(p), len(r)) for p, r in examples], actor, policy.mesh.dp)
-    rows = sorted(row for row, dp_rank in plan.owner().items() if dp_rank == policy.mesh.dp_rank)
+    rows = plan.rows(policy.mesh.dp_rank)
     return build_batch(
         rows,
         plan,
