@@ -154,7 +154,7 @@ def _recorded(raw: dict[str, Any]) -> dict[str, Any]:
     def record(step: int, samples: Any, table: Any, plan: Any, batch: Any) -> None:
         seen["tables"].append(table)
         seen["plans"].append(plan)
-        seen["token_weights"].append((batch.token_weights, batch.response_mask))
+        seen["token_weights"].append((batch.token_weights, batch.loss_mask))
         log(step, samples, table, plan, batch)
 
     trainer.log = record  # type: ignore[method-assign]

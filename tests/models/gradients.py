@@ -30,13 +30,18 @@ class _NoFloat32(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def transformers_backward(folder: Path, pairs: Any, loss: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model after one backward pass of `loss` over all pairs, in `dtype`: its parameters have `grad`."""
+def transformers_backward(
+    folder: Path, pairs: Any, loss: Any, dtype: torch.dtype = torch.float32, *, masked: bool = False
+) -> Any:
+    """transformers' model after one backward pass of `loss` over all pairs, in `dtype`: its parameters have `grad`.
+
+    `masked`: with the loss mask of `make_batch(masked=True)`.
+    """
     from transformers import AutoModelForCausalLM
 
     from grpo_megatron.algo.losses import LossInputs
 
-    batch = tiny.make_batch(pairs, [])
+    batch = tiny.make_batch(pairs, [], masked=masked)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     logprobs, entropies = [], []  # [R] each, zeros after the end
     width = batch.response_mask.shape[1]
@@ -54,7 +59,7 @@ def transformers_backward(folder: Path, pairs: Any, loss: Any, dtype: torch.dtyp
         rollout_logprobs=batch.rollout_logprobs.to(dtype),
         ref_logprobs=batch.ref_logprobs.to(dtype),
         advantages=batch.advantages.to(dtype),
-        mask=batch.response_mask,
+        mask=batch.loss_mask,
         token_weights=batch.token_weights.to(dtype),
     )
     loss(inputs)[0].backward()

@@ -113,7 +113,7 @@ def exact(models: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
     """The gradients by transformers in float64."""
     found = {}
     for family in UPDATED:
-        model = transformers_backward(models[family], PAIRS, policy_ranks.loss, torch.float64)
+        model = transformers_backward(models[family], PAIRS, policy_ranks.loss, torch.float64, masked=True)
         found[family] = {name: parameter.grad for name, parameter in model.named_parameters()}
     return found
 
