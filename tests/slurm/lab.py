@@ -231,7 +231,7 @@ class Lab:
         self.slurm("scontrol", "update", f"jobid={job}", "StartTime=now+2")
 
     def ranks(self, job: str, pattern: str = "grpo_megatron") -> list[int]:
-        """Process ids of a job's ranks, in the order of the ranks."""
+        """Process ids of a job's ranks, in the order of the ranks. Not those of another lab on this machine."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -241,7 +241,10 @@ class Lab:
                 words = (process / "cmdline").read_text().split("\0")
             except (OSError, UnicodeDecodeError):
                 continue
-            if environment.get("SLURM_JOB_ID") == job and environment.get("RANK") and pattern in words:
+            is_of_job = (
+                environment.get("SLURM_CONF") == self._env["SLURM_CONF"] and environment.get("SLURM_JOB_ID") == job
+            )
+            if is_of_job and environment.get("RANK") and pattern in words:
                 found[int(environment["RANK"])] = int(process.name)
         return [found[rank] for rank in sorted(found)]
 
