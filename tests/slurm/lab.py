@@ -226,12 +226,18 @@ class Lab:
         return self.slurm("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def restart_now(self, job: str) -> None:
-        """Start a requeued job after two seconds instead of Slurm's two minutes. One second is too soon for its credential."""
+        """Start a requeued job after two seconds instead of Slurm's two minutes. One second is too soon for its credential.
+
+        A start time that passes does not wake the scheduler, which may then wait for a minute; a change of the job does.
+        """
         self.until(lambda: self.job(job)["JobState"] == "PENDING")
         self.slurm("scontrol", "update", f"jobid={job}", "StartTime=now+2")
+        time.sleep(2)
+        self.slurm("scontrol", "update", f"jobid={job}", "StartTime=now")
 
     def ranks(self, job: str, pattern: str = "grpo_megatron") -> list[int]:
-        """Process ids of a job's ranks, in the order of the ranks. Not those of another lab on this machine."""
+        """Process ids of a job's ranks, in the order of the ranks. Another lab of this machine may have the same job id."""
+        own = {"SLURM_JOB_ID": job, "SLURM_CONF": self._env["SLURM_CONF"]}
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -241,10 +247,7 @@ class Lab:
                 words = (process / "cmdline").read_text().split("\0")
             except (OSError, UnicodeDecodeError):
                 continue
-            is_of_job = (
-                environment.get("SLURM_CONF") == self._env["SLURM_CONF"] and environment.get("SLURM_JOB_ID") == job
-            )
-            if is_of_job and environment.get("RANK") and pattern in words:
+            if own.items() <= environment.items() and environment.get("RANK") and pattern in words:
                 found[int(environment["RANK"])] = int(process.name)
         return [found[rank] for rank in sorted(found)]
 
