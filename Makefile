@@ -1,8 +1,8 @@
 # make quickstart   train a tiny model on this CPU (SEED=1 for another draw of everything)
 # make test         everything CI runs: linters and all tests
-# make test-fast    what takes under two minutes
-# make test-gpu     what needs one GPU of 80 GB, with GPU_PYTHON (python3); under 15 minutes
-# All of them set up .venv first, once.
+# make test-fast    the tests without long runs, under two minutes
+# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); under 15 minutes
+# All but test-gpu set up .venv first, once.
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -10,11 +10,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= python3
 SEED ?= 0
-# Two at a time, a file in one piece, in the order that tests/conftest.py gives them.
+# Two workers. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
-unexport PYTHONDONTWRITEBYTECODE  # pip leaves compiling to the first import
+unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 
 .PHONY: test-gpu setup quickstart test test-fast lint clean
 

@@ -22,7 +22,7 @@ METHODS = ROOT / "examples" / "methods"
 QUICKSTART = Path("outputs/quickstart")
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 WORKED = "val-aux/arithmetic/worked/mean"
-PANELS = {  # of the picture: title -> methods
+PANELS = {  # the picture's panels: title -> methods
     "estimators": ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"),
     "more estimators": ("grpo", "gpg", "grpo_passk", "grpo_process", "iterative_grpo"),
     "losses": ("grpo", "gspo", "gspo_token", "gmpo", "cispo", "sapo"),

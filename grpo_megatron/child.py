@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 def die_with_parent(parent_pid: int) -> None:
     """Called by the child. On Linux the kernel sends it SIGKILL when its parent ends, however that happens.
 
-    Ends this process at once if the parent has ended already. On other systems it does only that.
+    Ends this process at once if the parent has ended already. On other systems there is only this check.
     """
     if sys.platform == "linux":
         import ctypes

@@ -18,7 +18,7 @@ class ConfigError(ValueError):
     """A mistake in the user's input. The message names key, value, arithmetic and remedy; the CLI exits with code 2."""
 
 
-# The temperatures that vLLM takes, beside 0 (greedy). It silently raises a lower one, and refuses a higher one.
+# The temperatures that vLLM accepts besides 0 (greedy). It silently raises a lower one, and refuses a higher one.
 ENGINE_TEMPERATURES = (0.01, 2.0)
 
 
@@ -54,7 +54,7 @@ class DataConfig(Section):
     max_prompt_length: int = Field(1024, ge=1)
     max_response_length: int = Field(2048, ge=1)
     filter_overlong_prompts: bool = True  # drop prompts above max_prompt_length; false: they are an error
-    shuffle: bool = True  # the training prompts, in another order in each epoch
+    shuffle: bool = True  # the training prompts, in a new order in each epoch
     seed: int = 42  # of the shuffling
     apply_chat_template: bool = True  # false: the task's plain text prompt
     chat_template: Path | None = None  # Jinja file; null: the tokenizer's template
@@ -71,7 +71,7 @@ class OptimConfig(Section):
     clip_grad: float = Field(1.0, gt=0)  # largest L2 norm of the whole gradient
     lr_warmup_steps: int = Field(0, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"  # WSD: constant, then linear decay
-    lr_wsd_decay_steps: int | None = Field(None, ge=1)  # WSD only: optimizer steps of the linear decay
+    lr_wsd_decay_steps: int | None = Field(None, ge=1)  # WSD needs it: optimizer steps of the linear decay
     min_lr: float = Field(0.0, ge=0)  # the rate that a decay ends with
 
 
@@ -105,7 +105,7 @@ class MegatronConfig(Section):
     fp8: Fp8Config = Fp8Config()
     offload_optimizer: bool = False  # optimizer states go to the host during rollouts; gradient buffers are freed
     offload_reference: bool = False  # the reference is on the device only while it is used
-    override_transformer_config: dict[str, Any] = {}  # passed unread to megatron.core's TransformerConfig
+    override_transformer_config: dict[str, Any] = {}  # for megatron.core's TransformerConfig; wrong names are errors
 
     @property
     def use_sequence_parallel(self) -> bool:
@@ -130,7 +130,7 @@ class ActorConfig(Section):
     use_kl_loss: bool = True  # add kl_loss_coef * KL to the reference to the loss
     kl_loss_coef: float = Field(0.001, ge=0)
     kl_loss_type: str = "low_var_kl"  # the estimator of that KL (algo/kl.py)
-    entropy_coeff: float = 0.0  # the loss is lowered by this much per nat of entropy
+    entropy_coeff: float = 0.0  # coefficient of the entropy (nats), which is subtracted from the loss
     logprob_chunk_size: int = Field(1024, ge=1)  # tokens whose logits are in memory at a time
     max_skipped_steps: int = Field(10, ge=0)  # consecutive optimizer steps with a non-finite gradient; one more: stop
     optim: OptimConfig = OptimConfig()
@@ -177,9 +177,9 @@ class RolloutConfig(Section):
     free_cache_engine: bool = True  # GPU: the engine sleeps between rollouts
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # of the engine
     enable_prefix_caching: bool = True
-    update_weights_bucket_megabytes: int = Field(512, ge=1)  # MiB of weights that are sent to the engine at a time
+    update_weights_bucket_megabytes: int = Field(512, ge=1)  # MiB of weights sent to the engine at a time
     probe_tolerance: float | None = Field(None, gt=0)  # mean |logprob difference| after a sync; null: by model.dtype
-    engine_kwargs: dict[str, Any] = {}  # passed unread to vllm.LLM
+    engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors
     val_kwargs: ValKwargs = ValKwargs()
 
     @model_validator(mode="before")
@@ -211,7 +211,7 @@ class FilterGroups(Section):
 
     enable: bool = False
     max_num_gen_batches: int = Field(10, ge=1)  # rounds per step; after them the step trains on a smaller batch
-    max_staleness: int = Field(1, ge=0)  # steps for which a left-over group waits; older ones are dropped
+    max_staleness: int = Field(1, ge=0)  # largest age of a left-over group, in steps; older ones are dropped
 
 
 class ReplayConfig(Section):
@@ -219,7 +219,7 @@ class ReplayConfig(Section):
 
     ratio: float = Field(0.0, ge=0, lt=1)  # largest share of the batch's prompts; 0: off
     size: int = Field(512, ge=1)  # groups in the buffer
-    max_staleness: int = Field(2, ge=1)  # steps since a group was drawn; older groups are dropped
+    max_staleness: int = Field(2, ge=1)  # largest age of a group, in steps; older groups are dropped
 
 
 class KlCtrl(Section):
@@ -259,7 +259,7 @@ class RewardModelConfig(Section):
     steps: int = Field(50, ge=1)  # its optimizer steps after each outer iteration
     train_batch_size: int = Field(32, ge=1)  # pairs per optimizer step
     replay_ratio: float = Field(0.1, ge=0, lt=1)  # share of these pairs that comes from earlier outer iterations
-    history_size: int = Field(2048, ge=1)  # pairs kept for that, a uniform sample of all earlier ones
+    history_size: int = Field(2048, ge=1)  # pairs kept for the replay: a uniform sample of all earlier ones
     optim: OptimConfig = OptimConfig()
 
     def num_updates(self, num_steps: int, iteration_steps: int) -> int:

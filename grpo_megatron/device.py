@@ -1,7 +1,7 @@
 """The only file that knows whether it runs on CPU or CUDA: backend, seeds, memory, and Megatron-Core on CPU.
 
-Megatron-Core calls CUDA functions in some twenty places even when every tensor is on the host. `Device.megatron()`
-replaces those calls by CPU ones within a `with` block; on CUDA it does nothing. Enter it around build, forward, backward,
+Megatron-Core calls CUDA functions in about twenty places even when every tensor is on the host. `Device.megatron()`
+replaces those calls with CPU ones inside a `with` block; on CUDA it does nothing. Enter it around build, forward, backward,
 optimizer step, save and load; never around vLLM.
 """
 
@@ -101,7 +101,7 @@ class Device:
             torch.cuda.empty_cache()
 
     def memory_gib(self) -> dict[str, float]:
-        """Peak memory of this rank in GiB (2**30), under the field's metric names."""
+        """Peak memory of this rank in GiB (2**30 bytes). The metric names, with `_gb`, are verl's."""
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux reports KiB
         if not self.is_cuda:
             return {"perf/cpu_memory_used_gb": host}
@@ -145,7 +145,7 @@ class Device:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Replaces `device="cuda"` by the CPU, and lets `Tensor.type()` return the CUDA names that Megatron compares with."""
+    """Replaces `device="cuda"` with the CPU, and lets `Tensor.type()` return the CUDA names that Megatron compares with."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -190,7 +190,7 @@ def _megatron_on_cpu() -> Iterator[None]:
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        # A mode is off inside its own handler, where backward() runs. Recomputation in the backward pass needs it on.
+        # A TorchFunctionMode is off inside its own handler, where backward() runs. Recomputation in backward() needs it on.
         with _CudaToCpu():
             return run_backward(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Imports large libraries with garbage collection paused. It saves a seventh of a rank's start (measured: 9.2 s to 8.0 s)."""
+"""Imports large libraries with garbage collection paused. A rank starts in 8.0 s instead of 9.2 s (measured)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PassThrough: a table of the config that goes to another package unread, and the names that it may hold.
+"""PassThrough: a table of the config that is passed to another package unread, and the check of its names.
 
 The names are read from the source files of the installed package. Nothing is imported: importing Megatron-Core or vLLM
 takes seconds, and an error about a wrong name should not wait for it. If the package is not installed, no name is
@@ -19,7 +19,7 @@ from typing import Any
 @dataclass(frozen=True)
 class PassThrough:
     """`key` is the table's name in the config. `sources` maps a file of `package` to the class whose annotated fields
-    are the allowed names. `owned` maps a name that this program decides to what the user should do instead."""
+    are the allowed names. `owned` maps each name that this program sets itself to the user's remedy."""
 
     key: str
     package: str
@@ -27,7 +27,7 @@ class PassThrough:
     owned: Mapping[str, str]
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """One line per name that this program decides, or that the package does not know."""
+        """One line per name that this program sets itself, or that the package does not know."""
         for name, value in given.items():
             if name in self.owned:
                 yield f"{self.key}.{name}={value!r} cannot be set here: {self.owned[name]}"

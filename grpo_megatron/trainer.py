@@ -86,7 +86,7 @@ class Trainer:
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
         generator = Generator(self.engine, pool, checked.tokenizer, self.mesh, rollout.seed)
 
-        # The models as the first step finds them: warmed up, or restored.
+        # The models in their state before the first step: warmed up, or restored.
         self._write_config()
         self.sinks = build_sinks(
             trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=config.model_dump(mode="json")
@@ -103,7 +103,7 @@ class Trainer:
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")
         self.references = build_references(config, checked, self.mesh, self.device, self.cadence, self.first_step)
 
-        # What the step does with them.
+        # The parts of the step that use these models.
         self.collector = build_collector(
             self.algorithm,
             self.data,
@@ -136,7 +136,7 @@ class Trainer:
         return checkpoint
 
     def _write_config(self) -> None:
-        """The config as it is run, into the output folder, which exists for every rank afterwards. Collective.
+        """Write the config of this run into the output folder. Afterwards the folder exists for every rank. Collective.
 
         Raises RankError on every rank when rank 0 cannot write.
         """
@@ -151,7 +151,7 @@ class Trainer:
         self.mesh.agree(problem)
 
     def _restore_run(self, checkpoint: Path) -> None:
-        """What a checkpoint holds beside models and optimizers."""
+        """Restore what a checkpoint holds besides models and optimizers."""
         run = run_state(checkpoint)
         if run.get("collector"):
             self.collector.load_state(run["collector"])
@@ -259,12 +259,12 @@ class Trainer:
     # -- after the last step -------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Validate the final weights, save them as a Hugging Face folder, draw the curves, print before and after."""
+        """Validate and export the final weights, draw the curves, print the first and the last validation."""
         if self.validator.prompts and self.cadence.validates_at_end():
             with self.colocation.rollout(self.num_steps, self.metrics):
                 results = self.validator.run(self.num_steps, self.metrics)
             self.summary.add(self.num_steps, results)
-            self.metrics.reduce(self.mesh.all_gather)  # forgets the phases, which belong to no step
+            self.metrics.reduce(self.mesh.all_gather)  # clears the timings of this validation, which belong to no step
             self.sinks.log(self.num_steps, results)
         if self.config.trainer.save_hf_at_end:
             self._save_hf(self.output_dir / "hf")

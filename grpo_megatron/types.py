@@ -1,6 +1,6 @@
-"""The nouns of the program: Prompt, Sample, GroupTable, Plan, Batch. Lists of plain numbers until a Batch is made.
+"""The data types of the program: Prompt, Sample, GroupTable, Plan, Batch. Lists of plain numbers until a Batch is made.
 
-Two masks tell response tokens apart. The **response mask** is true at every response token of a padded row. The **loss
+There are two masks over response tokens. The **response mask** is true at every response token of a padded row. The **loss
 mask** is true at those response tokens that are in the loss: a 0 in `Sample.loss_mask` takes a token out of the loss and
 out of every denominator (text that an environment wrote into the response, for example). The token is still part of
 the sequence that the model reads, and of every length that counts tokens to compute or to generate.
@@ -51,7 +51,7 @@ class Sample:
     version: int
     text: str = ""
     reward: float = float("nan")  # NaN: unscorable (the reward raised or timed out)
-    reward_metrics: dict[str, float] = field(default_factory=dict)  # what the reward function reports besides it
+    reward_metrics: dict[str, float] = field(default_factory=dict)  # what the reward function also reports
     steps: list[tuple[int, float]] = field(default_factory=list)  # (last token of the step, its reward), increasing
     loss_mask: list[int] = field(default_factory=list)  # 1 or 0 per response token; default: 1 everywhere
 

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 echo "Installing $(grep -c == requirements/cpu.lock) pinned packages into $venv (about 4 GB; one to three minutes) ..."
 "$python" -m venv --clear "$venv"
 log=$venv/install.log
-# --no-compile: Python compiles what is imported, which is far less than what is installed.
+# --no-compile: Python compiles a module when it is first imported, and few of the installed ones are.
 if ! "$venv/bin/python" -m pip install --quiet --no-deps --no-compile --disable-pip-version-check \
     -r requirements/cpu.lock -r requirements/dev.lock >"$log" 2>&1; then
     tail -n 5 "$log" >&2

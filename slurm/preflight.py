@@ -1,6 +1,6 @@
 """Pre-flight check: is every node fit for training? train_70b.sh runs it as every rank of the job, before the training.
 
-    FOLDER/NODE.facts      properties of the node, as JSON; that every node can read them all tests the shared file system
+    FOLDER/NODE.facts      properties of the node, as JSON; every node reads all of them, which tests the shared file system
     FOLDER/NODE.verdict    "ok", or the reason why the node must not be used
 
 1. Each node alone: GPU count, uncorrected ECC errors, memory in use, hardware slowdown, free space in /dev/shm.

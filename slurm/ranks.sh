@@ -37,7 +37,7 @@ RESTARTS=${SLURM_RESTART_COUNT:-0}
 NODES=${#NODE_LIST[@]}
 RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-8}}
 RANKS=$((NODES * RANKS_PER_NODE))
-# Each job and attempt has its own port, below the ephemeral ports (32768). It depends on nothing else.
+# The port depends on job and attempt only. It is below the ephemeral ports (32768).
 MASTER_PORT=$((20000 + (JOB * 17 + RESTARTS) % 10000))
 export MASTER_ADDR MASTER_PORT
 

@@ -9,14 +9,15 @@
 # sbatch --export=ALL,CONTAINER=/images/grpo.sqsh. How an attempt ends decides what follows:
 #
 #   the run is finished                                    the job ends with 0
-#   pre-emption, time limit, USR1, OUTPUT_DIR/.../stop     finish the step, save, requeue
+#   pre-emption, time limit, USR1, the file stop (below)   finish the step, save, requeue
 #   pre-emption without notice                             requeue; not counted as a failure
 #   a rank was killed, a node died, no step for an hour    requeue; resume from the newest undamaged checkpoint
-#   an exception after progress (hardware, network)        requeue; before any step the job ends with its code
+#   an exception after a new checkpoint                    requeue (hardware, network); before one: end with its code
 #   the pre-flight check finds bad nodes                   requeue without them
-#   a mistake in the config (2), two attempts without a step, MAX_ATTEMPTS          the job ends
+#   a mistake in the config (2), two attempts without a new checkpoint, MAX_ATTEMPTS          the job ends
 #
-# OUTPUT_DIR/attempts/JOB-N/ keeps the log, config, overrides, git state, environment, nodes and pre-flight of attempt N.
+# OUTPUT_DIR/attempts/JOB-N/ keeps log, config, overrides, git state, environment, nodes and pre-flight of attempt N. Create
+# the file stop in it to stop that attempt.
 #SBATCH --job-name=grpo-70b
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=8
@@ -31,8 +32,8 @@
 # exclusive, mem         all cores and all memory of the nodes
 # requeue, open-mode     Slurm may start the job again, and appends to its log
 # dependency             never two jobs with the same name, which would share one OUTPUT_DIR
-# signal                 USR1 ten minutes before the time limit, to this script only. Also before a pre-emption, GraceTime of
-#                        the partition ahead, if slurm.conf has SlurmctldParameters=preempt_send_user_signal. Without that
+# signal                 USR1 ten minutes before the time limit, to this script only. Also GraceTime of the partition before
+#                        a pre-emption, if slurm.conf has SlurmctldParameters=preempt_send_user_signal. Without that
 #                        setting Slurm ends the ranks at once.
 set -uo pipefail
 
@@ -70,7 +71,7 @@ finish() {
     exit "$1"
 }
 
-# no_progress N: attempt N started from the step that is still the newest, and nothing from outside interrupted it.
+# no_progress N: attempt N started from the checkpoint that is still the newest, and no request or node interrupted it.
 no_progress() { [ "$(cat "$OUTPUT_DIR/attempts/$JOB-$1/start" 2>/dev/null)" = "$(newest_step)" ] && [ ! -e "$OUTPUT_DIR/attempts/$JOB-$1/interrupted" ]; }
 
 # requeue TEXT [NODE,NODE]: have Slurm start the job again, without these nodes, or finish with the reason why not.
@@ -163,7 +164,7 @@ main() {
         say "the commands:"
     else
         [ "$RESTARTS" -lt "$MAX_ATTEMPTS" ] || finish 1 "MAX_ATTEMPTS=$MAX_ATTEMPTS have been made"
-        # When a node dies, Slurm requeues the job itself: the attempt before has not come to `decide`.
+        # When a node dies, Slurm requeues the job itself: the previous attempt did not reach `decide`.
         if [ "$RESTARTS" -ge 2 ] && no_progress $((RESTARTS - 1)) && no_progress $((RESTARTS - 2)); then
             finish 1 "two attempts in a row have not advanced a step"
         fi

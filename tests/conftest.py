@@ -12,7 +12,7 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # as in the Makefile: some tests fork, and OpenMP's threads do not survive it
 
-# Neither a busy machine nor an unlucky draw fails a property test: no time limits, and the same draws in every run.
+# Property tests have no time limit and draw the same values in every run: a slow machine or chance cannot fail them.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 

@@ -24,7 +24,7 @@ SOURCES = {
 }
 MODULES = sorted(SOURCES)
 
-# Room -> the rooms that it may import. A room lists only rooms above it, so there is no circle. It lists no room that it
+# Room -> the rooms that it may import. A room lists only rooms above it, so there is no cycle. It lists no room that it
 # does not import, so the table shows the whole structure.
 ROOMS: dict[str, set[str]] = {
     "types": set(),
@@ -153,7 +153,7 @@ def test_imports_go_upwards_in_the_table(room: str) -> None:
 
 
 def test_imports_have_no_circle() -> None:
-    """Imports in functions count: a circle that only a call closes is still a circle."""
+    """Imports in functions count: a cycle that only a call closes is still a cycle."""
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:

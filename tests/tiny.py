@@ -71,7 +71,7 @@ def make_batch(
 ) -> Any:
     """A Batch of `rows` of the pairs. Advantages, weights and old logprobs are random, but depend only on the row.
 
-    `masked`: about a third of the response tokens is not in the loss; of every fifth row, no token is. Where a token is
+    `masked`: about a third of the response tokens are not in the loss; every fifth row has no loss token. Where a token is
     not in the loss, the given log-probabilities are NaN.
     """
     from grpo_megatron.types import Batch

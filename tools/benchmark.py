@@ -6,7 +6,7 @@
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
 printed. A time ends when the command returns (the converter's files are on the disk by then, those of cp are not), and
-again when `sync` returns. Everything runs in one process, so Python's start is not counted. Also mbridge if installed.
+again when `sync` returns. Everything runs in one process, so Python's start is not counted. mbridge too, if installed.
 
 grade: answers graded per second on one core, of DIR/gsm8k/test.jsonl and DIR/math/test.jsonl, the latter beside math-verify.
 """

@@ -28,7 +28,7 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about a minute on two cores
+    "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
         "hidden_act": "silu",

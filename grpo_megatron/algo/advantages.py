@@ -15,14 +15,14 @@ or a response with a greedy one. `selection.py` has those of the unified view, w
 
 Where we are stricter than the papers, which give neither ddof nor epsilon: ddof 1; float64; the mean first, then the
 squared deviations (never E[r^2] - E[r]^2, which cancels); sums by `math.fsum`, whose result does not depend on the
-order. So neither sample order nor data-parallel layout changes a bit. A group whose rewards are all equal gets exactly
-0. Equality is decided on the rewards: the computed std of eight times 0.1 is rounding noise, and a division by it gives
+order. So results are bit-identical for every sample order and data-parallel layout. A group of equal rewards gets exactly
+0. Equality is decided on the rewards: the computed std of eight rewards 0.1 is rounding noise, and a division by it gives
 advantages in the thousands. gpg counts non-zero rewards, as verl does; the paper counts samples with a gradient.
 
 A sample whose reward is not finite is unscorable: it is left out of mean, std and n, and gets 0. (The plan also leaves
 it out of the loss.) A response without a loss token that has a reward is a sample of the policy like any other and
-stays in. With a KL penalty in the reward, r_i is the reward minus the penalties of the response's loss tokens. Of
-grpo_process every step counts, also one that ends at a token outside the loss: it is a reward of the tokens before it.
+stays in. With a KL penalty in the reward, r_i is the reward minus the penalties of the response's loss tokens.
+grpo_process also counts a step that ends at a token outside the loss: its reward belongs to the tokens before it.
 
 Another estimator is one function with the signature of `AdvantageEstimator`: registered here, or the user's own
 `package.module:function`. It gets the whole step, so statistics over the global batch are exact too. Declare what
@@ -88,7 +88,7 @@ def penalised_rewards(table: GroupTable) -> list[float]:
 
 
 def at_loss_tokens(table: GroupTable, row: int, values: Sequence[float]) -> list[float]:
-    """Of one number per response token, those of the loss tokens."""
+    """Selects the numbers of the loss tokens from one number per response token."""
     return [value for start, end in table.spans_of(row) for value in values[start:end]]
 
 

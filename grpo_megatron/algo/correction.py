@@ -1,6 +1,6 @@
 """Correction for the mismatch of the two engines: samples come from mu (rollout), gradients are taken from pi_old.
 
-Even at equal weights the engines' probabilities differ: other kernels, other precision, other experts. With
+Even at equal weights the engines' probabilities differ: in kernels, in precision, in the experts chosen. With
 
     w_t = exp(clamp(old_logprobs - rollout_logprobs, -20, 20))
 

@@ -7,7 +7,7 @@ With d = ref_logprobs - logprobs (Schulman, "Approximating KL divergence", 2020;
     abs                |d|           -sign(d)      diagnostic
     mse, k2            d^2 / 2       -d            biased value, the reverse KL's gradient on-policy
     low_var_kl, k3     e^d - 1 - d   1 - e^d       unbiased value, biased gradient
-    any of them + "+"  that value    -d            straight-through: value of the one, gradient of k2
+    any of them + "+"  its value     -d            straight-through: the estimator's value, the gradient of k2
 
 Only k3 is clamped (as in verl): d to +-20, then the value to at most 10; it is never negative. The value clamp also
 sets k3's gradient to 0. That happens to tokens more than about 13.6 times less likely than under the reference
@@ -71,7 +71,7 @@ def straight_through(penalty: KlPenalty) -> KlPenalty:
     def value_with_gradient_of_k2(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = penalty(logprobs.detach(), ref_logprobs)
         gradient, _ = k2(logprobs, ref_logprobs)
-        # Added in this order: the bracket is exactly 0, so the value does not change by a bit.
+        # Added in this order: the bracket is exactly 0, so the value stays bit-identical.
         return value + (gradient - gradient.detach()), metrics
 
     return value_with_gradient_of_k2
@@ -98,7 +98,7 @@ def sequence_kl(penalty: Tensor, mask: Tensor) -> Tensor:
 
 
 class KlController:
-    """The coefficient of the KL penalty in the reward. `kl_coef` is the present step's."""
+    """The coefficient of the KL penalty in the reward. `kl_coef` is that of the current step."""
 
     def __init__(self, config: KlCtrl) -> None:
         self._config = config

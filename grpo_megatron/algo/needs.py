@@ -14,7 +14,7 @@ def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
 
 
 def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
-    """Whether the update reads the policy's log-probabilities from before it. Likelihood losses save that forward pass."""
+    """Whether the update reads log-probabilities computed before it. Likelihood losses do not, which saves a forward pass."""
     return not policy_losses.facts(actor.loss_mode).is_likelihood or algorithm.use_kl_in_reward
 
 

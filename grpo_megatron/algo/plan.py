@@ -15,7 +15,7 @@ Every rank computes the same plan from the same table: integers, float64, no com
 6. Token weights per mini-batch, from that mini-batch's global counts of rows and loss tokens. Because of them, 4 and 5
    cannot change the gradient.
 
-DUPO (WebSailor, arXiv 2507.02592): groups whose rewards are equal leave, and the other groups are copied into their
+DUPO (WebSailor, arXiv 2507.02592): groups whose rewards are equal are removed, and copies of the other groups take their
 places. A copy is an integer weight, which counts in the denominators as well.
 """
 

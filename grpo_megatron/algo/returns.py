@@ -1,4 +1,4 @@
-"""Advantage estimators with more than the group's rewards: every token of the batch, or a greedy response.
+"""Advantage estimators that need more than the group's rewards: every token of the batch, or a greedy response.
 
     remax                         A_it = R_it - reward of the prompt's greedy response   arXiv 2310.10505
     reinforce_plus_plus           A_it = (R_it - m) / sqrt(v + 1e-8)                     arXiv 2501.03262
@@ -6,12 +6,12 @@
 
     R_it = r_i gamma^(n_i - 1 - t) - sum over s >= t of gamma^(s - t) p_is
 
-t and s number the n_i loss tokens of the response: a token outside the loss takes no advantage and no penalty, and it
-is no step of the discount. r_i is the reward, which falls on the last loss token; p_is is the penalty of token s (a KL
+t and s number the n_i loss tokens of the response: a token outside the loss has neither advantage nor penalty, and the
+discount skips it. r_i is the reward, which falls on the last loss token; p_is is the penalty of token s (a KL
 penalty in the reward), 0 where there is none. remax has gamma 1. m and v (ddof 1) are over **all loss tokens of the
 step**, on every rank: long responses weigh more, by design.
 
-Departures: sums are exact (`math.fsum`), so neither order nor layout changes a bit. Where every token has the same
+Departures: sums are exact (`math.fsum`), so results are bit-identical in any order and layout. Where every token has the same
 number, all advantages are exactly 0. Rows without a finite reward are in no statistic and get 0. A prompt whose samples
 all have one reward has deviations of exactly 0, but the whitening may shift them: it centres the batch, not the group.
 """

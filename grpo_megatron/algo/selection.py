@@ -1,4 +1,4 @@
-"""Estimators of the unified view: supervised learning, RFT and DPO as a choice of samples (DeepSeekMath, section 5).
+"""Estimators of the unified view: supervised learning, RFT and DPO as a selection of samples (DeepSeekMath, section 5).
 
     constant    1 for every sample                                                          SFT
     rft         1 where reward >= algorithm.rft_threshold; None elsewhere                   RFT, online RFT (2308.01825)

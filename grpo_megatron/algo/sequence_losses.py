@@ -12,11 +12,11 @@ With d_t = logprobs - old_logprobs at token t, over the n loss tokens of a respo
 
 Every loss token of a sequence (of a pair) has the value of the sequence (of the pair). Under seq-mean-token-mean, with
 weights 1 / (N n), the tokens of a sequence add up to 1/N of its value. The total is the mean over the N sequences **of
-the optimizer step**, whatever the micro-batches and ranks. (Peers average GMPO over a micro-batch.) For dpo, two
+the optimizer step**, whatever the micro-batches and ranks. (Others average GMPO over a micro-batch.) For dpo, two
 sequences of weight 1/N each make 2/N = 1 over the number of pairs. Each loss declares this aggregation as a fact.
 
-Useful clips are far smaller than vanilla's for gspo (3e-4 and 4e-4 in the paper). They are larger for gmpo, whose
-bounds are in log space (0.4).
+Compared with vanilla, useful clip ratios are far smaller for gspo (3e-4 and 4e-4 in the paper). They are larger for gmpo
+(0.4), whose bounds are in log space.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What changes a step's rewards and groups between the reward function and the advantages.
+"""Changes to a step's rewards and groups, after the reward function and before the advantages.
 
     soft overlong penalty   0 below L - c, -(n - (L - c)) / c up to L, -1 beyond       DAPO, arXiv 2503.14476
     copies                  groups with different rewards take the places of the rest   DUPO, arXiv 2507.02592

@@ -10,7 +10,7 @@
 n_i is the number of loss tokens of response i, N_tok = sum n_i and N_seq = #{n_i > 0}. Both are over **one optimizer
 step**: every micro-batch, every data-parallel rank. A response that is left out, or has no loss token, counts in
 neither. The weights are known before anything is packed, so micro-batches, padding and parallel layouts cannot change
-the gradient. Averaging the means of micro-batches, as several codebases do, makes it depend on all three.
+the gradient. Averaging the means of micro-batches, as several codebases do, makes the gradient depend on all three.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from grpo_megatron.models.architecture import Architecture
 
 
 def length_problems(config: Config, arch: Architecture | None) -> Problems:
-    """Prompt plus response against the model, the micro-batch and the engine's scheduler."""
+    """Prompt plus response tokens against the limits of the model, the micro-batch and the engine's scheduler."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     total = prompt + response
     both = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {total}"

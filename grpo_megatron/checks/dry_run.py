@@ -15,7 +15,7 @@ from grpo_megatron.models.architecture import Architecture
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
-YAML_WIDTH = 60  # of the resolved configuration
+YAML_WIDTH = 60  # characters per line of the resolved configuration
 GIB = 2**30
 
 
@@ -94,7 +94,7 @@ def _step_lines(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _uses_of_reference(config: Config) -> Iterator[str]:
-    """What the reference model is there for."""
+    """What the reference model is used for."""
     actor, algorithm = config.actor, config.algorithm
     if not needs_reference(algorithm, actor):
         yield "no reference model"

@@ -26,7 +26,7 @@ def output_problems(config: Config) -> Problems:
 
 
 def package_problems(rollout: RolloutConfig) -> Problems:
-    """Megatron-Core and the engine's packages are installed. They are looked up, not imported: that takes seconds."""
+    """Megatron-Core and the engine's packages are installed. They are looked up, not imported: an import takes seconds."""
     for name, package in {"megatron": "megatron-core", **engine_packages(rollout)}.items():
         if importlib.util.find_spec(name) is None:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"

@@ -1,4 +1,4 @@
-"""Which algorithms go together: one line for every combination of the config that could not mean what it says.
+"""Which algorithms go together: one message for every combination in the config that cannot work as it is written.
 
 A method (README, table of algorithms) is a data source, an estimator, a loss and an aggregation. Each is chosen by its
 own key. What an estimator or a loss needs is a fact that it declares where it is defined (registry.py). So a user's own
@@ -17,13 +17,13 @@ from grpo_megatron.rewards.reward import rewards
 
 
 def method_problems(config: Config) -> Problems:
-    """Every combination that is wrong, by topic. Names that cannot be found are another check's problem."""
+    """Every combination that is wrong, by topic. `names.py` reports names that cannot be found."""
     for topic in (_groups, _losses, _sources, _sampling, _penalties, _iterations):
         yield from topic(config)
 
 
 def _groups(config: Config) -> Problems:
-    """Estimators that compare samples, against what there is to compare."""
+    """Estimators that compare samples, against the samples and rewards that the config provides."""
     n, estimator = config.rollout.n, config.algorithm.adv_estimator
     facts = advantage_estimators.facts(estimator)
     key = f"algorithm.adv_estimator={estimator!r}"
@@ -36,7 +36,7 @@ def _groups(config: Config) -> Problems:
         yield f"{key} needs a greedy response to every prompt, and algorithm.source=file draws none; set source=policy"
     if facts.needs_step_rewards:
         name = config.reward.function or _task_reward(config)
-        # of a module:function nothing is known before it runs: the estimator raises if it returns no steps
+        # nothing is known about a module:function before it runs: the estimator raises if it returns no steps
         if name in rewards.names() and not rewards.facts(name).gives_steps:
             yield (
                 f"{key} needs rewards of single steps, and the reward {name!r} gives one for the whole response; set"

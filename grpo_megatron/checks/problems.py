@@ -30,6 +30,6 @@ class ProblemList:
             return None
 
     def raise_if_any(self) -> None:
-        """One ConfigError of all problems, each once. Nothing happens without any."""
+        """One ConfigError of all problems, each once. Does nothing without problems."""
         if self.messages:
             raise ConfigError("\n".join(dict.fromkeys(self.messages)))

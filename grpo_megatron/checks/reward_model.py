@@ -1,4 +1,4 @@
-"""What cannot work about `reward_model`: the folder, its layout, its tokens, and when it gives rewards."""
+"""Checks of the section `reward_model`: the folder, its layout, its tokens, and when it gives rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights, read_reward_folder
 
 KEY = "reward_model.path"
-OTHER_REWARDS = {  # estimators that compare the reward with another that the model does not give
+OTHER_REWARDS = {  # estimators that also need rewards of another kind, which the model does not give
     "remax": "the reward of a greedy response",
     "grpo_process": "rewards of single steps",
 }
@@ -23,7 +23,7 @@ OTHER_REWARDS = {  # estimators that compare the reward with another that the mo
 
 def read_reward_model(path: Path) -> RewardFolder:
     """What the folder's config.json describes. Raises ConfigError for a folder that is no reward model."""
-    inputs.read_model(path, KEY)  # what every model folder must be
+    inputs.read_model(path, KEY)  # the checks of every model folder
     try:
         return read_reward_folder(path)
     except ValueError as error:
@@ -109,7 +109,7 @@ def _length_problems(config: Config, folder: RewardFolder) -> Problems:
 
 
 def _layout_problems(config: Config, world_size: int, arch: Architecture | None, folder: RewardFolder) -> Problems:
-    """The reward model has the policy's layout. A problem that the policy has too is reported there."""
+    """The reward model has the policy's layout. A problem that the policy has too is reported for the policy."""
 
     def problems_of(model: Architecture | None) -> Problems:
         yield from layout_problems(config, world_size, model)

@@ -2,7 +2,7 @@
 
 Every rank runs it. Each check is a small generator of problems, in the file of its topic; all of them run, so that one
 start shows every mistake. A section's own values are checked in `config.py`. What is read from disk (`inputs.py`) goes
-to the trainer in `Checked`, so that nothing is read twice.
+to the trainer in `Checked`, so that no file is read twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a failed run reports its reason: once, with the traceback of an error that nobody expected.
+"""How a failed run reports its reason: once, and with a traceback if the error was not expected (EXPECTED).
 
 A rank that fails writes a report into torchrun's error file. Who prints it depends on who started the ranks:
 
@@ -7,7 +7,7 @@ A rank that fails writes a report into torchrun's error file. Who prints it depe
     srun            ranks share no folder: all print, except that only rank 0 prints what is wrong with the config
 
 An error is only a symptom when another rank of this machine had died before it, for instance "connection closed by
-peer". A rank with a symptom stays until torchrun's agent ends it, so that the agent finds the dead rank, not this one.
+peer". A rank with a symptom waits until torchrun's agent ends it, so that the agent finds the dead rank, not this one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXPECTED = {  # module -> exception whose message tells what to do: it is shown 
     "grpo_megatron.models.weights": "WeightsError",
 }
 PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it closes the sockets of a dying process
-AGENT_S = 60.0  # the agent needs about 0.1 s to find a dead rank; the limit is for an agent that does not come
+AGENT_S = 60.0  # the agent needs about 0.1 s to find a dead rank; the limit is for an agent that never does
 SRUN_S = 2.0  # srun --kill-on-bad-exit needs this time to end the ranks that would only report symptoms
 
 
@@ -55,7 +55,7 @@ class FailureReport:
 
 
 def mark_started() -> None:
-    """Leave this rank's process id for the other ranks, which can then tell whether it has died."""
+    """Write this rank's process id to a file, so that the other ranks can tell whether it has died."""
     folder = _torchrun_folder()
     if folder is not None:
         (folder / "pid").write_text(str(os.getpid()))
@@ -136,7 +136,7 @@ def _has_dead_rank(folder: Path) -> bool:
 
 
 def _is_alive(pid: int) -> bool:
-    """False as soon as another process can find a connection to this one closed."""
+    """False as soon as the other ranks can see that a connection to this process is closed."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -162,7 +162,7 @@ def _write(report: FailureReport, folder: Path) -> bool:
 
 
 def _print_once(text: str, file: Path) -> None:
-    """Print unless another rank has. The lock makes the others wait, since torchrun ends all when the first rank leaves."""
+    """Print unless another rank has. The lock makes the others wait, since torchrun ends all when the first rank exits."""
     try:
         with file.open("a") as shared:
             fcntl.flock(shared, fcntl.LOCK_EX)
@@ -213,7 +213,7 @@ def explain_failure(error: Any, folder: Path) -> int:
 def _read_reports(folder: Path) -> list[FailureReport]:
     reports = []
     for file in folder.rglob("error.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # torch's own, of an error outside the program
+        with contextlib.suppress(OSError, ValueError, KeyError):  # torch's own report, of an error outside this program
             reports.append(FailureReport(**json.loads(file.read_text())["report"]))
     return reports
 

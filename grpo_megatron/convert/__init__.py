@@ -9,7 +9,7 @@ span.py         one tensor in a file, read in blocks of rows
 archive.py      the torch archives of which a distributed checkpoint's files consist
 contents.py     the table of contents of a distributed checkpoint, unpickled safely
 keys.py         names and shapes of the tensors in a distributed checkpoint
-rows.py         which rows of a Megatron tensor are which rows of its Hugging Face tensors
+rows.py         maps rows of a Megatron tensor to rows of its Hugging Face tensors, and back
 shards.py       writes Hugging Face shards; chunks.py writes a distributed checkpoint
 output.py       the files that both write, hashed while they are written
 tokenizers.py   the files that are copied with the weights, and whether the tokenizer fits the model

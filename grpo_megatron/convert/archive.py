@@ -23,7 +23,7 @@ FRAMED_BYTES = 32 << 20  # larger tensors are not compared with `archive_frame`,
 
 
 class _View(io.RawIOBase):
-    """One archive within a file, as a file."""
+    """A file object that shows only the bytes of one archive within a file."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0

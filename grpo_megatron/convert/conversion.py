@@ -1,4 +1,4 @@
-"""The two conversions. All checks come before the first byte is written; only the input's hashes are compared meanwhile."""
+"""The two conversions. All checks come before the first byte is written; only input hashes are compared during writing."""
 
 from __future__ import annotations
 

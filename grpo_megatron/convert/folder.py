@@ -1,4 +1,4 @@
-"""The output folder of a conversion: what may be replaced, how much room it needs, and one error when the disk refuses."""
+"""The output folder of a conversion: what may be replaced, how much space it needs, and one error for a failed write."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Output:
 
     @contextlib.contextmanager
     def block(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
-        """An uninitialised tensor to fill within the block. Then it is written, and its memory is used again."""
+        """An uninitialised tensor to fill within the block. Then it is written, and its memory is reused."""
         memory = self._free.get()
         tensor = memory.tensor(shape, dtype)
         yield tensor

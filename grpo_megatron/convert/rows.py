@@ -1,4 +1,4 @@
-"""Which rows of which Hugging Face tensor a range of Megatron rows is, and the reverse.
+"""Maps a range of Megatron rows to rows of Hugging Face tensors, and the reverse.
 
 On one rank (tp 1) a Megatron tensor has the rows of its Hugging Face tensors in another order (`WeightRow.runs`). So a
 conversion copies rows: it computes nothing, and never needs a whole tensor.

@@ -62,7 +62,7 @@ class Source(ABC):
         return {name: shape for row in self.rows for name, shape in zip(row.hf, row.hf_shapes(self.arch), strict=True)}
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The whole tensor, block by block (`row_blocks`). All blocks share one memory: the next one overwrites this one."""
+        """The whole tensor, block by block (`row_blocks`). All blocks share memory: each overwrites the previous one."""
         for first, last in row_blocks(shape):
             out = self._block.tensor((last - first, *shape[1:]), self.dtypes[name])
             self.fill(name, first, last, out)

@@ -1,7 +1,7 @@
 """A contiguous tensor at some offset of a file, of which rows are read on request.
 
-It uses plain reads into memory that is used again, not a memory map. The pages of a map count as memory of the process:
-a 70B model has 140 GB of them. Allocating memory for every block would take longer than reading the block.
+It uses plain reads into reused memory, not a memory map. The pages of a map count as memory of the process: a 70B model
+has 140 GB of them. Allocating memory for every block would take longer than reading the block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 class ReusedMemory:
-    """Memory for one tensor at a time, which is allocated once and used again."""
+    """Memory for one tensor at a time, allocated once and reused."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

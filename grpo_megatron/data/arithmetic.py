@@ -1,10 +1,10 @@
 """The quickstart's generated task: a + b in word problems, a and b in 1..99, for a tiny model on two CPU cores.
 
 A worked response shows units, then tens with the carry: `<think>8+3=11,1+7+1=9</think><answer>91</answer>`. A bare
-response is `<answer>91</answer>`. The warm-up teaches the worked form, then a habit of bare answers, which are mostly
-wrong. GRPO brings the worked form back: it changes the mode of answering and teaches no new arithmetic. Validation uses
-10 % of the unordered pairs {a, b}, which never occur in the warm-up or in training. A hash chooses them, whatever the
-seed is.
+response is `<answer>91</answer>`. The warmup teaches the worked form, then a habit of bare answers, which are mostly
+wrong. GRPO brings the worked form back: it changes the form of the answers and teaches no new arithmetic. Validation uses
+10 % of the unordered pairs {a, b}, which never occur in the warmup or in training. A hash chooses them, so they do not
+depend on the seed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEMPLATES = (
     "There are {a} {noun} here, {name} adds {b}. How many?",
 )
 
-WORKED_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 360, 60, 32, 0.6  # the warm-up's curriculum
+WORKED_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 360, 60, 32, 0.6  # the warmup's curriculum
 
 SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
 CHARACTERS = "0123456789+=,.? "  # one token per character
@@ -58,7 +58,7 @@ def bare_response(a: int, b: int) -> str:
 
 
 def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
-    """The warm-up's 420 x 32 rows {"prompt", "response"}, in the order of the curriculum; read them without shuffling."""
+    """The warmup's 420 x 32 rows {"prompt", "response"}, in the order of the curriculum; read them without shuffling."""
     draw = random.Random(f"{seed}/sft")
     for step in range(WORKED_STEPS + MIXED_STEPS):
         for _ in range(ROWS_PER_STEP):

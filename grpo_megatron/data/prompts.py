@@ -1,6 +1,6 @@
 """Prompts: rows of a task's files -> token ids, through the tokenizer's chat template or as plain text.
 
-The supervised warm-up renders its rows in the same way, so both phases see the same prompts.
+The supervised warmup renders its rows in the same way, so both phases see the same prompts.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def load_prompts(
     """The prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
     A prompt longer than data.max_prompt_length tokens is dropped and counted. With data.filter_overlong_prompts=false it
-    is an error. `uid` is "source/file stem/row number"; row numbers
-    start at 0 and count dropped rows. `max_samples` takes the first rows over all files. Raises ConfigError.
+    is an error. `uid` is "source/file stem/row number"; row numbers start at 0 and count dropped rows. Only the first
+    `max_samples` rows over all files are used. Raises ConfigError.
     """
     task = get_task(data.task)
     reward = reward_override or task.reward
@@ -95,9 +95,9 @@ def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> 
 def load_offline_groups(
     data: DataConfig, files: Sequence[Path], tokenizer: Any, fields: Mapping[str, float]
 ) -> list[OfflineGroup]:
-    """Prompts with written responses: of each row the field "prompt", and `fields`, name -> reward.
+    """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
 
-    {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
+    `fields` is {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
     `load_supervised`.
     """
     task = get_task(data.task)
@@ -119,7 +119,7 @@ def load_offline_groups(
 
 
 def render_prompt(data: DataConfig, task: Task, question: Question, tokenizer: Any, where: str) -> str:
-    """The prompt's text as `data` wants it. Raises ConfigError when the template is missing or fails."""
+    """The prompt's text, rendered as `data` says. Raises ConfigError when the template is missing or fails."""
     if not data.apply_chat_template:
         if data.system_prompt is not None:
             raise ConfigError(

@@ -12,7 +12,7 @@ from grpo_megatron.data.rows import Messages
 def render_chat(messages: Messages, tokenizer: Any, where: str) -> str:
     """The text that the tokenizer's chat template makes of `messages`, up to the beginning of the assistant's turn.
 
-    Raises ConfigError when the template fails; `where` says on which row.
+    Raises ConfigError when the template fails; `where` names the row in the message.
     """
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -1,7 +1,7 @@
 """Sampler: which items step number s sees. A pure function of (seed, step), so a checkpoint needs only the step.
 
 The items form an endless sequence of epochs. Epoch e has its own permutation, drawn from (seed, e). Step s takes the
-items at cursors s * batch_size ... (s + 1) * batch_size - 1. Batches run across the borders of epochs. Every item comes
+items at cursors s * batch_size ... (s + 1) * batch_size - 1. A batch may span two epochs. Every item comes
 exactly once per epoch; a batch holds an item twice only where two epochs meet in it.
 """
 
@@ -47,7 +47,7 @@ class Sampler(Generic[T]):
         return self.items[index]
 
 
-@lru_cache(maxsize=4)  # two epochs per batch at most, for two samplers: training and warm-up
+@lru_cache(maxsize=4)  # two epochs per batch at most, for two samplers: training and warmup
 def _permutation(size: int, seed: int, epoch: int) -> list[int]:
     # Python keeps the sequence of random() after seed(str) over its versions; it does not promise that of shuffle()
     keys = random.Random(f"{seed}/{epoch}")

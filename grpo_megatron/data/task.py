@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 from grpo_megatron.config import Section
 from grpo_megatron.data.rows import Messages, Question
 
-PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces stand for themselves
+PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
 
 ReadRow = Callable[[dict[str, Any]], tuple[Question, str]]
 
@@ -52,7 +52,7 @@ class Fewshot(Section):
 
 
 class Sampling(Section):
-    """For the scripted evaluation's samples beside the greedy one."""
+    """For the scripted evaluation's samples besides the greedy one."""
 
     temperature: float = Field(1.0, gt=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -139,7 +139,7 @@ class Task:
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
-    """The template with its {fields} replaced, once: braces in the values stay."""
+    """The template with its {fields} replaced, once: braces inside the values are kept."""
     return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 

@@ -36,7 +36,7 @@ class AnswerField(Section):
 
     `hashes`: after the last ####. `boxed`: in the last \\boxed{}. `unboxed`: text, or what its last \\boxed{} holds.
     `text`: text or a number. `verbatim`: text as it stands, possibly empty. `number`, `integer`: of JSON or as text.
-    `list`: texts or numbers, each perhaps in $...$, joined by commas.
+    `list`: texts or numbers, each with or without $...$, joined by commas.
     """
 
     field: str
@@ -166,7 +166,7 @@ def _has_content(row: dict[str, Any], field: str) -> bool:
 def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) -> Question:
     if len(fields) == 1 and template == f"{{{fields[0]}}}":
         return read_question(row, fields[0])
-    # white space inside a field is the benchmark's own; where several fields are joined, that at their ends is not
+    # a single field keeps all its white space; where several fields are joined, each loses it at both ends
     values = {field: text_field(row, field) for field in fields}
     if len(fields) > 1:
         values = {field: value.strip() for field, value in values.items()}

@@ -26,8 +26,8 @@ def task_names() -> list[str]:
 def get_task(name: str) -> Task:
     """The task called `name`. Raises ConfigError (a ValueError).
 
-    "module:attribute" may be a Task, or a function without arguments that returns one. What its module raises while it
-    is imported is passed on.
+    "module:attribute" may be a Task, or a function without arguments that returns one. Exceptions raised by the import
+    of the module are passed on.
     """
     if name.endswith((".yaml", ".yml")):
         return read_task_file(Path(name))

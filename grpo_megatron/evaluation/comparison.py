@@ -2,7 +2,7 @@
 
 The difference B - A is taken per problem. Its mean has a bootstrap interval over problems, which is narrower than two
 separate intervals suggest. McNemar's exact test uses the greedy answers. Let b problems be right only in A, and c only in
-B. Without a difference each of them falls to A or B with probability 1/2. So the two-sided p-value is
+B. If A and B are equally good, each of these problems is A's or B's with probability 1/2. So the two-sided p-value is
 2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
 """
 

@@ -3,7 +3,7 @@
 pass@k = 1 - C(n - c, k) / C(n, k) for c right answers of n: the unbiased estimate of "one of k is right"
 (arXiv:2107.03374). maj@n is the chance that the most frequent of n answers is right. Answers of equal frequency share
 the chance. Samples without a prediction do not vote. Intervals are percentiles over `RESAMPLES` resamplings of the
-problems. They are seeded: the same numbers give the same interval.
+problems. The resampling is seeded: the same numbers give the same interval.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def histogram(right: Sequence[int], wrong: Sequence[int], label: str) -> str:
 def right_counts(rights: Sequence[int], num_samples: int, label: str) -> str:
     """How many problems have 0, 1, ... `num_samples` right answers."""
     columns = [[rights.count(n), 0] for n in range(num_samples + 1)]
-    columns[0].reverse()  # problems without a right answer are wrong
+    columns[0].reverse()  # problems without a right answer are drawn like wrong ones
     return _column_chart(columns, [str(n) for n in range(num_samples + 1)], "", label)
 
 

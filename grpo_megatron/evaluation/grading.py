@@ -1,6 +1,6 @@
 """Grading of completions: the rewards and extractors of training, in the same worker processes with a time limit.
 
-Evaluation and the command `grade` use it. `task` is here a built-in task, whose reward grades, or the name of a reward:
+Evaluation and the command `grade` use it. Here `task` is a built-in task, which is graded by its reward, or a reward:
 gsm8k, math, gsm8k_strict and gsm8k_flexible (as lm-evaluation-harness), module:function.
 """
 

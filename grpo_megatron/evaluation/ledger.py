@@ -2,8 +2,8 @@
 
     OUT/completions/TASK/block_0000.jsonl   one completion per line, one file per rollout block
 
-A batch is one write, flushed and synced. Opening a file for writing cuts off a last line without its end, which a kill
-leaves. Reading takes every file, whatever layout wrote it, and the first of two lines for the same sample.
+A batch is one write, flushed and synced. A kill may leave a last line without its end; opening the file for writing cuts
+it off. Reading takes every file, whatever layout wrote it, and the first of two lines for the same sample.
 """
 
 from __future__ import annotations

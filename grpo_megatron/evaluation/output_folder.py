@@ -67,7 +67,7 @@ def check_output(output: Path, identity: dict[str, Any]) -> None:
 
 
 def _differences(recorded: Any, current: Any, where: str) -> list[str]:
-    """The keys with two values. A task that only one of the two has is no difference."""
+    """The keys whose values differ. A task that only one of the two has is no difference."""
     if isinstance(recorded, dict) and isinstance(current, dict):
         keys = recorded.keys() & current.keys() if where == "tasks" else recorded.keys() | current.keys()
         found = []

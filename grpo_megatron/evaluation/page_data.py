@@ -72,7 +72,7 @@ def _problem_texts(graded: list[GradedProblem], num_texts: int, dollars: bool) -
     while count:
         numbers = [place * len(graded) // count for place in range(count)]
         size = sum(_plain_size(graded[number]) for number in numbers)
-        if size <= BUDGET:  # only then it is worth the time to find the formulas
+        if size <= BUDGET:  # finding the formulas takes time: only for texts that can fit
             texts = {number: texts_of(number) for number in numbers}
             size = _estimated_size(texts)
             if size <= BUDGET:

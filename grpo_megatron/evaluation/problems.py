@@ -26,7 +26,7 @@ class Problem:
 
     @property
     def question_text(self) -> str:
-        """The question for a reader; of a chat, the contents of its messages."""
+        """The question as text for display; of a chat, the contents of its messages."""
         if isinstance(self.question, str):
             return self.question
         return "\n\n".join(message["content"] for message in self.question)

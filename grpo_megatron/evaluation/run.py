@@ -1,4 +1,4 @@
-"""Run: all samples of an evaluation, drawn on the training engine by every rank of a world, into the ledger.
+"""Run: all samples of an evaluation, drawn by the rollout engine on every rank of a world, into the ledger.
 
 A rollout block of `tp` ranks generates batches of requests. The batches are assigned to the blocks in turn, and the
 blocks wait for each other only at the end of a task. A batch that is complete in the ledger is skipped. Any other batch
@@ -31,7 +31,7 @@ REPORT_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Layout and memory of the engine. They are not part of what identifies a run."""
+    """Layout and memory of the engine. They are not part of the identity of a run."""
 
     tp: int = 1
     device: str = "auto"

@@ -1,7 +1,7 @@
 """Settings of one evaluation: read and checked before anything is started.
 
-`EvaluationSettings.identity` is everything that decides the scores. The number of ranks and the batches decide nothing:
-every sample has a seed made of (seed, task, problem, sample).
+`EvaluationSettings.identity` is everything that decides the scores. The number of ranks and the batches do not affect
+them: every sample has a seed made of (seed, task, problem, sample).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Selected:
-    """A task as it will be run. `drawn`: samples per problem beside the greedy one."""
+    """A task as it will be run. `drawn`: samples per problem besides the greedy one."""
 
     dataset: Dataset
     prompts: PromptSet

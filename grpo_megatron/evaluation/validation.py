@@ -21,9 +21,9 @@ from grpo_megatron.types import Prompt
 
 
 def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokenizer: Any | None) -> list[Prompt]:
-    """The prompts of `data.val_tasks`, in order. Without a tokenizer (another problem) only the files are checked.
+    """The prompts of `data.val_tasks`, in order. Without a tokenizer (reported elsewhere) only the files are checked.
 
-    `data.val_max_samples` takes the first rows of each task. Raises ConfigError.
+    Only the first `data.val_max_samples` rows of each task are used. Raises ConfigError.
     """
     try:
         tasks = get_tasks(data.val_tasks)

@@ -15,7 +15,7 @@ from grpo_megatron.evaluation.estimates import RIGHT
 
 Vote = tuple[bool, str | None]  # whether the sample is right, its prediction
 Equal = Callable[[list[tuple[str, str]]], list[bool]]  # whether the predictions of each pair are equal
-MAX_PAIRS = 200  # per problem; with more pairs, texts decide
+MAX_PAIRS = 200  # per problem; with more pairs, only equal texts share a class
 
 
 def vote_classes(problems: Sequence[Sequence[Vote]], equal: Equal) -> list[list[int | None]]:

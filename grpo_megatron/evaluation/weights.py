@@ -1,7 +1,7 @@
 """Weights for an engine without a training model: whole tensors of a folder, in bounded buckets, as in a weight sync.
 
 The folder is whatever the converter reads: a Hugging Face folder, a converted Megatron-Core checkpoint, a training step.
-Nothing is written. Every rank reads every tensor; on one machine the page cache reads the disk once.
+Nothing is written. Every rank reads every tensor; with the page cache, a machine reads its disk only once.
 """
 
 from __future__ import annotations

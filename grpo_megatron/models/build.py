@@ -153,10 +153,10 @@ def expert_config(arch: Architecture) -> dict[str, Any]:
 def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
     """Mark which parameters are cut over tensor-parallel ranks, and which belong to experts.
 
-    Megatron marks the former while it draws initial weights, which this project skips. Without the marks, the gradient
+    Megatron marks cut parameters while it draws initial weights, which this project skips. Without the marks, the gradient
     norm (and so the clipping) would silently count only the first rank's shards.
-    Megatron marks the latter under expert parallelism only. Here they are always marked. Experts then always have their
-    own optimizer, and a checkpoint can be read with another ep.
+    Megatron marks expert parameters under expert parallelism only. Here they are always marked. Experts then always have
+    their own optimizer, and a checkpoint can be read with another ep.
     """
     rows = model_rows(arch)
     for name, parameter in global_parameters(model).items():

@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of a pack each of cp ranks computes, and the all-gather of its results.
+"""Context parallelism: which tokens of a pack each of the cp ranks computes, and the all-gather of their results.
 
 A causal token attends to all tokens before it, so the end of a sequence costs more than its beginning. Each sequence is
 therefore cut into 2 cp chunks, and rank r takes chunk r from the front and chunk r from the back. (Ring Attention with
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
-    """Indices into the whole pack, int64 [T / cp], of the tokens of rank `cp_rank`, in the order that it computes them.
+    """Indices into the whole pack, int64 [T / cp]: the tokens of rank `cp_rank`, in the order in which it computes them.
 
     The pack is sequences of `lengths`, end to end. Each length is a multiple of 2 cp.
     """
@@ -59,8 +59,8 @@ def target_share(state_indices: Tensor, tokens: Tensor) -> TargetShare:
 class _GatherTargets(torch.autograd.Function):
     """Forward: every rank gets all N values. Backward: each rank keeps the gradients of its own values.
 
-    All ranks compute the same loss from the same N values. The gradient on one rank then belongs to its own tokens' part of
-    the loss. DDP sums over ranks, so the sum is the gradient of the loss, counted once.
+    All ranks compute the same loss from the same N values. The gradient on one rank is then that of its own tokens' part of
+    the loss. DDP sums over ranks, and the sum is the gradient of the loss, counted once.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The weight table of a pre-norm decoder, which all families share, in Megatron's names of the local layer spec."""
+"""The weight table of a pre-norm decoder, shared by all families. Megatron names are those of the local layer spec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mlp_rows() -> list[WeightRow]:
 
 
 def expert_rows(block: str, gate: str, up: str, down: str) -> list[WeightRow]:
-    """A router and SwiGLU experts in every layer. The arguments are Hugging Face names: of the module, and of its linears."""
+    """A router and SwiGLU experts in every layer. The arguments are Hugging Face names: the module and its linear layers."""
     hf, mcore = HF_LAYER + block + ".", MCORE_LAYER + "mlp."
     hf_expert, mcore_expert = hf + "experts.{expert}.", mcore + "experts.local_experts.{expert}."
     return [
@@ -33,7 +33,7 @@ def expert_rows(block: str, gate: str, up: str, down: str) -> list[WeightRow]:
 def decoder_table(
     *, qkv_bias: bool = False, qk_norm: bool = False, tied: bool = False, mlp: Sequence[WeightRow] | None = None
 ) -> list[WeightRow]:
-    """The table of a pre-norm decoder with grouped-query attention, in Megatron's names of the local layer spec.
+    """The table of a pre-norm decoder with grouped-query attention. Megatron names are those of the local layer spec.
 
     `mlp`: rows in place of one SwiGLU MLP per layer.
     """

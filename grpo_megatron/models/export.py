@@ -39,7 +39,7 @@ def save_hf(
     mesh: Mesh,
     shard_bytes: int = 4 << 30,
 ) -> None:
-    """Collective: every rank drains `stream`, rank 0 writes `target`, which is complete or absent.
+    """Collective: every rank reads `stream` to its end, rank 0 writes `target`. The folder is complete or absent.
 
     config.json is that of `source`, with the dtype of the tensors. An existing `target` is replaced. Raises RankError on
     every rank when rank 0 cannot write.

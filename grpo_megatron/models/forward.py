@@ -1,4 +1,4 @@
-"""Packing and the pipeline: whole sequences in, one number per response token out. Padding stays behind this file.
+"""Packing and the pipeline: whole sequences in, one number per response token out. Callers never see padding.
 
 A micro-batch is packed end to end ("thd"): T tokens, no padding between sequences. T is rounded up once, at the end of the
 last sequence. Attention is causal, so the padding cannot change a real token. Under context parallelism every sequence is
@@ -47,7 +47,7 @@ def pack(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> Pack:
-    """Sequences `rows` of `batch` end to end; of them, rank `cp_rank`'s part. No rows: padding without targets.
+    """Put sequences `rows` of `batch` end to end and take rank `cp_rank`'s part. No rows: padding without targets.
 
     `multiple` is `precision.token_multiple`, a multiple of 2 cp if cp > 1.
     """
@@ -77,7 +77,7 @@ def pack(
         target_tokens, state_indices = target_tokens[share.target_indices], share.state_indices
         share = TargetShare(share.target_indices.to(to), state_indices, share.num_targets)
     cuts = cuts.to(to)
-    # The padding of a sequence counts as part of it. Attention kernels are fastest without gaps; some need it so.
+    # The padding of a sequence counts as part of it. Attention kernels are fastest without gaps; some allow none.
     padded = cuts if cp > 1 else None
     return Pack(
         rows=rows,

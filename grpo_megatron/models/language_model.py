@@ -1,4 +1,4 @@
-"""LanguageModel: a sharded model that gives log-probabilities of a batch. Policy and reference."""
+"""LanguageModel: a sharded model that computes log-probabilities of a batch: the policy or the reference."""
 
 from __future__ import annotations
 

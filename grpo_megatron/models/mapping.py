@@ -4,8 +4,8 @@ A weight table is a list of rows. Each kind of row has three functions: `hf_shap
 part from Hugging Face tensors, reading no more than it needs) and `merge` (all ranks' parts -> whole Hugging Face
 tensors). Loading, export and the engine sync use the same rows, so they cannot disagree.
 
-A table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. An expanded row is one
-parameter of the model: its placeholders are filled in.
+A table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. In an expanded row the
+placeholders are filled in: it is one parameter of the model.
 
 There are H query heads in G groups (n = H / G heads per group), head size d, hidden size h. Megatron fuses attention
 group by group: for each group n*d query rows, then d key rows, then d value rows. It stores [gate; up] per
@@ -66,7 +66,7 @@ class WeightRow(ABC):
         """Whole Hugging Face tensors, in the order of `hf`, from all ranks' parameters. They own their memory."""
 
     def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        """The Megatron tensor of one rank from top to bottom, without padding: (index in `hf`, number of its next rows)."""
+        """The whole Megatron tensor (tp 1, no padding rows) from top to bottom: (index in `hf`, number of rows)."""
         return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
 
     @property
@@ -227,7 +227,7 @@ def is_layered(row: WeightRow) -> bool:
 
 
 def is_expert(row: WeightRow) -> bool:
-    """Whether a row of a table stands for one parameter per expert."""
+    """Whether a row of a table is one parameter per expert."""
     return "{expert}" in row.megatron
 
 
@@ -242,7 +242,7 @@ def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[Wei
     yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
 
 
-# Transformer Engine fuses a norm into the linear layer that follows. The tensor is the same; its name is another.
+# Transformer Engine fuses a norm into the linear layer that follows. Only the name of the tensor differs.
 TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -250,7 +250,7 @@ TE_NAMES = {
 
 
 def local_name(megatron_name: str) -> str:
-    """The name of a parameter in the local layer spec. Transformer Engine's spec may have another."""
+    """The name of a parameter in the local layer spec. Transformer Engine's spec may use another name."""
     for local, fused in TE_NAMES.items():
         if megatron_name.endswith(fused):
             return megatron_name.removesuffix(fused) + local

@@ -1,7 +1,7 @@
 """Parameter counts of each pipeline stage, as Megatron-Core itself builds it. Nothing is allocated.
 
-The model is built on the meta device, in a world that torch's fake process group simulates: one rank of each pipeline stage
-after the other.
+The model is built on the meta device, once per pipeline stage. torch's fake process group stands for a world of the full
+size.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def count_stages(
     )
     options: dict[str, Any] = {}
     if is_reward_model:
-        from grpo_megatron.models.reward_model import ScoreModel  # imports much, for this case only
+        from grpo_megatron.models.reward_model import ScoreModel  # a large import, for this case only
 
         options["model_class"] = ScoreModel
     device = Device("cpu")

@@ -1,7 +1,7 @@
 """OffloadedTensors: tensors moved to the host and back. Same objects, same views, same bits.
 
-`offload` copies a tensor's storage to the host and resizes it to zero bytes. Whoever holds the tensor, or a view of it,
-keeps holding it. `onload` resizes the storage again and copies the bytes back. Only tensors with a storage of their own
+`offload` copies a tensor's storage to the host and resizes it to zero bytes. References to the tensor and to its views
+stay valid. `onload` resizes the storage again and copies the bytes back. Only tensors with a storage of their own
 are moved. A view of a larger buffer stays: for example the "main" parameters of a float32 model, which are the model's own
 parameters. Host copies are kept for the next offload, and pinned if the device is a GPU.
 
@@ -19,7 +19,7 @@ from grpo_megatron.device import Device
 
 
 class OffloadedTensors:
-    """The tensors of one owner, on the device or offloaded. `offload` and `onload` may each be called twice."""
+    """The tensors of one owner, on the device or offloaded. A second `offload` or `onload` in a row does nothing."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

@@ -74,7 +74,7 @@ def build_optimizer(
 def _initialize_state(optimizer: MegatronOptimizer) -> None:
     """Create the state that Adam would create at its first step.
 
-    Megatron cannot save an optimizer without state. If all updates so far were skipped, there would be none.
+    Megatron cannot save an optimizer without state, and there is none as long as every update is skipped.
     """
     for part in each_optimizer(optimizer):
         inner = None if getattr(part, "is_stub_optimizer", False) else part.optimizer
@@ -149,7 +149,7 @@ def prepare_for_load(optimizer: MegatronOptimizer) -> None:
 
 
 def finish_load(optimizer: MegatronOptimizer) -> None:
-    """After a load all parameters share one `step` tensor. Each update would increment it once per parameter: copy it."""
+    """After a load all parameters share one `step` tensor. Each update would increment it once per parameter, so copy it."""
     for part in each_optimizer(optimizer):
         if getattr(part, "is_stub_optimizer", False):
             continue

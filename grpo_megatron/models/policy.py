@@ -38,7 +38,7 @@ LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
 
 
 class TooManySkippedSteps(RuntimeError):
-    """Updates stayed non-finite for `actor.max_skipped_steps` in a row."""
+    """More than `actor.max_skipped_steps` updates in a row had a non-finite gradient."""
 
 
 class Policy(LanguageModel):
@@ -96,7 +96,7 @@ class Policy(LanguageModel):
         return self._lr_scheduler
 
     def offload(self) -> None:
-        """Move to the host what only an update needs: optimizer states. Gradient buffers are freed, not copied."""
+        """Move the optimizer states to the host and free the gradient buffers: only an update needs them."""
         if not self.actor.megatron.offload_optimizer or self._offloaded.is_offloaded:
             return
         with self.device.megatron():
@@ -125,7 +125,7 @@ class Policy(LanguageModel):
         """One optimizer step per mini-batch, `epochs` times over the batch. Collective.
 
         Returns this rank's metric sums, one dict per optimizer step, and numbers that are the same on every rank. If the
-        gradient is not finite on any rank, the step is skipped on all ranks, and counted. Raises TooManySkippedSteps.
+        gradient on any rank is not finite, all ranks skip and count the step. Raises TooManySkippedSteps.
         """
         sums: list[MetricSums] = []
         norms: list[float] = []

@@ -1,15 +1,15 @@
 """FP8: the hardware that a recipe needs, the TransformerConfig fields that it sets, and the padding of tokens.
 
 Only the decoder's linear layers compute in FP8, through Transformer Engine. Embedding, attention core, output head and
-log-probabilities stay in bfloat16 or float32. The first and last layers do so by option. The recipes:
+log-probabilities stay in bfloat16 or float32. With `first_last_layers_bf16` the first and last layers do so too. Recipes:
 
     delayed     one scale per tensor, from the largest values of the last steps (arXiv:2209.05433)
     tensorwise  one scale per tensor, from its current largest value
     blockwise   one scale per 1 x 128 activations and per 128 x 128 weights, all e4m3 (DeepSeek-V3, arXiv:2412.19437)
     mxfp8       one power-of-two scale per 32 values, in hardware (OCP microscaling, arXiv:2310.10537)
 
-The rules are data (`RECIPES`, `QUANTIZATIONS`), and the hardware is an argument. So a machine without a GPU can check a
-config for a machine with one. Nothing here was run on a GPU yet.
+The rules are data (`RECIPES`, `QUANTIZATIONS`), and the hardware is an argument, so that a machine without a GPU can check
+a config for a machine with one. Nothing here was run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def token_multiple(megatron: MegatronConfig) -> int:
     """Packs are padded to a multiple of this many tokens. There is no other padding rule.
 
     Context parallelism cuts a pack into 2 cp chunks. Sequence parallelism cuts each rank's two chunks over tp ranks. FP8
-    needs whole blocks of the remaining rows. The result is cp * lcm(2 if cp > 1, tp * alignment): a multiple of tp, of 2 cp
-    and of the alignment. If cp is 1 and FP8 off, it is their least common multiple.
-    (The least common multiple alone is too small with FP8. For tp 8 and alignment 16 it is 16, two rows per rank, and
-    Transformer Engine refuses fewer than 8.)
+    needs whole blocks of the remaining rows. The result is cp * lcm(2 if cp > 1, tp * alignment), where tp is 1 without
+    sequence parallelism and the alignment is 1 without FP8.
+    (lcm(tp, 2 cp, alignment) would be too small with FP8. For tp 8, cp 1 and alignment 16 it is 16, which is two rows per
+    rank, and Transformer Engine refuses fewer than 8.)
     """
     cp = megatron.context_parallel_size
     rows = (megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1) * alignment(megatron.fp8)
@@ -230,7 +230,7 @@ def dequantized(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_parameter(parameter: Tensor, values: Tensor) -> None:
-    """Set a parameter's values. If it is stored in FP8, set its exact values too: the optimizer copies them to float32."""
+    """Set a parameter's values. If it is stored in FP8, also set its exact values, which the optimizer copies to float32."""
     parameter.copy_(values)
     get_exact = getattr(parameter, "get_high_precision_init_val", None)
     if get_exact is not None and (exact := get_exact()) is not None:

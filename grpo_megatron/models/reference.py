@@ -32,7 +32,7 @@ class NoReference:
 
 
 class Reference(LanguageModel):
-    """Its weights come from `path`. `copy_from` replaces them by the policy's current weights."""
+    """Its weights come from `path`. `copy_from` replaces them with the policy's current weights."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Reference(LanguageModel):
 
     @contextlib.contextmanager
     def _on_device(self, *, unchanged: bool = True) -> Iterator[None]:
-        """The weights are on the device. With `actor.megatron.offload_reference` they are on the host otherwise."""
+        """Inside, the weights are on the device. Outside, `actor.megatron.offload_reference` keeps them on the host."""
         was_offloaded = self._offloaded.is_offloaded
         self._offloaded.onload()
         try:
@@ -70,7 +70,7 @@ class Reference(LanguageModel):
             return super().logprobs(batch, temperature)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, as of the policy. (RFT draws from the reference.)"""
+        """Collective stream of every Hugging Face tensor, as for the policy. (RFT draws from the reference.)"""
         with self._on_device():
             yield from super().hf_weights(bucket_megabytes)
 

@@ -1,4 +1,4 @@
-"""RewardFolder: the Hugging Face folder of a reward model, to read and to write. Reads headers only.
+"""RewardFolder: the Hugging Face folder of a reward model, for reading and export. Of weight files only headers are read.
 
 Two kinds are accepted. transformers' `*ForSequenceClassification` with one label is a decoder and `score.weight` [1, h]. A
 `*ForCausalLM` loses its output head and gets a new score head of zeros: every score is 0 until the model is trained. Any

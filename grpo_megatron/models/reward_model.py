@@ -1,16 +1,16 @@
 """RewardModel: a decoder with one linear head [1, h] in place of the vocabulary's; one score per sequence.
 
 The score is w . h_t in float32. h_t is the final hidden state at the sequence's last token that is not padding. This is
-what transformers' `*ForSequenceClassification` computes, pad_token_id included: a response that ends in that id is read at
-the token before it. Attention is causal, so h_t depends on the whole response.
+what transformers' `*ForSequenceClassification` computes, pad_token_id included: if a response ends in that id, the
+score is read at the token before it. Attention is causal, so h_t depends on the whole response.
 
 The training loss is -log sigmoid(chosen - rejected), summed over pairs and divided by the number of pairs of the whole
 step. The divisor is fixed before batching, so the layout cannot change the gradient. Both sequences of a pair are always
 in one micro-batch.
 
-Everything else, from the layout to the optimizer, is the policy's. Under tensor parallelism the head is replicated: every
-rank computes the same score from the same whole hidden state. Its gradient is therefore complete on each rank, and must be
-neither summed nor marked as a shard.
+Everything else, from the layout to the optimizer, is as for the policy. Under tensor parallelism the head is replicated:
+every rank computes the same score from the same whole hidden state. The head's gradient is therefore complete on each rank.
+It must not be summed over these ranks, and the head must not be marked as a shard.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from grpo_megatron.types import Batch, WeightBucket
 
 
 class ScoreModel(LogprobModel):
-    """GPTModel whose last stage returns one score per sequence: at `Targets.state_indices`; target tokens are unused."""
+    """GPTModel whose last stage returns one score per sequence, at `Targets.state_indices`. Target tokens are not used."""
 
     score: torch.nn.Linear
 
@@ -170,7 +170,7 @@ class RewardModel(Policy, SequenceScorer):
         """One optimizer step on the batch's one mini-batch. Collective; the same metrics on every rank.
 
         Rows 2i (chosen) and 2i + 1 (rejected) are neighbours in one micro-batch. `num_pairs` counts the pairs of all ranks.
-        Like `Policy.update`, skips a step that is not finite on any rank. Raises TooManySkippedSteps.
+        Like `Policy.update`, skips the step if the gradient on any rank is not finite. Raises TooManySkippedSteps.
         """
         totals = self.backward_pairs(batch, num_pairs)
         norm = self._step()

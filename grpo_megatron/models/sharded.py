@@ -55,7 +55,7 @@ class ShardedModel:
     def forward_batch(
         self, batch: Batch, out: Tensor, read: Callable[[Pack, Tensor], Tensor], temperature: float | None = None
     ) -> Tensor:
-        """Set rows of `out` [B, ...] to `read(pack, values)` of their pack. The same on every rank of the replica.
+        """Set each pack's rows of `out` [B, ...] to `read(pack, values)`. The same on every rank of the replica.
 
         Runs the micro-batches of the batch, so that a later update computes the same numbers. Collective over the replica.
         """

@@ -30,7 +30,7 @@ from grpo_megatron.device import Device
 
 @dataclass(frozen=True)
 class Kernels:
-    """The fused kernels of a rank. On the CPU there are none. A GPU uses what is installed, and needs none of them.
+    """The fused kernels of a rank. On the CPU there are none. A GPU uses those that are installed; none is required.
 
     `transformer_engine`: layers, norms, attention over packed sequences and the rotary embedding. `compiled`: torch
     compiles the gated activation and the residual addition. `apex_gradients`: the matrix product that computes a weight
@@ -42,7 +42,7 @@ class Kernels:
     apex_gradients: bool = False
 
     def settings(self) -> dict[str, bool]:
-        """TransformerConfig fields. Neither attention has a separate softmax to fuse; Megatron's loss is not used."""
+        """TransformerConfig fields. Neither spec's attention has a separate softmax to fuse; Megatron's loss is not used."""
         return {
             "gradient_accumulation_fusion": self.apex_gradients,
             "apply_rope_fusion": self.transformer_engine,
@@ -97,7 +97,7 @@ def _has_transformer_engine() -> bool:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (arXiv:1910.07467) in float32. Megatron's wrapper of torch's norm refuses sequence parallelism.
 
-    Megatron sums the gradient over tensor-parallel ranks because of the weight's attribute `sequence_parallel`.
+    The weight's attribute `sequence_parallel` makes Megatron sum its gradient over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -158,8 +158,8 @@ def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    # In a checkpoint of the Transformer Engine spec, the norm before experts is not part of a linear layer, and keeps its
-    # own name. Keep the same name here, so that either spec reads the other's checkpoints.
+    # In a checkpoint of the Transformer Engine spec, the norm before the experts is not fused into a linear layer, and keeps
+    # its own name. Keep the same name here, so that either spec reads the other's checkpoints.
     if config.num_moe_experts:
         parts.sharded_state_dict_keys_map = {
             name: saved for name, saved in parts.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."

@@ -1,8 +1,8 @@
 """Policy and optimizer as Megatron-Core sharded state, and back. A checkpoint can be read in any tp x pp x dp layout.
 
-`save_sharded` is `dist_checkpointing.save` in its own steps. Megatron's rank 0 writes common.pt, .metadata and metadata.json
-between collectives. An error there (a full disk) would end these collectives on rank 0 only, and the other ranks would
-wait until the timeout. Here such an error is kept until the last collective is over, and then raised on every rank.
+`save_sharded` repeats the steps of `dist_checkpointing.save`. Megatron's rank 0 writes common.pt, .metadata and metadata.json
+between collectives. An error there (a full disk) would stop rank 0 only, and the other ranks would wait in the next
+collective until the timeout. Here such an error is kept until the last collective is over, then raised on every rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _rng(policy: Policy, state: Any) -> ShardedObject:
 
 
 class _Writer(TorchDistSaveShardedStrategy):
-    """Megatron's writer of sharded state. This rank's errors of the disk are collected in `problems`, not raised."""
+    """Megatron's writer of sharded state. This rank's disk errors are collected in `problems`, not raised."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
@@ -77,7 +77,7 @@ class _Writer(TorchDistSaveShardedStrategy):
         return request._replace(async_fn=functools.partial(self._write_files, request.async_fn))
 
     def _write_files(self, write: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
-        """Megatron's own `write`, which puts its results into a queue, or the exception that ended it."""
+        """Call Megatron's own `write`, which puts into a queue either its results or the exception that ended it."""
         outcomes: queue.Queue[Any] = queue.Queue()
         self.attempt(write, rank, buckets, outcomes)
         outcome = RuntimeError("the files were not written") if outcomes.empty() else outcomes.get()
@@ -89,7 +89,7 @@ class _Writer(TorchDistSaveShardedStrategy):
 def save_sharded(policy: Policy, folder: Path) -> None:
     """Collective: write weights, optimizer and every rank's random state into the empty `folder`.
 
-    Raises RankError on every rank when the disk of any rank refuses.
+    Raises RankError on every rank when any rank cannot write.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -111,12 +111,12 @@ def save_sharded(policy: Policy, folder: Path) -> None:
         if mesh.rank == 0:
             writer.attempt(save_config, CheckpointingConfig(writer.backend, writer.version), str(folder))
         mesh.agree(writer.problem(task))
-        if writer.failure is not None:  # not an error that a rank has collected
+        if writer.failure is not None:  # an error that is in no rank's `problems`
             raise writer.failure
 
 
 def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
-    """Collective: the inverse of `save_sharded`. Random states are restored if the world has the size it had (`same_world`)."""
+    """Collective: the inverse of `save_sharded`. With `same_world` (the world size is unchanged) random states are restored."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     with policy.device.megatron():

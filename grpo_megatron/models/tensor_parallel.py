@@ -21,7 +21,7 @@ def split_problems(arch: Architecture, tp: int) -> list[str]:
 
 
 def engine_split_problems(arch: Architecture, tp: int) -> list[str]:
-    """As `split_problems`, and why vLLM cannot cut the vocabulary over `tp` ranks."""
+    """`split_problems`, and why vLLM cannot cut the vocabulary over `tp` ranks."""
     problems = split_problems(arch, tp)
     multiple = ENGINE_VOCABULARY_MULTIPLE
     padded = -(-arch.vocab_size // multiple) * multiple

@@ -26,7 +26,7 @@ from grpo_megatron.types import WeightBucket
 
 
 class WeightsError(ValueError):
-    """A Hugging Face folder whose tensors are not the model's. The message names every wrong tensor."""
+    """A Hugging Face folder that cannot be read, or whose tensors are not the model's. The message names wrong tensors."""
 
 
 class SafetensorsFolder:
@@ -67,7 +67,7 @@ class SafetensorsFolder:
         return self._owner[name].get_slice(name)
 
     def check(self, expected: dict[str, tuple[int, ...]], optional: set[str]) -> None:
-        """Raise WeightsError that lists every missing, unexpected or misshapen tensor. Reads headers only."""
+        """Raise WeightsError that lists missing, unexpected and misshapen tensors, 20 at most. Reads headers only."""
         problems = [f"missing {name}" for name in expected if name not in self._owner and name not in optional]
         known = set(expected) | optional
         ignored = ("rotary_emb.inv_freq", "masked_bias")  # buffers written by old exporters
@@ -95,7 +95,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def global_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of this rank by its global Megatron name, as the local layer spec has it.
+    """Every parameter of this rank by its global Megatron name in the local layer spec.
 
     Layer numbers are global. They come from each layer's own `layer_number`, so uneven stages need no offset. Expert
     numbers are global too, from each layer's own `local_expert_indices`.
@@ -115,7 +115,7 @@ def global_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _global_expert(parts: list[str], indices: list[int]) -> list[str]:
-    """What follows `mlp.experts.`, in the form of sequential experts, with the expert's global number.
+    """The rest of a name after `mlp.experts.`, in the form of sequential experts, with the expert's global number.
 
     Sequential experts are named local_experts.0.linear_fc1.weight, grouped ones linear_fc1.weight0.
     """
@@ -154,7 +154,7 @@ def hf_weights(
     Per bucket: the owning stage all-gathers its shards over tensor-parallel ranks, then broadcasts them to the other
     stages. (Experts: the owning expert-parallel rank all-gathers, and broadcasts to the other expert-parallel ranks first.)
     The yielded tensors own their memory. `stage_of` maps each Megatron name to its stage (`stage_owners`).
-    Before any tensor moves, the ranks agree that no parameter is missing or has a wrong shape. Raises RankError.
+    Before each bucket, the ranks agree that no parameter is missing or has a wrong shape. Raises RankError.
     """
     parameters = global_parameters(model)
     example = next(iter(parameters.values()))
@@ -186,7 +186,7 @@ def hf_weights(
 
 
 def stage_owners(model: torch.nn.Module, arch: Architecture, mesh: Mesh) -> dict[str, int]:
-    """Collective: Megatron name -> the first pipeline stage that has it (a tied head belongs to the first stage)."""
+    """Collective: Megatron name -> the first pipeline stage that has it (a tied head is the first stage's embedding)."""
     names_of_stage: list[str] = []
     for names in all_gather_values(list(global_parameters(model)), mesh.ep_group):
         names_of_stage += names

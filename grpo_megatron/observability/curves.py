@@ -2,7 +2,7 @@
 
 Nine panels: learning (reward, validation accuracy, response length), health (entropy, gradient norm, difference of
 log-probabilities between policy and engine, KL to the reference), cost (throughput, seconds per phase). A panel is empty
-if the run has none of its metrics. Red lines mark steps where one of them was NaN or infinite.
+if the run has none of its metrics. Red lines mark steps where a metric of the panel was NaN or infinite.
 """
 
 from __future__ import annotations

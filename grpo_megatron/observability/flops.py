@@ -13,7 +13,7 @@ Lengths are without padding, so that padding lowers MFU. Sliding-window attentio
 
     MFU = FLOP / (seconds x devices x peak)
 
-FP8 departs from the peers, which divide by the bf16 peak: the ideal time is the sum of FLOP_p / peak_p over precisions.
+FP8: other frameworks divide by the bf16 peak. Here the ideal time is the sum of FLOP_p / peak_p over precisions.
 The linear products of attention, MLP and experts are in FP8; attention core, router, embedding and head are not.
 """
 

@@ -95,7 +95,7 @@ class Metrics:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `timing_s/<name>`: wall seconds, added up over calls, slowest rank.
 
-        A block that raises is not recorded: to wait for a failed device would hide its error.
+        A block that raises is not recorded, because waiting for a failed device would hide its error.
         """
         self._synchronize()
         start = time.perf_counter()
@@ -181,7 +181,7 @@ def _effective_sample_size(states: Sequence[tuple[float, float, float]]) -> floa
 
 
 def _quantile(states: Sequence[tuple[float, int, Tensor]]) -> float | None:
-    """Inverted weighted distribution: a value that stands for k strided-over ones counts k times."""
+    """Inverse of the weighted distribution: where a rank sent one value of every k, each counts k times."""
     states = [state for state in states if state[1]]
     if not states:
         return None

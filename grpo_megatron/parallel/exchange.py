@@ -1,4 +1,4 @@
-"""The sample exchange: rollout layout -> training layout, in two phases. The only data-parallel communication we write.
+"""The sample exchange: rollout layout -> training layout, in two phases.
 
 1. `gather_groups`: a few numbers per sample (prompt, index, reward, lengths, which tokens are in the loss) reach every
    rank. Then every rank can compute the same plan, with exact group statistics even where the samples of one prompt
@@ -6,8 +6,8 @@
 2. `exchange`: tokens and rollout log-probabilities move once, directly to the ranks that train on them.
 
 Both run on the host over the gloo control group: a step's samples are megabytes, its activations gigabytes. The loss
-mask travels in phase 1 as spans of tokens. An environment writes whole stretches of a response, so these are a few
-numbers, and estimators that work on tokens (`algo/returns.py`) need them of every row.
+mask is sent in phase 1 as spans of tokens. An environment writes whole stretches of a response, so a row has few spans.
+Estimators that work on tokens (`algo/returns.py`) need the spans of every row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample, TokenSp
 
 @dataclass(frozen=True)
 class _TableRow:
-    """One sample in phase 1: the columns of the table that its holder knows."""
+    """One sample in phase 1: the table columns that the rank with the sample can fill in."""
 
     prompt_index: int
     index: int
@@ -116,7 +116,7 @@ def build_batch(
     rollout_logprobs: list[Tensor],
     loss_spans: list[list[TokenSpan]] | None = None,
 ) -> Batch:
-    """Pad `rows` of the plan's table into a Batch.
+    """Make a padded Batch of `rows`, which are rows of the plan's table.
 
     tokens[i] is int64 [prompt + response], rollout_logprobs[i] float32 [response]. `loss_spans[i]` are the response
     tokens in the loss; None: all of every row.
@@ -147,7 +147,7 @@ def build_batch(
 
 
 def apply_plan(batch: Batch, plan: Plan, dp_rank: int) -> None:
-    """Set the batch's advantages, token weights and mini-batches from the plan, whose rows on this rank it holds."""
+    """Set the batch's advantages, token weights and mini-batches from the plan. The batch has `dp_rank`'s rows."""
     batch_row = {row: i for i, row in enumerate(batch.rows)}
     batch.mini_batches = [[[batch_row[row] for row in micro] for micro in mini] for mini in plan.mini_batches[dp_rank]]
     batch.advantages, batch.token_weights = torch.zeros_like(batch.advantages), torch.zeros_like(batch.token_weights)
@@ -169,7 +169,7 @@ def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
 def _move_tokens(
     samples: Sequence[Sample], table: GroupTable, owner: dict[int, int], mesh: Mesh
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Table row -> (tokens, rollout log-probabilities) for every row this rank owns, by one all-to-all.
+    """Table row -> (tokens, rollout log-probabilities) for every row that this rank trains on, by one all-to-all.
 
     A row travels as int32: prompt, response, then the bits of the float32 log-probabilities. Every rank knows every
     size from the table. Between two ranks the rows travel in increasing order.
@@ -177,8 +177,8 @@ def _move_tokens(
     sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
     sizes = [p + 2 * r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
 
-    outgoing: list[list[int]] = [[] for _ in range(mesh.dp)]  # rows that this rank holds, by the dp rank that owns them
-    incoming: list[list[int]] = [[] for _ in range(mesh.world_size)]  # rows that this rank owns, by their holder
+    outgoing: list[list[int]] = [[] for _ in range(mesh.dp)]  # rows on this rank, by the dp rank that trains on them
+    incoming: list[list[int]] = [[] for _ in range(mesh.world_size)]  # rows this rank trains on, by their holder
     for row in sorted(owner):
         if table.holder[row] == mesh.rank:
             outgoing[owner[row]].append(row)

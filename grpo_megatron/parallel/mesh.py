@@ -5,8 +5,8 @@ Megatron's default order, tensor-parallel ranks are contiguous, then context-par
 
     rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank))
 
-Experts are spread over `ep` neighbouring places of the cp x dp grid (ep divides cp * dp). These ranks have the same other
-weights.
+Experts are spread over `ep` neighbouring ranks of the cp x dp grid (ep divides cp * dp). All other weights are the same on
+these ranks.
 
 The rollout layout is blocks of `rollout_tp` contiguous ranks, one engine per block. A block spans neighbouring
 tensor-, context- and data-parallel ranks, and several pipeline stages only if rollout_tp exceeds tp * cp * dp.
@@ -72,7 +72,7 @@ class Mesh:
 
     @property
     def is_first_replica_rank(self) -> bool:
-        """True on one rank per data-parallel replica, which has the loss and reports the metrics."""
+        """True on one rank per data-parallel replica: the rank that has the loss and reports the metrics."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
@@ -85,7 +85,7 @@ class Mesh:
 
     @property
     def is_block_leader(self) -> bool:
-        """True on one rank per rollout block, which grades and reports its samples."""
+        """True on one rank per rollout block: the rank that grades and reports the block's samples."""
         return self.rank % self.rollout_tp == 0
 
     def dp_rank_of(self, rank: int) -> int:

@@ -2,13 +2,13 @@
 
 reward.py                 the registry, and what a reward function may return
 gsm8k.py lm_eval.py       numeric answers: our grader, and lm-evaluation-harness' two
-math/                     the grader of MATH (`math/__init__.py` names what other rooms may use)
+math/                     the grader of MATH (`math/__init__.py` names what other packages may use)
 arithmetic.py             the quickstart's reward
 format.py                 the layout of a response
 steps.py equation.py      a step reward: is the written arithmetic right?
 known.py                  completions whose reward is known, for the self-test of the workers
 time_limit.py             a limit on processor time
-workers/                  the processes (`workers/pool.py` is for other rooms)
+workers/                  the processes (other packages may use `workers/pool.py`)
 
 Importing this package registers the built-in rewards. It imports the standard library only, so that a worker starts in
 some 50 ms; the worker that needs math-verify imports it in `math/formula.py`.

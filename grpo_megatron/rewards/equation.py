@@ -1,4 +1,4 @@
-r"""Written arithmetic, checked exactly: finds the equations of a text and tells which hold. A small parser, no `eval`.
+r"""Written arithmetic, checked exactly: finds the equations of a text and says which hold. A small parser, no `eval`.
 
 An equation is a chain `48/2=24` or `2*3 = 6 = 12/2` of sides without variables; at least one side has an operator.
 GSM8K's calculator annotations `<<48/2=24>>` are equations, and so is the text around them. Numbers may have `$`, `%` (a

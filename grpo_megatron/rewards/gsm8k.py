@@ -30,7 +30,7 @@ _LEADING_NUMBER = re.compile(
         ) (?:\s?\\?%)?""",
     re.VERBOSE,
 )
-# more follows: an operator and an operand, a second number, an exponent, a malformed group, an identifier
+# what may not follow a number: an operator and an operand, a second number, an exponent, a malformed group, an identifier
 _CONTINUATION = re.compile(
     r"""\s*(?: [-+*/^=<>\u00d7\u00f7\u00b7\u2013] | \*\* | \\times | \\cdot | \\div ) \s* [-(\\{$]* [0-9]
       | \s+[.]?[0-9] | [,._':][0-9] | [A-Za-z][-+]?[0-9]""",
@@ -64,7 +64,7 @@ def parse_number(text: str) -> Fraction | None:
         return None
     following = window[match.end() : match.end() + 1]
     if not following.isascii() and following.isnumeric():
-        return None  # 4 and a full-width 2, or 5 and a one-half sign
+        return None  # for example 4 and a full-width 2, or 5 and a one-half sign
     part = match.groupdict()
     if part["top"]:
         value = _ratio(part["top"], part["bottom"])

@@ -93,7 +93,7 @@ def build_engine(
     eos_token_ids: list[int],
     expected: Mapping[str, tuple[int, ...]],
 ) -> RolloutEngine:
-    """The engine of the `rollout` section. Collective over the world; arguments as of `RolloutEngine`. Raises ConfigError."""
+    """The engine of the `rollout` section. Collective over the world; arguments as in `RolloutEngine`. Raises ConfigError."""
     engine = find_engine(rollout.engine)
     return engine(
         model_path,

@@ -61,7 +61,7 @@ def verified_stream(
         try:
             bucket = next(stream, None)
             problem = census.missing() if bucket is None else census.admit(bucket)
-        except Exception as error:  # of any kind: the other ranks wait for this rank's verdict
+        except Exception as error:  # of any kind: the other ranks wait for this rank in `agree`
             problem = f"{type(error).__name__}: {error}"
         mesh.agree(problem)
         # A rank with one bucket more than the others would wait for them forever: compare the names as well.

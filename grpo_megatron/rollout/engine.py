@@ -1,4 +1,4 @@
-"""RolloutEngine: what the trainer needs of a rollout engine, and the request and completion types.
+"""RolloutEngine: the interface between the trainer and a rollout engine, with the request and completion types.
 
 Each rank holds one engine object. `rollout_tp` neighbouring ranks form a block that serves the same requests together;
 blocks never wait for each other to generate. Lengths are tokens, log-probabilities are natural logarithms.
@@ -66,7 +66,7 @@ class RolloutEngine(ABC):
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:
-        """What this engine cannot do of the `rollout` section: key, value and remedy, one line each."""
+        """Settings of the `rollout` section that this engine does not support: key, value and remedy, one line each."""
         yield from ()
 
     @abstractmethod

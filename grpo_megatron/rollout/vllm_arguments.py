@@ -1,7 +1,7 @@
 """From the `rollout` section to the arguments of `vllm.LLM`, and what the user may add to them. Imports no vLLM.
 
 Most keys keep the names and places that verl's users know (`rollout.gpu_memory_utilization`, `rollout.max_num_seqs`, ...).
-What verl does not have is in `rollout.engine_options` (`VllmOptions`). Everything else that vLLM can do is reached by
+What verl does not have is in `rollout.engine_options` (`VllmOptions`). All other vLLM arguments go into
 `rollout.engine_kwargs`, which is passed on unread.
 """
 
@@ -72,8 +72,8 @@ def vllm_arguments(
         "skip_tokenizer_init": True,
         "tensor_parallel_size": rollout_tp,
         "distributed_executor_backend": "external_launcher" if on_cuda else executor,
-        "seed": rollout.seed,  # must be the same within a block; every sample has its own seed besides
-        "logprobs_mode": "processed_logprobs",  # vLLM's default is before temperature: not the distribution drawn from
+        "seed": rollout.seed,  # must be the same within a block; every sample also has its own seed
+        "logprobs_mode": "processed_logprobs",  # vLLM's default ignores temperature: not the distribution drawn from
         "generation_config": "vllm",  # vLLM's default silently takes temperature and top_p from the model folder
         "weight_transfer_config": transfer,
     }

@@ -1,4 +1,4 @@
-"""How vLLM 0.32 gets into a training process and out again, without output and side effects. The only importer of vllm.
+"""Starts and stops vLLM 0.32 inside a training process, without output and side effects. Only this file imports vllm.
 
 vLLM is imported late: `import vllm` takes seconds and changes the environment. There is one worker per process
 (external_launcher). Weights arrive through a WeightTransferEngine of this file, which takes Hugging Face tensors by
@@ -76,7 +76,7 @@ def build(
 ) -> tuple[Any, Any]:
     """(vllm.LLM with dummy weights, vllm.SamplingParams). Collective over the world, after the process group.
 
-    Raises ConfigError for `rollout.engine_kwargs` that would break the contract with the trainer.
+    Raises ConfigError for `rollout.engine_kwargs` whose values the trainer must set itself.
     """
     if not device.is_cuda:
         _remove_own_leftovers(mesh)
@@ -167,7 +167,7 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
             for layer in self.model.modules() if on_cpu else ():
                 method: Any = getattr(layer, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None  # vLLM packs experts on CPU when it makes the kernel: repeat both
+                    method.moe_kernel = None  # on CPU vLLM packs the experts when it makes the kernel: redo both
             reload.initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info: Tensors) -> None:
@@ -176,7 +176,7 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
-            for layer in self.model.modules():  # a tied head on CPU has a packed copy, which no tensor updates
+            for layer in self.model.modules():  # on CPU a tied head has a packed copy, which no load updates
                 if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
                     layer.quant_method.process_weights_after_loading(layer)
 
@@ -225,8 +225,8 @@ def inside(device: Device) -> Iterator[None]:
 def ending(device: Device) -> contextlib.AbstractContextManager[Any]:
     """Around the shutdown of an engine.
 
-    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing waits for the
-    memory, so frozen objects stay frozen there.
+    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing else
+    needs the memory, so frozen objects stay frozen there.
     """
     return contextlib.nullcontext() if device.is_cuda else mock.patch.object(gc, "unfreeze", lambda: None)
 
@@ -244,7 +244,7 @@ def _remove_own_leftovers(mesh: Mesh) -> None:
 
 
 def _destroy_vllm_groups(shutdown_ray: bool = False) -> None:
-    """Destroys vLLM's own process groups only. Replaces vLLM's clean-up.
+    """Destroy vLLM's own process groups only. Replaces vLLM's clean-up.
 
     vLLM's clean-up destroys torch's default group whenever an engine is shut down or garbage-collected. The trainer needs
     that group.

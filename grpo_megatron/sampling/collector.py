@@ -1,11 +1,11 @@
-"""Collectors bring the samples of a step. Each data source is one small class; wrappers take another collector `c`.
+"""Collectors provide the samples of a step. Each data source is one small class; wrappers take another collector `c`.
 
     PolicyCollector             n samples of each of the next prompts, from the current policy
     InitialModelCollector(c)    c, while the engine holds the model that the run started from (RFT)
     FileCollector               responses read from a file (SFT), or chosen and rejected ones (DPO)
     EmptyCollector              nothing, in a run without training steps
     DynamicSampling(c)          rounds of c until every group has different rewards (DAPO)        dynamic.py
-    Replay(c)                   groups of earlier steps beside those of c                         replay.py
+    Replay(c)                   groups of earlier steps and those of c                            replay.py
 
 `sampling/build.py` stacks them as the config asks. Every rank holds the same number of groups in the same order, so that
 a decision made from the gathered table is the same on all ranks. `state` is what a resumed run needs to continue with
@@ -47,7 +47,7 @@ class Collector(Protocol):
         """Up to `count` groups for step `step`. Collective. The engine is awake and holds the weights of `step`."""
 
     def epoch(self) -> float:
-        """Passes over the data that are complete."""
+        """Passes over the data so far, as a fractional number."""
 
     def state(self) -> State:
         """What `load_state` needs: plain JSON, the same on every rank. Collective."""
@@ -92,7 +92,7 @@ class PolicyCollector:
     ) -> None:
         self.generator, self.prompts, self.data, self.rollout, self.greedy = generator, prompts, data, rollout, greedy
         self.cursor = 0  # prompts taken from the data so far
-        self.step, self.num_rounds = -1, 0  # the last step drawn for, and how many times
+        self.step, self.num_rounds = -1, 0  # the last step, and the number of draws for it
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         if step != self.step:
@@ -179,7 +179,7 @@ class FileCollector:
 
 
 class EmptyCollector:
-    """Stands in where a run has no training steps, so that no prompts were read."""
+    """Used in a run without training steps, for which no prompts are read."""
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         return []

@@ -2,18 +2,18 @@
 
 A group is informative when its rewards differ; the raw reward decides, before any penalty. A round draws up to
 `gen_batch_size` prompts. After `max_num_gen_batches` rounds the step trains on the groups that it has, even on none:
-every denominator counts only what is there.
+every denominator counts only these.
 
 Departure from DAPO: groups beyond the batch are left over for later steps instead of being thrown away. A left-over
 group is off-policy, so its age is bounded: once it is more than `max_staleness` steps old it is dropped and never
 trained on. The rollout correction sees the age, because a sample keeps the log-probabilities it was drawn with.
 
-A round is not larger than it can be useful: with B prompts per batch, m groups missing from it and a share p of
+A round draws no more prompts than can be useful: with B prompts per batch, m groups missing from it and a share p of
 informative groups in the last round,
 
     prompts = min(gen_batch_size, ceil((m + max_staleness * B) / p))
 
-so that a full round is expected to bring at most what this step and the next `max_staleness` can train on.
+so that a round is expected to yield at most what this step and the next `max_staleness` steps can train on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DynamicSampling:
         return batch
 
     def _num_prompts(self, missing: int, batch_size: int) -> int:
-        """Prompts of the next round: see the module's header. Without an informative group so far, a full round."""
+        """Prompts of the next round: see the module's header. A full round if the last round had no informative group."""
         informative, drawn = self.last_round
         if not informative:
             return self.round_size

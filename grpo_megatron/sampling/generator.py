@@ -1,6 +1,6 @@
 """Generator: prompts -> samples -> rewards, for this rollout block's share of them.
 
-The requests are ordered by prompt, then by sample, and cut into one contiguous run per rollout block, of nearly equal
+The requests are ordered by prompt, then by sample, and cut into one contiguous range per rollout block, of nearly equal
 length. So a prompt's samples stay together and share its cached prefix, except where a cut falls. Every request has its
 own seed: the cuts decide only where a sample is drawn.
 """
@@ -106,7 +106,7 @@ class Generator:
     def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         """(end of the step in the text, reward) -> (index of the token that completes it, reward).
 
-        That token is the last of the shortest run of tokens whose text reaches the end. Steps that end within one token
+        That token is the last of the shortest prefix of tokens whose text reaches the end. Steps that end within one token
         become one step, with their mean reward.
         """
         ids, low = sample.response_ids, 0

@@ -1,11 +1,11 @@
-"""Replay: groups of earlier steps beside fresh ones, never drawn more than `max_staleness` steps ago.
+"""Replay: trains on groups of earlier steps together with fresh ones. None is more than `max_staleness` steps old.
 
 Up to `ratio` of each batch comes from the buffer: the oldest groups first, each at most once. The rest is fresh. Fresh
-groups with different rewards enter the buffer. Groups leave it when they are too old, or when it holds more than `size`.
+groups whose rewards differ enter the buffer. Groups leave it when they are too old, or when it holds more than `size`.
 
 The ratio of the surrogate loss is taken against the training engine's log-probabilities at the start of the update. The
-rollout correction weighs how far those are from the log-probabilities that a sample was drawn with, for old and fresh
-samples alike.
+rollout correction covers the difference between those and the log-probabilities that a sample was drawn with, for old and
+fresh samples alike.
 """
 
 from __future__ import annotations

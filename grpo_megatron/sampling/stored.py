@@ -1,7 +1,7 @@
 """Stored groups: samples that wait for a later step, as plain JSON in a checkpoint.
 
 A checkpoint holds every group whole, whichever ranks held its samples. After a resume, whole groups are dealt to the
-rollout blocks in turn, so that the layout may have changed.
+rollout blocks in turn, so the layout may have changed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _pack_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def pack_sample(sample: Sample) -> dict[str, Any]:
-    """Long columns travel as base64: as JSON numbers they would be several times the size."""
+    """Long columns are stored as base64: JSON numbers would take several times the space."""
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
     packed["prompt"] = asdict(sample.prompt)
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))

@@ -71,7 +71,7 @@ def build_colocation(config: Config, policy: Policy, engine: RolloutEngine, mesh
 
 
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:
-    """Reward workers that have passed their self-test, before any step is paid for. `opened` will close them.
+    """Reward workers that have passed their self-test, before the first step. `opened` will close them.
 
     Raises RuntimeError when they fail the test.
     """
@@ -83,7 +83,7 @@ def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitS
 
 
 def build_reward_model(config: Config, mesh: Mesh, device: Device) -> NoRewardModel:
-    """None, a frozen one, or one that learns after each outer iteration. Collective."""
+    """No reward model, a frozen one, or one that is trained after each outer iteration. Collective."""
     section, dtype, actor = config.reward_model, config.model.dtype, config.actor
     if section.path is None:
         return NoRewardModel()
@@ -102,7 +102,7 @@ def build_reward_model(config: Config, mesh: Mesh, device: Device) -> NoRewardMo
 def build_references(
     config: Config, checked: Checked, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
 ) -> References:
-    """Collective. After a warm-up the policy starts from its result, and so does the reference."""
+    """Collective. Without `ref.path` the reference starts as the policy does: from the warm-up's result, if any."""
     output_dir = config.trainer.output_dir
     policy_start = output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
     return References(

@@ -1,6 +1,6 @@
-"""Cadence: what happens at which step. Pure functions of the step number, so that every rank decides alike.
+"""Cadence: what happens at which step. Pure functions of the step number, so that all ranks decide the same.
 
-Steps count from 0. "Before step s" sees the weights after s updates. `steps_done` counts completed steps, from 1: after
+Steps count from 0. "Before step s" means with the weights after s steps. `steps_done` counts completed steps, from 1: after
 step s it is s + 1. An outer iteration of iterative GRPO (arXiv:2402.03300, algorithm 1) is `iteration_steps` steps:
 
     step                     0   1   2 | 3   4   5 | 6 ...          iteration_steps = 3
@@ -26,11 +26,11 @@ class Cadence:
         return self.trainer.test_freq > 0 and step % self.trainer.test_freq == 0
 
     def validates_at_end(self) -> bool:
-        """The final weights, in every run that validates at all."""
+        """Whether the final weights are validated: in every run that validates at all."""
         return self.trainer.test_freq > 0 or self.trainer.val_before_train
 
     def saves_after(self, steps_done: int) -> bool:
-        """Every `save_freq` steps and after the last one; never with -1."""
+        """Every `save_freq` steps and after the last one; never if `save_freq` is -1."""
         if self.trainer.save_freq == -1:
             return False
         return steps_done % self.trainer.save_freq == 0 or steps_done == self.trainer.total_training_steps

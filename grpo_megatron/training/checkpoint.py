@@ -3,11 +3,10 @@
     output_dir/checkpoints/step_000020/
         state/          Megatron-Core distributed checkpoint: policy, optimizer, random state of every rank
         reward_model/   the same for a reward model that learns (training/reward_model.py)
-        trainer.json    step, learning-rate schedule, config, world size
+        trainer.json    step, learning-rate schedule, config, world size, data position, stored groups, KL coefficient
         manifest.json   size and sha256 of every file above; written last
 
-All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/atomic.py). The cursor in the
-data is not stored: it follows from the step.
+All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/atomic.py).
 
 Before a run resumes, it looks for lost, truncated and changed files. A damaged checkpoint is renamed to
 step_000020.damaged, with a warning, and the checkpoint before it is used. The ranks share the hashing. At a save, each
@@ -63,7 +62,7 @@ class Checkpoints:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
-        """Collective: the newest undamaged checkpoint, None without any. Raises ConfigError when all are damaged."""
+        """Collective: the newest undamaged checkpoint; None if there is none at all. Raises ConfigError if all are damaged."""
         for path in self._seen_by_first_rank(lambda: on_disk(self.root.parent)[::-1]):
             problems = self._damage(path)
             if not problems:
@@ -118,7 +117,7 @@ class Checkpoints:
         """Collective: write the state after `step` steps, unless this run has saved it already. Returns its folder.
 
         `run` is plain JSON, which `run_state` returns. Each of `parts` writes its own folder into the checkpoint.
-        Raises RankError on every rank when the disk of one rank refuses.
+        Raises RankError on every rank when any rank cannot write.
         """
         final = self.root / f"step_{step:06d}"
         if final == self.last:

@@ -1,13 +1,14 @@
-"""Colocation: policy and engine share a device. Decides who holds its memory when, and syncs weights with a check.
+"""Colocation: policy and engine share a device. Hands its memory from one to the other, syncs and checks the weights.
 
 Entering `rollout()`:
   1. The optimizer states and gradients are offloaded (`actor.megatron.offload_optimizer`).
   2. The engine's weights wake up, and the policy's weights are streamed into them.
-  3. The engine's KV cache wakes up. It comes last, when the stream's buckets are freed.
-  4. A probe: a fixed text must get the same log-probabilities from engine and policy, or the run stops.
-Leaving it, the engine sleeps, then the optimizer is onloaded. The engine also sleeps from its construction to the first
-rollout. Before either side grows, torch's cached but unused memory is released, because the engine's memory comes from
-another pool. On CPU sleeping frees nothing, but the same calls are made in the same order. Not run on a GPU yet.
+  3. The engine's KV cache wakes up, after the stream's buckets are freed.
+  4. A probe: engine and policy must compute the same log-probabilities of fixed tokens, or the run stops.
+On leaving, the engine sleeps, then the optimizer is onloaded. The engine also sleeps from its construction to the first
+rollout. Before policy or engine takes more memory, torch's cached but unused memory is released, because the engine's
+memory comes from another pool. On CPU sleeping frees nothing, but the same calls are made in the same order. Not run on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Colocation:
             self.probe(metrics, source)
 
     def probe(self, metrics: Metrics, source: WeightSource | None = None) -> None:
-        """Compare the engine with `source` (None: the policy) on a fixed text at temperature 1. Collective.
+        """Compare the engine with `source` (None: the policy) on fixed tokens at temperature 1. Collective.
 
         Raises RankError.
         """

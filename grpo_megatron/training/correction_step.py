@@ -1,11 +1,12 @@
-"""The correction step: what needs the training engine's log-probabilities goes into the batch before the update.
+"""The correction step: changes to the batch before the update that need the policy's own log-probabilities.
 
-- The rollout correction (algo/correction.py): weights on the policy loss, or rejected tokens. Weights leave every count
-  as it is. A rejected token counts nowhere, so the token weights are computed anew over all ranks.
-- A KL penalty in the reward, which moves the advantages of the whole group, wherever its samples are held.
+- The rollout correction (algo/correction.py): weights on the policy loss, or rejected tokens. Weights change no token
+  count. A rejected token is in no count, so the token weights are computed again over all ranks.
+- A KL penalty in the reward. It changes the advantages of the whole group, on all ranks that have its samples.
 
-Both end in a new plan with every row on the same rank. Without either, nothing is sent and the plan stays. The mismatch
-itself is measured first, over all loss tokens: `rollout_corr/*`, `training/rollout_*`.
+Rejected tokens and penalties result in a new plan, in which every row stays on its rank. Without them, nothing is sent and
+the plan does not change. The rollout mismatch is measured first, over all loss tokens: `rollout_corr/*`,
+`training/rollout_*`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class CorrectionStep:
         self.kl = KlController(algorithm.kl_ctrl)
 
     def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
-        """Set correction, loss mask, advantages and weights of `batch`; return the plan that they follow. Collective."""
+        """Set correction, loss mask, advantages and weights of `batch`; return the plan that they belong to. Collective."""
         replica_metrics = metrics.when(self.mesh.is_first_replica_rank)
         if batch.old_logprobs is not None and self.algorithm.source == "policy":
             rollout_mismatch(replica_metrics, batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
@@ -81,7 +82,7 @@ class CorrectionStep:
     def _penalise(self, batch: Batch, num_samples: int, metrics: Metrics) -> dict[int, list[float]]:
         """coefficient * KL at every response token of this rank's rows, 0 outside the loss.
 
-        Collective. Moves the coefficient for the next step.
+        Collective. Updates the coefficient for the next step.
         """
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
         mask = batch.loss_mask

@@ -1,8 +1,8 @@
-"""Preferences: pairs of responses of which the rules prefer one; the history of pairs; the batches to train on.
+"""Preferences: pairs of responses ranked by the rule-based reward, the history of pairs, and the batches to train on.
 
 Every rank holds the same pairs and draws the same batches: nothing here communicates. DeepSeekMath, arXiv:2402.03300,
 algorithm 1: after each outer iteration the reward model is trained on its fresh pairs with 10 % replay of earlier ones.
-Departure: the paper does not say which earlier pairs; here they come from a bounded uniform sample of all earlier pairs.
+The paper does not say which earlier pairs. Here they come from a bounded uniform sample of all earlier pairs.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def mixed_batch(
     """The pairs of update number `step` of an outer iteration: a pure function of its arguments.
 
     Each epoch over the fresh pairs has a new order and uses every pair once. Replayed pairs are drawn from `history`
-    without replacement; over many updates they are `replay_ratio` of all pairs, however small the batch. With few fresh
-    pairs the batch is smaller than `size`. A pair is twice in one batch only where one epoch ends and the next begins.
+    without replacement; over many updates they are `replay_ratio` of all pairs, at any batch size. With few fresh pairs
+    the batch is smaller than `size`. A pair is twice in one batch only if an epoch ends inside the batch.
     """
     ratio = replay_ratio if history else 0.0
     size = min(size, max(1, int(len(fresh) / (1 - ratio))))
@@ -101,9 +101,9 @@ def mixed_batch(
 
 
 def pair_batch(pairs: Sequence[PreferencePair], actor: ActorConfig, dp_rank: int, dp: int) -> Batch:
-    """This replica's share of the pairs, one mini-batch: rows 2i (chosen) and 2i + 1 (rejected) in one micro-batch.
+    """This replica's share of the pairs as one mini-batch. Rows 2i (chosen) and 2i + 1 (rejected) share a micro-batch.
 
-    The pairs are planned as units, each as long as its two sequences together. The limits of a micro-batch are `actor`'s.
+    A pair is planned as one unit, as long as its two sequences together. `actor` gives the limits of a micro-batch.
     """
     limit = actor.ppo_micro_batch_size_per_gpu  # in sequences; None: no limit
     if limit is not None:

@@ -1,9 +1,9 @@
-"""References: the frozen model that a run measures its KL against or draws from, and its renewal.
+"""References: the frozen model of the KL term (or the model that a run draws from), and its renewal.
 
 It starts as `ref.path`, or as the model that the run starts from (after the warm-up). Iterative GRPO (DeepSeekMath,
-arXiv:2402.03300, algorithm 1) replaces it by the current policy every `algorithm.iteration_steps` steps. Each time a copy
-is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, so that a run that stops within an iteration
-continues with the same reference. Copies that no checkpoint needs are removed.
+arXiv:2402.03300, algorithm 1) replaces it with the current policy every `algorithm.iteration_steps` steps. Each time a copy
+is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, so that a run resumed within an iteration
+has the same reference. Copies that no checkpoint needs are removed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class References:
                     shutil.rmtree(copy, ignore_errors=True)
 
     def _copy_for(self, first_step: int) -> Path | None:
-        """The copy that step `first_step` continues with. None: it is the start's, or it is renewed before that step."""
+        """The copy to load when a run begins at `first_step`. None: it is the start's, or renewed before that step."""
         start = self.cadence.iteration_start(first_step)
         if start in (0, first_step):
             return None

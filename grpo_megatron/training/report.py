@@ -1,4 +1,4 @@
-"""StepReport: all metrics of a step in one exchange between the ranks, then to the sinks."""
+"""StepReport: reduces all metrics of a step over the ranks in one exchange, and writes them to the sinks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
 class StepReport:
-    """`peaks`: the arguments of `mfu_metrics` about the device. Packed micro-batches are padded to `multiple` tokens."""
+    """`peaks`: the device arguments of `mfu_metrics`. Micro-batches are padded to a multiple of `multiple` tokens."""
 
     def __init__(
         self,

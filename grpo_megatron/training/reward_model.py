@@ -1,4 +1,4 @@
-"""The reward model in the loop: it rewards the samples of each step, and learns from them after each outer iteration.
+"""The reward model in the loop: it rewards the samples of each step, and is trained on them after each outer iteration.
 
 Iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1). The labels come from the rule-based reward: of two samples
 of one prompt, the one with the higher reward is preferred. Every step adds its pairs. After `iteration_steps` steps the
@@ -31,7 +31,7 @@ REWARD_MODEL_FOLDER, PAIRS_FILE = "reward_model", "pairs.json"
 
 
 class NoRewardModel:
-    """The rewards are those of the rules alone."""
+    """Used without a reward model: the rule-based rewards stay as they are."""
 
     def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
         return table
@@ -46,7 +46,7 @@ class NoRewardModel:
 
 
 class FrozenReward(NoRewardModel):
-    """A frozen reward model."""
+    """Rewards from a model that is not trained."""
 
     def __init__(self, config: RewardModelConfig, model: SequenceScorer, actor: ActorConfig) -> None:
         self.config, self.model, self.actor = config, model, actor
@@ -86,7 +86,7 @@ class LearningReward(FrozenReward):
 
     @contextlib.contextmanager
     def _learning(self) -> Iterator[None]:
-        """Within, the optimizer's state is on the device, also if `actor.megatron.offload_optimizer` is set."""
+        """Inside, the optimizer's state is on the device, even if `actor.megatron.offload_optimizer` is set."""
         self.model.onload()
         yield
         self.model.offload()
@@ -194,7 +194,7 @@ def gather_pairs(
 def score_samples(
     model: SequenceScorer, samples: Sequence[Sample], table: GroupTable, actor: ActorConfig
 ) -> list[float]:
-    """Collective: the model's score of every row of the table, on every rank. The ranks share the rows by length."""
+    """Collective: the model's score of every row of the table, on every rank. Rows are balanced over ranks by length."""
     mesh = model.mesh
     lengths = [(0, p + r) for p, r in zip(table.prompt_length, table.response_length, strict=True)]
     plan = supervised_plan(lengths, actor, mesh.dp)
@@ -204,10 +204,10 @@ def score_samples(
 
 
 def with_scores(table: GroupTable, scores: Sequence[float], config: RewardModelConfig) -> GroupTable:
-    """The table with the model's rewards: coefficient x score, instead of the rule's reward or added to it.
+    """The table with the model's rewards: coefficient x score, instead of the rule-based reward or added to it.
 
-    Penalties, which are in the reward but not in `table.raw_reward`, are kept. If the rule's reward is replaced, a row
-    that has none (NaN) gets a reward.
+    Penalties, which are in the reward but not in `table.raw_reward`, are kept. If the rule-based reward is replaced, a row
+    whose reward was NaN gets a reward.
     """
     labels = table.raw_reward or table.reward
     added = [config.coefficient * score for score in scores]
@@ -226,7 +226,7 @@ def with_scores(table: GroupTable, scores: Sequence[float], config: RewardModelC
 def _record(
     metrics: Metrics, scores: Sequence[float], labels: Sequence[float], pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """Metrics that are the same on every rank without communication."""
+    """Record metrics that every rank computes alike, without communication."""
     known = [label for label in labels if label == label]
     if scores:
         metrics.constant("reward_model/score/mean", sum(scores) / len(scores))

@@ -6,8 +6,9 @@ After a step the run saves and ends with exit code 75 (EX_TEMPFAIL of sysexits.h
     trainer.stop_at is near        a step as long as the longest so far would end after it
 
 Rank 0 checks the file and the clock. One number per step is reduced over the world, so that all ranks stop at the same
-step. SIGTERM ends a run at once: Slurm and torchrun send it to the other ranks when a rank has died, and these can
-finish no step. SIGUSR2 writes the stack of every thread to standard error, and the run continues: it shows where a run hangs.
+step. SIGTERM ends a run at once: Slurm and torchrun send it to the other ranks when a rank has died, and those ranks
+cannot finish a step. SIGUSR2 shows where a run hangs: it writes the stack of every thread to standard error, and the run
+continues.
 
     output_dir/heartbeat       steps done, rewritten after every step; its age shows whether the run makes progress
     output_dir/outcome.json    {"state": "done" | "stopped", "steps_done": 12, "checkpoint": ..., "exit_code": ...};

@@ -1,4 +1,4 @@
-"""Validator: held-out problems on the live engine, with the task's own reward. Every validation draws with the same seeds."""
+"""Validator: the run's engine answers held-out problems, the task's own reward grades them. The seeds never change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALIDATION_DRAW = -1  # a draw id that no training step has
 
 @dataclass(frozen=True)
 class ValidationRow:
-    """What every rank learns about one sample."""
+    """One sample, as gathered on every rank."""
 
     prompt_index: int
     index: int

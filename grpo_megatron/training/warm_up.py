@@ -61,7 +61,7 @@ def supervised_loss(actor: ActorConfig) -> LossFunction:
 def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[str, float], contributes: bool) -> None:
     """Record what `Policy.update` returned: token means, and sums averaged over the optimizer steps.
 
-    `sums` has one dict per optimizer step. `contributes`: on one rank per replica.
+    `sums` has one dict per optimizer step. `contributes` is true on one rank per replica.
     """
     local = metrics.when(contributes)
     for step_sums in sums:

@@ -77,7 +77,7 @@ def run(
 
 
 def gradient_of(inputs: LossInputs, config: ActorConfig, loss: str, kl: str | None = None) -> Tensor:
-    """With respect to the log-probabilities before the constructor masks them."""
+    """The gradient with respect to the log-probabilities, as they are before the constructor masks them."""
     (gradient,) = torch.autograd.grad(run(inputs, config, loss, kl)[0], inputs.logprobs)
     return gradient.masked_fill(~inputs.mask, 0.0)
 

@@ -25,7 +25,7 @@ RATIOS = [0.6065307, 1.6487213, 0.8187308, 4.4816891]
 
 
 def numbers(*records: MetricRecords) -> dict[str, float]:
-    """As one rank for each of `records` would report them together."""
+    """The metrics of all `records` reduced together."""
     metrics = Metrics()
     for part in records:
         for name, (method, values) in part.items():
@@ -87,7 +87,7 @@ def test_off_is_nothing() -> None:
 
 
 def test_infinite_logprobs_stay_finite() -> None:
-    # The engine's -inf: a ratio of e^20 at most, cut to 2, and out of every band. Both -inf: they agree.
+    # Only the engine has -inf: the ratio is bounded by e^20, cut to 2, and outside every band. Both -inf: the ratio is 1.
     old, rollout = [[-1.0, -math.inf, -1.0]], [[-math.inf, -math.inf, -1.0]]
     for kind, expected in [
         ("token", [2, 1, 1]),

@@ -1,8 +1,8 @@
 """A token with loss mask 0 changes nothing: every number equals that of data from which the token has been removed.
 
 Each test computes the same thing twice: on responses with masked tokens, which hold NaN or large numbers, and on
-compact responses that consist of the loss tokens alone. The code is correct on compact data by the vectors of the other
-files of this folder. Lengths that are not about the loss (packing, the overlong penalty) keep all tokens.
+compact responses that consist of the loss tokens alone. The other files of this folder test the code on compact data.
+Lengths that are not about the loss (packing, the overlong penalty) keep all tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def kept(values: list[float], mask: Mask) -> list[float]:
 
 
 def spans(mask: Mask) -> list[tuple[int, int]]:
-    """One span per token: as valid as the longest runs, and independent of the code that finds those."""
+    """One span per token. It is as valid as maximal spans, and does not depend on the code that finds those."""
     return [(t, t + 1) for t in range(len(mask)) if mask[t]]
 
 
@@ -114,7 +114,7 @@ def test_estimators(name: str, gamma: float, penalties: bool) -> None:
 
 
 def test_the_estimators_see_the_masks() -> None:
-    """The test above is not empty: without the masks these estimators give other numbers."""
+    """Shows that the test above can fail: without the masks these estimators give other numbers."""
     for name, config in (("opo", {}), ("reinforce_plus_plus", {}), ("reinforce_plus_plus", {"gamma": 0.5})):
         full, _ = two_tables()
         assert run_estimator(full, name, **config) != run_estimator(replace(full, loss_spans=[]), name, **config)

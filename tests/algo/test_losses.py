@@ -149,7 +149,7 @@ def test_correction_multiplies_the_policy_loss_alone() -> None:
     weights = [[math.exp(-1 + mu) for mu in (0.5, 1.5, 0.8)]]
     inputs = ratio_inputs([[0.5, 1, 1.5]], [[1, -1, 2]], correction=weights)
     assert run(inputs, actor())[0].item() == pytest.approx(-0.2064993, abs=1e-7)
-    # At weight 0 what is left is KL and entropy.
+    # At weight 0 only KL and entropy remain.
     config = actor(kl_loss_coef=0.1, entropy_coeff=0.2)
     silent = make_inputs([[-1.0, -3.0]], ref=-2.0, advantages=5.0, correction=[[0.0, 0.0]])
     rest = make_inputs([[-1.0, -3.0]], ref=-2.0, advantages=0.0)

@@ -2,7 +2,7 @@
 
 Balance bound: when the heaviest rank got its last sequence it was the lightest, so heaviest - lightest <= one sequence.
 Packing bound (first fit, no cap on sequences): a micro-batch is opened only when its first sequence fits nowhere, so
-any two micro-batches of a rank hold more than the cap together, as far as both are not empty.
+any two micro-batches of a rank that are not empty hold more than the cap together.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rows_of(plan: Plan, mini: int) -> list[list[int]]:
 
 def test_by_hand() -> None:
     # Lengths 10, 7, 6, 5 on two ranks, longest first to the lightest: {10, 5} = 15 and {7, 6} = 13.
-    # Cap 12: rank 0 packs {10}, {5}; rank 1 {7}, {6}, as 13 > 12. With cap 13 rank 1 needs one and gets an empty one.
+    # Cap 12: rank 0 packs {10}, {5}; rank 1 {7}, {6}, as 13 > 12. With cap 13 rank 1 fills one and gets an empty one.
     table = make_table([[(1, 2, 5), (0, 2, 8), (1, 2, 4), (0, 2, 3)]])
     plan = plan_of(table, dp=2, ppo_max_token_len_per_gpu=12)
     assert plan.mini_batches == [[[[1], [3]]], [[[0], [2]]]]
@@ -66,7 +66,7 @@ def test_by_hand() -> None:
     assert plan.advantages == pytest.approx([0.8660239, -0.8660239, 0.8660239, -0.8660239], abs=1e-7)
     assert plan.token_weights == [1 / 20] * 4
     assert plan.owner() == {0: 1, 1: 0, 2: 1, 3: 0}
-    # Before balancing the first two rows (17 tokens) and the last two (11) would have been the ranks' shares.
+    # Without balancing, the first two rows (17 tokens) and the last two (11) would be the ranks' shares.
     assert {k: v for k, v in plan.metrics.items() if k.startswith("global_seqlen")} == {
         "global_seqlen/min": 11,
         "global_seqlen/max": 17,
@@ -194,7 +194,7 @@ def test_invariants(table: GroupTable, layout: dict[str, Any], mini: int | None)
     for m in range(num_minis):
         minis = [per_rank[m] for per_rank in plan.mini_batches]
         assert len({len(micros) for micros in minis}) == 1
-        assert any(micros[-1] for micros in minis)  # no padding that every rank shares
+        assert any(micros[-1] for micros in minis)  # at least one rank needs the last micro-batch
         for micros in minis:
             filled = [micro for micro in micros if micro]
             loads = [sum(lengths[row] for row in micro) for micro in filled]

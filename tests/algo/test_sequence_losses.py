@@ -1,7 +1,7 @@
 """Losses of whole responses: published vectors, finite differences, and micro-batches that change nothing.
 
 On the big vector (ratios [1, 1.5, .5, 1.25] with A = 1, [1, 1.5, .5, 4] with A = -1, clip .2 / .28):
-GSPO: mean log-ratios -.0161344 and .2746436: s = .9839950 and 1.3160614 (clipped only where that is lower): (-.9839950
+GSPO: mean log-ratios -.0161344 and .2746436: s = .9839950 and 1.3160614 (the unclipped loss is the larger): (-.9839950
 + 1.3160614) / 2 = .1660396 (the table's digits are float32's); gradients -A s / 8.
 GMPO: row 1 log-ratios [0, .28, -.6931472, .2231436], mean -.0475009; row 2 [0, .4054651, -.2, 1.3862944], mean .3979399:
 (-.9536096 + 1.4887544) / 2 = .2675724; the tokens at a bound have gradient 0.

@@ -67,7 +67,7 @@ def plan(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def cut(arch: Architecture, layers: list[int], tp: int, ep: int = 1) -> list[StageParameters]:
-    """`parameters_from_table` of a model with `layers` on its stages: any first, any last, equal ones between."""
+    """`parameters_from_table` of a model with `layers` on its stages. All stages but the first and the last are equal."""
     ends = {"num_layers_in_first_pipeline_stage": layers[0], "num_layers_in_last_pipeline_stage": layers[-1]}
     megatron = MegatronConfig(
         tensor_model_parallel_size=tp,
@@ -165,7 +165,7 @@ def test_stages_add_up_to_the_model(run: Path) -> None:
 
 
 def test_the_ends_of_the_pipeline_hold_embedding_and_head(run: Path) -> None:
-    """101 rows padded to 112, of 64, over tp 2 are 3,584; the final norm is 64. A tied head elsewhere is a copy."""
+    """101 rows of 64, padded to 112, over tp 2: 3,584. The final norm: 64. A tied head on another stage is a copy."""
     arch = read_architecture(run / "model")
     first, middle, last = cut(arch, [1, 1, 1], 2)
     assert (first.total - middle.total, last.total - middle.total) == (3584, 3584 + 64)

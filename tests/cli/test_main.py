@@ -1,8 +1,7 @@
 """The command line: how a run of several ranks starts, fails and is interrupted.
 
-Launch tests run real processes under the real torchrun
-agent. Only `trainer` and `validate` are stand-ins, since they take seconds and are not tested here; a sitecustomize
-module on PYTHONPATH puts them in place.
+Launch tests run real processes under the real torchrun agent. Only `trainer` and `validate` are replaced by stand-ins,
+since they take seconds and are not tested here. A sitecustomize module on PYTHONPATH replaces them.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ RAISED = ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is
 def test_the_launcher_prints_the_reason_once(
     run: Path, tmp_path: Path, kind: str, device: str, code: int, errors: list[str]
 ) -> None:
-    """A killed rank is the reason even though the other rank raises at once, as soon as the kernel closes the pipe."""
+    """The killed rank is reported, although the other rank raises as soon as the kernel closes the pipe."""
     process = start(run, tmp_path, kind, device)
     out, err = process.communicate(timeout=600)
     assert process.returncode == code, err
@@ -110,7 +109,7 @@ def test_the_launcher_prints_the_reason_once(
 
 @pytest.mark.slow
 def test_under_torchrun_one_rank_prints_the_reason(run: Path, tmp_path: Path) -> None:
-    """One traceback is the program's. The other one is of torchrun, whose table repeats the reason."""
+    """One traceback is the program's, the other one torchrun's. The table of torchrun repeats the reason."""
     process = start(run, tmp_path, "raised by all", launcher=TORCHRUN)
     _, err = process.communicate(timeout=600)
     assert process.returncode == 1

@@ -49,7 +49,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
 
 
 def trained(folder: Path, step: Path, tp: int, pp: int, dtype: str) -> dict[str, torch.Tensor]:
-    """The weights after one update, which `step`/state then holds as a checkpoint of training."""
+    """The weights after one update. They are saved as a training checkpoint in `step`/state."""
     import torch.distributed as dist
 
     from grpo_megatron.models import state

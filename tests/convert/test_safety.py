@@ -100,7 +100,7 @@ def test_killed_while_writing_hf(count: int, hf: Path, tmp_path: Path, monkeypat
 
 
 def test_killed_while_replacing(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --force the old folder stays until the new one is complete. Between the two renames there is none."""
+    """With --force the old folder stays until the new one is complete. Between the two renames, no folder has its name."""
     out = tmp_path / "out"
     assert convert("to-megatron", hf, out, "--quiet") == 0
     for count in (1, 2, 3):
@@ -155,7 +155,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(
     hf: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error of a real file system in both directions. It fills up although its free space seemed to suffice."""
+    """A real file system, in both directions. It fills up during the write: its free space had seemed sufficient."""
     assert convert("to-megatron", hf, tmp_path / "megatron", "--quiet") == 0
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 40)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

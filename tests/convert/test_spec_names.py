@@ -33,7 +33,7 @@ def specs() -> dict[str, list[str]]:
 
 
 def test_names_in_the_specs(specs: dict[str, list[str]]) -> None:
-    """A change of Megatron-Core shows here, and not only as a disagreement with it."""
+    """The names are written out, so that a change of them in Megatron-Core fails this test."""
     fused = ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"]
     heads = ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"]
     assert specs["te dense"] == specs["local dense"] == fused

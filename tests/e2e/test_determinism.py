@@ -33,7 +33,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Without wall-clock and memory numbers."""
+    """The rows of metrics.jsonl without times, throughput and memory."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
 

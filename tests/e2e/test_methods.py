@@ -70,7 +70,7 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("methods")
     raws = []
     for name, sections in METHODS.items():
-        output = folder / name.replace("again", "resumed").replace(" ", "_")  # both halves have one folder
+        output = folder / name.replace("again", "resumed").replace(" ", "_")  # both halves share one folder
         raw = run_ranks.settings(workspace, output, 2, **sections)
         if sections.get("algorithm", {}).get("source") == "file":
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
@@ -182,4 +182,4 @@ def test_iterative_grpo_renews_its_reference(runs: dict[str, dict[str, Any]]) ->
     kl = column(runs["iterative"], "actor/kl_loss")
     plain = column(runs["plain"], "actor/kl_loss")
     assert kl[:2] == plain[:2]
-    assert kl[2] < kl[1] / 2  # measured from where the policy is, not from where it began
+    assert kl[2] < kl[1] / 2  # to the renewed reference, not to the initial model

@@ -1,4 +1,4 @@
-"""A reward function that raises or never returns costs its samples and shows in the metrics. The run goes on."""
+"""A reward function that raises or never returns loses only its samples. Metrics count them. The run continues."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Killed(Exception):
 
 
 def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) -> dict[str, Any]:
-    """Draw into `output`; with `interrupted`, also into that folder: torn in its second batch, then continued.
+    """Draw into `output`; with `interrupted`, also into that folder: killed while writing the second batch, then continued.
 
     Returns how often the engine generated in each, and the tokens of a greedy completion.
     """

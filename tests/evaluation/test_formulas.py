@@ -87,7 +87,7 @@ def test_what_cannot_be_rendered_is_shown_as_tex(tex: str) -> None:
 def test_exponential_formulas_are_refused_at_once(tex: str) -> None:
     start = time.process_time()
     assert mathml(tex, block=False) is None
-    assert time.process_time() - start < formulas.RENDER_LIMIT_S / 2  # it is the text that is refused, not the time
+    assert time.process_time() - start < formulas.RENDER_LIMIT_S / 2  # refused by its text, not by the time limit
 
 
 def test_a_formula_that_takes_too_long_is_shown_as_tex(monkeypatch: pytest.MonkeyPatch) -> None:

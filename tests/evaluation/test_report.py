@@ -1,4 +1,4 @@
-"""The report: what a model wrote can never become markup, the page stays small, and a real browser shows it."""
+"""The report: output of a model can never become markup, the page stays small, and a real browser shows it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _data(page: str) -> Any:
 
 
 def _text(pieces: list[Any]) -> str:
-    """What search looks at: strings, TeX, and the code of drawings."""
+    """The texts that a search covers: strings, TeX, and the code of drawings."""
     return "".join(piece if isinstance(piece, str) else piece[0] for piece in pieces)
 
 

@@ -140,12 +140,12 @@ def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[st
         return {name: t.cpu() for bucket in policy.hf_weights() for name, t in bucket}
 
     def inner_state(policy: Any) -> list[torch.Tensor]:
-        """Main parameters and moments, and the steps that were counted, in the order of the groups."""
+        """Main parameters, moments and step counts, in the order of the parameter groups."""
         out = []
         for one in each_optimizer(policy.optimizer):
             for group in one.optimizer.param_groups:
                 for parameter in group["params"]:
-                    held = {"step": group.get("step", 0), **one.optimizer.state[parameter]}  # torch counts by parameter
+                    held = {"step": group.get("step", 0), **one.optimizer.state[parameter]}  # torch: one per parameter
                     out += [parameter.detach().cpu(), *(torch.as_tensor(held[name]).cpu() for name in sorted(held))]
         return out
 
@@ -188,7 +188,7 @@ def offloaded(folder: Path) -> dict[str, float]:
     policy.offload()
     offload_s = time.monotonic() - start
     freed, states = free_gib() - before, policy._offloaded.num_bytes / 2**30
-    policy.logprobs(batch)  # needs neither
+    policy.logprobs(batch)  # needs neither optimizer states nor gradients
     start = time.monotonic()
     policy.onload()
     onload_s = time.monotonic() - start

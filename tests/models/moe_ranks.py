@@ -140,7 +140,7 @@ def logprobs(folders: list[Path], pairs: Any) -> list[torch.Tensor]:
 def checkpointed(
     folder: Path, pairs: Any, layout: Layout, save_to: Path | None, load_from: Path | None
 ) -> dict[str, Any]:
-    """One update, then a checkpoint; or a checkpoint of any layout, then one more update. The stream before it and after."""
+    """Update once, or load a checkpoint of any layout; save; update once more. The streams before and after the last update."""
     from grpo_megatron.models import state
 
     device, mesh = world(layout)

@@ -46,7 +46,7 @@ def actor(layout: Layout, **megatron: Any) -> Any:
 
 
 def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
-    """Pairs of various lengths: each prompt of `tiny.make_sequences` with its response and another's."""
+    """Pairs of various lengths: each prompt of `tiny.make_sequences` with its own and another prompt's response."""
     from grpo_megatron.training.preferences import PreferencePair
 
     drawn = tiny.make_sequences(2 * count, seed=seed)

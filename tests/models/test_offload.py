@@ -42,7 +42,7 @@ def test_tensors_return_as_they_were() -> None:
     tensors.onload()
     assert torch.equal(view_of_alone.flatten(), torch.arange(1.0, 7.0))
     alone += 1
-    tensors.offload([alone], unchanged=True)  # contrary to what happened: the existing host copy is used, not a new one
+    tensors.offload([alone], unchanged=True)  # not true here: shows that the old host copy is used
     tensors.onload()
     assert torch.equal(alone, torch.arange(1.0, 7.0))
 

@@ -150,7 +150,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(models: dict[st
 
 
 def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
-    """Rules reward the first two steps. Then the model does, trained on their pairs; then with replay of these pairs."""
+    """Steps 0 and 1 are rewarded by rules, 2 and 3 by the model trained on their pairs. Its second training has replay."""
     want = worlds.run(reward.loop, 1, folder=language_model, layout=policy_ranks.LAYOUTS["1"], during=range(4))[0]
     assert want["rewards"][:2] == want["rules"][:2]
     assert all(set(rules) <= {0.0, 1.0} for rules in want["rules"])

@@ -1,4 +1,4 @@
-r"""Pairs of texts in mathematics: answer | prediction. PEERS.md V18, MATH's own spellings, what math-verify gets wrong."""
+r"""Pairs of texts in mathematics: answer | prediction. Published vectors (V18), spellings of MATH, errors of math-verify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numeric extractor: PEERS.md V17 (column "ours"), what is no prediction, real GSM8K, linear time."""
+"""The numeric extractor: published vectors (V17), what is no prediction, real GSM8K, linear time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine of somebody else's: transformers on the CPU, one rank per engine. The package knows nothing of it.
+"""A user's own engine: transformers on the CPU, one rank per engine. The package does not refer to it.
 
 `rollout.engine: tests.rollout.toy_engine:ToyEngine` is all that a config needs. `rollout.engine_options.journal` names a
 file that gets one line per call of the trainer.
@@ -123,7 +123,7 @@ class ToyEngine(RolloutEngine):
 
 
 class Unfinished(RolloutEngine):
-    """A class that forgot its methods."""
+    """A class that lacks its methods."""
 
 
 def not_a_class() -> None: ...

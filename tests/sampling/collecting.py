@@ -17,7 +17,7 @@ def _all_samples(groups: list[Any], mesh: Any) -> list[tuple[int, int, int, int]
 
 
 def collect(kind: str, script: list[tuple[float, float]], counts: list[int], resume_at: int | None = None) -> list[Any]:
-    """The groups of each step; before step `resume_at` the collector is thrown away and made anew from its state."""
+    """The groups of each step; before step `resume_at` the collector is replaced by a new one with its state."""
     from grpo_megatron.config import ReplayConfig
     from grpo_megatron.device import Device
     from grpo_megatron.observability.metrics import Metrics

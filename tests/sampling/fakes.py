@@ -11,7 +11,7 @@ from grpo_megatron.types import GREEDY, Prompt, Sample
 
 
 class LoneMesh(Mesh):
-    """A world of one without process groups. `world_size` blocks may be pretended to, for cuts that send nothing."""
+    """A world of one rank without process groups. It can report `world_size` blocks, for cuts that send nothing."""
 
     def __init__(self, world_size: int = 1, rank: int = 0) -> None:
         sizes = {"tp": 1, "pp": 1, "dp": world_size, "ep": 1, "rollout_tp": 1}
@@ -37,7 +37,7 @@ def prompt(number: int) -> Prompt:
 
 
 class ScriptedCollector:
-    """Prompt number p of the endless sequence gets the rewards `script[p % len(script)]`. Notes what was requested."""
+    """Prompt number p of the endless sequence gets the rewards `script[p % len(script)]`. Records the requests."""
 
     def __init__(self, script: Sequence[tuple[float, ...]], mesh: Mesh) -> None:
         self.script, self.mesh, self.cursor = list(script), mesh, 0
@@ -77,7 +77,7 @@ class ScriptedCollector:
 
 
 class FakeGenerator:
-    """Answers each prompt with `reward(number of the draw, prompt, index)`; notes every draw."""
+    """Responses with the rewards `reward(prompt, index, draw_id)`; records every draw."""
 
     def __init__(
         self, reward: Callable[[Prompt, int, int], float] = lambda prompt, index, draw_id: float(index)

@@ -1,4 +1,4 @@
-"""What each collector brings at which step: prompts, seeds, versions, and how old a group may become."""
+"""What each collector returns at which step: prompts, seeds, versions, and how old a group may become."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_resumed_collector_goes_on_with_the_next_prompt() -> None:
 
 
 def test_the_initial_model_is_streamed_once_per_step() -> None:
-    """However many rounds the step takes; and before its first draw, when the engine holds the policy again."""
+    """Once, however many rounds the step takes, and before its first draw: the engine then still holds the policy."""
     events: list[str] = []
     inner = ScriptedCollector([MIXED, EQUAL, EQUAL, EQUAL], LoneMesh())
     draw = inner.groups
@@ -199,7 +199,7 @@ def test_dynamic_sampling_resumes_as_if_never_stopped(resume_at: int) -> None:
 
 def test_replay_never_uses_a_group_older_than_the_bound() -> None:
     # Batches of 4, of which one is replayed: step 0 leaves four groups in the buffer, more than two steps can use up.
-    # At step 3 those that are left are three steps old and gone; the next ones are step 1's three.
+    # At step 3 the rest of them is three steps old and is dropped. The three groups of step 1 are next.
     collector = Replay(
         ScriptedCollector([MIXED], LoneMesh()), ReplayConfig(ratio=0.25, size=99, max_staleness=2), LoneMesh()
     )

@@ -12,7 +12,7 @@ from tests.sampling.fakes import LoneMesh, prompt
 
 
 class FakeEngine:
-    """Answers every request with its seed; notes requests and versions."""
+    """Returns the seed of every request as its response; records requests and versions."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []

@@ -1,7 +1,7 @@
 """A real Slurm of N nodes on this machine, in one scratch folder: Debian's daemons, nothing under /etc.
 
 Every node and the controller have a network, a host name, a mount table and a /dev/shm of their own (Linux namespaces), so that
-names, addresses and equal ports mean what they mean on a cluster. Root only. GPUs are device nodes without a device. Slurm's
+names, addresses and equal ports behave as on a cluster. Root only. GPUs are device nodes without a device. Slurm's
 time limits are far above what a busy machine needs.
 """
 
@@ -226,7 +226,7 @@ class Lab:
         return self.slurm("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def restart_now(self, job: str) -> None:
-        """Start a requeued job after two seconds instead of Slurm's two minutes. One second is too soon for its credential.
+        """Start a requeued job after two seconds instead of Slurm's two minutes. After one second Slurm may still refuse it.
 
         A start time that passes does not wake the scheduler, which may then wait for a minute; a change of the job does.
         """

@@ -1,4 +1,4 @@
-"""What a manifest says of a folder, and that every difference from it is named."""
+"""What a manifest records of a folder, and that every difference from it is named."""
 
 from __future__ import annotations
 

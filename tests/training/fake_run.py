@@ -1,7 +1,7 @@
 """The real Trainer over stand-ins for models, engine and ranks: one process, no model, milliseconds per step.
 
-Every stand-in writes what happens to one list of events. Real are the trainer, its cadence, collectors, plan, correction
-step, colocation, references' bookkeeping, validation, metrics, and the state in a checkpoint's trainer.json.
+Every stand-in appends its calls to one list of events. Trainer, cadence, collectors, plan, correction step, colocation,
+bookkeeping of references, validation, metrics, and the state in a checkpoint's trainer.json are real.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the wei
 
 
 def logprob_under(weights: str) -> float:
-    """Of every token: -1, as drawn samples have it, and 0.01 less for every update."""
+    """The log-probability of every token: -1, as in drawn samples, minus 0.01 per update."""
     kind, _, updates = weights.rpartition(" ")
     return -1.0 - 0.01 * (int(updates) if kind == "policy after" else 0)
 
@@ -71,7 +71,7 @@ class FakePolicy:
 
 
 class FakeReference:
-    """Knows which weights it has: those of a folder that the run has saved, or of one that it was given."""
+    """Holds the name of its weights: of a folder that the run has saved, or of a given folder."""
 
     def __init__(self, path: Path, *arguments: Any, temperature: float) -> None:
         saved = path / WEIGHTS
@@ -111,7 +111,7 @@ class FakeEngine:
 
 
 class WatchedGenerator(FakeGenerator):
-    """Notes draws among the events; the engine must hold the version that is asked for."""
+    """Records draws among the events; the engine must hold the version that is asked for."""
 
     def __init__(self, engine: FakeEngine, *_: Any) -> None:
         super().__init__()

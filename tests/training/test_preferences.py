@@ -37,7 +37,7 @@ def numbers(pairs: list[PreferencePair]) -> list[int]:
 def test_a_pair_is_never_split_and_comes_once(
     lengths: list[tuple[int, int]], dp: int, sequences: int | None, cap: int
 ) -> None:
-    """Rows 2i and 2i + 1 are neighbours in one micro-batch of one rank, within the limits. All ranks have as many."""
+    """Rows 2i and 2i + 1 are neighbours in one micro-batch of one rank, within the limits. All ranks have equally many."""
     pairs = [pair(i, *both) for i, both in enumerate(lengths)]
     actor = ActorConfig(ppo_micro_batch_size_per_gpu=sequences, ppo_max_token_len_per_gpu=cap)
     batches = [pair_batch(pairs, actor, rank, dp) for rank in range(dp)]

@@ -94,7 +94,7 @@ def test_when_it_validates(tmp_path: Path, trainer: dict[str, Any], expected: li
 
 @pytest.mark.parametrize(("save_freq", "expected"), [(-1, []), (3, [3, 6, 7]), (7, [7]), (9, [7]), (2, [2, 4, 6, 7])])
 def test_when_it_saves(tmp_path: Path, save_freq: int, expected: list[int]) -> None:
-    """Every save_freq steps and after the last, after the update and before anybody may stop the run."""
+    """Every save_freq steps and after the last, after the update and before the run may be stopped."""
     events, _ = run(tmp_path, trainer={"total_training_steps": 7, "save_freq": save_freq})
     assert steps(events, "save") == expected
     for done in expected:

@@ -1,4 +1,4 @@
-"""The supervised warm-up: which rows each update sees, and what it says about its progress."""
+"""The supervised warm-up: which rows each update sees, and what progress it reports."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def table_of(arch: Architecture) -> list[WeightRow]:
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model with its shape: what loads and syncs must bring."""
+    """Every Hugging Face tensor of the model with its shape: what a folder or a weight stream must contain."""
     shapes: dict[str, tuple[int, ...]] = {}
     for row in expand_table(table_of(arch), arch):
         shapes.update(zip(row.hf, row.hf_shapes(arch), strict=True))

@@ -1,5 +1,5 @@
-"""Mixtral: Mistral's attention, and few large experts in place of every MLP. A softmax over the selected experts weights
-them."""
+"""Mixtral: Mistral's attention, and few large experts in place of every MLP. A softmax over the logits of the selected
+experts gives their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): no biases, RMSNorm on every query and key head, a head size that config.json gives."""
+"""Qwen3 (dense): no biases, RMSNorm on every query and key head, a head size given in config.json."""
 
 from __future__ import annotations
 

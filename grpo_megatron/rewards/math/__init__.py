@@ -7,6 +7,6 @@ tree.py        the structure of an answer: lists, intervals, matrices, ...
 value.py       single values: numbers, units, words
 formula.py     formulas, by math-verify
 
-Other rooms use `boxed.last_boxed`, `grader.latex_answer` and, to import it outside a measured time,
-`formula.import_math_verify`. The table ENTRANCES of `tests/test_layers.py` names these rooms.
+Other packages use `boxed.last_boxed` and `grader.latex_answer`. They call `formula.import_math_verify` to import
+math-verify outside a measured time. The table ENTRANCES of `tests/test_layers.py` names these packages.
 """

@@ -1,9 +1,9 @@
-r"""Whether two formulas are equal, by math-verify (sympy), behind guards: it is slow, and a policy writes any text.
+r"""Whether two formulas are equal, by math-verify (sympy), behind guards: it is slow, and a policy may write any text.
 
 Refused before math-verify sees it: characters other than printable ASCII, more than MAX_FORMULA of them, deep nesting,
 towers of powers of numbers such as `9^{9^{9^9}}`, huge factorials and literals. A refused formula equals only the same
-string. The rest may still run for ever: TIME_LIMIT_S raises TimeoutError from inside. What hangs in C is killed with
-its worker from outside (`rewards/workers/pool.py`), which also bounds the memory. Nothing here evaluates Python:
+string. The rest may still run for ever. TIME_LIMIT_S raises TimeoutError from inside. A call that hangs in C is ended
+from outside: the pool kills its worker (`rewards/workers`), whose memory is bounded. Nothing here evaluates Python:
 latex2sympy2 is a grammar (ANTLR), and math-verify's own search for expressions, which calls sympy's `parse_expr`, is
 not used.
 """
@@ -89,7 +89,7 @@ def _differ(answer: Any, prediction: Any) -> bool:
             for expression in (answer, prediction)
         )
         return abs(first - second) > 1e-5 * max(1.0, abs(first), abs(second))  # False for nan
-    except Exception:  # noqa: BLE001 - not a number there; math-verify decides
+    except Exception:  # noqa: BLE001 - no number at this point; math-verify decides
         return False
 
 

@@ -128,7 +128,7 @@ class RewardPool:
                     self._serve()
                     self._hand_out(kwargs)
             finally:
-                for worker in [w for w in self._workers if w.pending]:  # interrupted: nobody waits for these results
+                for worker in [w for w in self._workers if w.pending]:  # interrupted: these results are not needed
                     self._remove(worker)
                 self._items = []
             assert all(result is not None for result in self._results)
@@ -187,7 +187,7 @@ class RewardPool:
         self._results[number] = RewardResult(float("nan"), {}, status, message)
 
     def _replace(self, worker: WorkerProcess, status: Literal["error", "timeout"], message: str) -> None:
-        """Fail the item that a dead worker was at, return its other items to the queue, start another worker."""
+        """Fail the item that a dead worker was working on, return its other items to the queue, start another worker."""
         current = worker.pending[0] if worker.pending else None
         self._collect(worker)  # a result may have arrived before it was killed
         self._show(worker)
@@ -197,7 +197,7 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 raise RuntimeError(f"reward workers do not start; {message}")
-        if current and worker.pending and worker.pending[0] == current:  # else it was answered just before
+        if current and worker.pending and worker.pending[0] == current:  # otherwise its result has just arrived
             number, name = worker.pending.popleft()
             self._fail(number, status, message)
             if name not in worker.loaded:  # it died while importing: do not import again in this call

@@ -57,7 +57,7 @@ class WorkerProcess:
         self._send({"id": number, "name": name, "completion": completion, "answer": answer, "kwargs": kwargs})
 
     def deadline(self, timeout_s: float) -> float:
-        """The time (time.monotonic) from which its present work has taken too long; infinity when it is idle."""
+        """The time (time.monotonic) at which its current start, import or item times out; infinity when it is idle."""
         if self.ready and not self.pending:
             return float("inf")
         loading = not self.ready or self.pending[0][1] not in self.loaded
@@ -123,7 +123,7 @@ class WorkerProcess:
         return text, bool(chunk)
 
     def is_running(self) -> bool:
-        # WNOWAIT: does not reap it, so that its process group's id cannot be used again
+        # WNOWAIT: does not reap the process, so the system cannot give its group id to another one before `kill`
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def kill(self) -> str:

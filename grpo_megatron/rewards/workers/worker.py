@@ -9,8 +9,8 @@ A user's reward may print, read stdin, raise, exit or crash: it has no access to
                                                     or {"id": 7, "error": "ValueError: ..."}
                                                     or {"id": 7, "error": "...", "status": "timeout"}
 
-A reward of this package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such limit. A
-reward that raises TimeoutError has limited its own time.
+A reward of this package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such limit.
+Status "timeout": the reward has raised TimeoutError, because it limits its own time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _load(name: str) -> RewardFunction | str:
         if name in preloads:
             preloads[name]()
         return function
-    except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, SystemExit too
+    except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, even SystemExit
         return _describe(error)
 
 

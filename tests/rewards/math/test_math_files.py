@@ -1,7 +1,7 @@
 r"""The reference solutions of the real files, graded: all are right but two, whose box is empty.
 
-Those two are in MATH's training split (see missing_answers in data/tasks/math.yaml): a choice whose letter the authors left out,
-0 by the text of both problems. The task reads them as 0, so the solution, which boxes nothing, is wrong.
+Those two are in MATH's training split: the authors left out the letter of a choice. The text of both problems gives 0,
+which is the answer in the task (missing_answers in data/tasks/math.yaml). The solution boxes nothing, so it is wrong.
 """
 
 from __future__ import annotations

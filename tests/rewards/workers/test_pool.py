@@ -1,7 +1,7 @@
 """The pool against rewards that raise, hang, print, exit and crash: the other results stay right and in order.
 
-A slow or busy machine does not fail these tests. Good samples have PATIENCE_S, or TIMEOUT_S for microseconds of work
-where other samples must hang. Nothing sleeps for a fixed time: conditions are waited for, up to PATIENCE_S.
+A slow or busy machine does not fail these tests. Good samples may take PATIENCE_S, or TIMEOUT_S in tests where other
+samples must hang; they need microseconds. No test sleeps for a fixed time: it waits for a condition, up to PATIENCE_S.
 """
 
 from __future__ import annotations
