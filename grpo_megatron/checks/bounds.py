@@ -15,7 +15,7 @@ def length_problems(config: Config, arch: Architecture | None) -> Problems:
     if arch is not None and total > arch.max_position_embeddings:
         yield f"{both} exceed the model's max_position_embeddings {arch.max_position_embeddings}; lower one of them"
     if arch is not None and arch.sliding_window is not None and total > arch.sliding_window:
-        yield f"{both} exceed the model's sliding window {arch.sliding_window}; windows are not computed: lower one"
+        yield f"{both} exceed the model's sliding window {arch.sliding_window}, which is not supported; lower one"
     cap = config.actor.ppo_max_token_len_per_gpu
     if cap < total:
         yield f"actor.ppo_max_token_len_per_gpu={cap} is less than one full sequence, {both}; set it to {total} or more"

@@ -71,7 +71,7 @@ def _losses(config: Config) -> Problems:
     if actor.ppo_micro_batch_size_per_gpu == 1:
         yield (
             "actor.ppo_micro_batch_size_per_gpu=1 has no room for a pair, and"
-            f" actor.loss_mode={actor.loss_mode} needs both of it at once; set 2 or more, or leave it out"
+            f" actor.loss_mode={actor.loss_mode} needs both of its responses in one micro-batch; set 2 or more, or leave it out"
         )
     pair = 2 * (config.data.max_prompt_length + config.data.max_response_length)
     if actor.ppo_max_token_len_per_gpu < pair:
@@ -93,7 +93,7 @@ def _sources(config: Config) -> Problems:
         return
     if not policy_losses.facts(loss_mode).is_likelihood:
         yield (
-            f"{key}: the responses are not the policy's, and actor.loss_mode={loss_mode} needs the policy's; set"
+            f"{key}: the responses are not drawn from the policy, and actor.loss_mode={loss_mode} needs such; set"
             f" loss_mode={' or '.join(policy_losses.names_with(is_likelihood=True))}, or source=policy"
         )
     if algorithm.source == "initial" and config.ref.path is not None:

@@ -34,7 +34,7 @@ def name_problems(config: Config) -> Problems:
         except ValueError as error:
             yield f"{key}: {error}"
         except Exception as error:  # whatever the user's module raises while it is imported
-            yield f"{key}={name!r}: importing it raised {type(error).__name__}: {error}; mend the module"
+            yield f"{key}={name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
     if problem := task_problem(config):
         yield problem
         return
@@ -52,5 +52,7 @@ def task_problem(config: Config) -> str | None:
     except ValueError as error:
         return f"data.task: {error}"
     except Exception as error:  # whatever the user's module raises while it is imported
-        return f"data.task={config.data.task!r}: importing it raised {type(error).__name__}: {error}; mend the module"
+        return (
+            f"data.task={config.data.task!r}: importing it raised {type(error).__name__}: {error}; correct the module"
+        )
     return None

@@ -8,7 +8,9 @@ from typing import Any
 from grpo_megatron.passthrough import PassThrough
 
 _MODEL = "it is read from config.json; change the model"
-_LOSS = "token weights hold every denominator, so Megatron must sum and never divide; leave it out"
+_LOSS = (
+    "the token weights include every denominator, so Megatron-Core must sum the loss and not divide it; leave it out"
+)
 _NEVER = "this program does not support it; leave it out"
 _STAGES = "cut uneven stages by num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
 _LOADED = "weights are always loaded; leave it out"
@@ -66,6 +68,6 @@ def transformer_problems(override: dict[str, Any]) -> Iterator[str]:
     for name in DROPOUTS:
         if override.get(name, 0) != 0:
             yield (
-                f"{table.key}.{name}={override[name]}: a policy that drops units cannot be compared with its own rollouts;"
+                f"{table.key}.{name}={override[name]}: a policy with dropout cannot be compared with its own rollouts;"
                 " leave it out (it is 0)"
             )

@@ -107,9 +107,9 @@ def locate_tensor(path: Path, start: int, length: int, sizes: tuple[int, ...], d
             view.seek(0)
             tensor = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
             if not isinstance(tensor, Tensor) or tensor.storage_offset() or tensor.nbytes != info.file_size:
-                raise ValueError("an archive that holds something else than one whole tensor")
+                raise ValueError("the archive does not hold exactly one whole tensor")
             if tuple(tensor.shape) != sizes or not tensor.is_contiguous():
-                raise ValueError(f"a tensor {list(tensor.shape)} instead of {list(sizes)}")
+                raise ValueError(f"the archive holds a tensor of shape {list(tensor.shape)} instead of {list(sizes)}")
             offset = start + _data_start(view, info)
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise ConvertError(f"{path}: damaged at byte {start} ({str(error).splitlines()[0]})") from error

@@ -237,7 +237,7 @@ class MegatronFolder(Source):
         """Compare every chunk's checksum, which finds flipped bits without a manifest."""
         if self.hf_folder == self.folder / "hf":
             raise ConvertError(
-                f"{self.folder} has lost its manifest.json and has no other checksums; --no-hashes reads it unchecked"
+                f"{self.folder} has no manifest.json any more, and no other checksums; --no-hashes reads it unchecked"
             )
         problems = [
             f"{chunk.path.name}: the checksum of {key} at byte {chunk.start} differs"

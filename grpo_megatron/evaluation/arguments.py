@@ -77,7 +77,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         type=positive_integer,
         default=1,
         metavar="N",
-        help="drawn samples per problem beside the greedy one; 1: only the greedy one",
+        help="drawn samples per problem besides the greedy one; 1: only the greedy one",
     )
     sampling.add_argument("--no-greedy", action="store_true", help="without the greedy sample")
     sampling.add_argument("--temperature", type=float, metavar="T", help="default: the task's")

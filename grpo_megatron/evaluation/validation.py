@@ -46,7 +46,9 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
 def _task_problems(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]) -> list[str]:
     """Why the task cannot be used in training."""
     if task.reward is None:
-        return [f"data.val_tasks: task {task.name!r} has no reward, for the scripted evaluation only; drop it"]
+        return [
+            f"data.val_tasks: task {task.name!r} has no reward: it is for the scripted evaluation only; leave it out"
+        ]
     if data.apply_chat_template and task.user_prompt is None:
         return [
             f"data.val_tasks: task {task.name!r} has plain text prompts only; set data.apply_chat_template=false, or"

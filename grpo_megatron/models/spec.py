@@ -64,7 +64,7 @@ def choose_kernels(megatron: MegatronConfig, device: Device, dtype: str = "bfloa
     if megatron.transformer_impl == "local":
         reason = "transformer_impl=local"
     elif dtype == "float32":
-        reason = "model.dtype=float32, which its attention does not support"
+        reason = "model.dtype=float32, which the attention of Transformer Engine does not support"
     elif not _has_transformer_engine():
         reason = "it cannot be imported"
     if reason is not None:

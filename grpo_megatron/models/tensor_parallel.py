@@ -16,7 +16,7 @@ def split_problems(arch: Architecture, tp: int) -> list[str]:
     problems = [f"{size} {what} over {tp} leave {size % tp}" for what, size in sizes if size % tp]
     groups = arch.num_query_groups
     if groups % tp and tp % groups:
-        problems.append(f"of {groups} key-value heads and {tp}, neither divides the other")
+        problems.append(f"{groups} key-value heads and {tp} ranks: neither number divides the other")
     return problems
 
 

@@ -74,7 +74,9 @@ class VllmEngine(RolloutEngine):
         inside vLLM the engine is broken, and every later call raises an error with the reason.
         """
         self._version = None
-        self._mesh.agree(self._broken or ("the engine's weights are asleep" if "weights" in self._asleep else None))
+        self._mesh.agree(
+            self._broken or ("the weights sleep: call wake_weights" if "weights" in self._asleep else None)
+        )
         self._attempt(self._llm.start_weight_update)
         try:
             for bucket in verified_stream(stream, self._expected, self._mesh):
@@ -96,7 +98,7 @@ class VllmEngine(RolloutEngine):
         try:
             self._mesh.agree(problem)
         except RankError as error:
-            self._broken = f"the engine is broken and must be built anew: {error}"
+            self._broken = f"the engine is broken and must be built again: {error}"
             raise
 
     def _finish_update(self, version: int) -> None:
@@ -112,7 +114,7 @@ class VllmEngine(RolloutEngine):
         try:
             self._llm.finish_weight_update(weight_version="invalid")
         except Exception as error:
-            self._broken = f"the engine is broken and must be built anew: {type(error).__name__}: {error}"
+            self._broken = f"the engine is broken and must be built again: {type(error).__name__}: {error}"
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ class VllmEngine(RolloutEngine):
     def _params(self, request: Request) -> Any:
         if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
             raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} with max_tokens {request.max_tokens} does not fit "
+                f"a prompt of {len(request.prompt_ids)} tokens with max_tokens {request.max_tokens} does not fit "
                 f"max_model_len {self._max_model_len} (or is empty)"
             )
         low, high = ENGINE_TEMPERATURES
@@ -184,7 +186,7 @@ class VllmEngine(RolloutEngine):
                 outputs: list[Any] = self._llm.generate(tokens, params, use_tqdm=False)
         except BaseException as error:  # an interrupt too: requests left in vLLM's queue would answer the next call
             self._version = None
-            self._broken = f"the engine is broken and must be built anew: {type(error).__name__}: {error}"
+            self._broken = f"the engine is broken and must be built again: {type(error).__name__}: {error}"
             raise
         return outputs
 

@@ -97,9 +97,9 @@ class Colocation:
         problem = None
         if not mean <= self.tolerance:  # also true for NaN
             problem = (
-                f"after the weight sync the engine's log-probabilities of a fixed text differ from the policy's by "
-                f"{mean:.3g} on average (at most {largest:.3g}), more than rollout.probe_tolerance={self.tolerance:g}: "
-                "the engine does not hold the policy's weights"
+                "after the weight sync the engine's log-probabilities of fixed tokens differ from those of the model that was"
+                f" sent by {mean:.3g} on average (at most {largest:.3g}), more than rollout.probe_tolerance={self.tolerance:g}: "
+                "the engine does not hold that model's weights"
             )
         self.mesh.agree(problem)
 

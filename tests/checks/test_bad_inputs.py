@@ -75,7 +75,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["trainer.nnodes=2"], ["trainer.nnodes=2", "torchrun --nnodes 2 --nproc-per-node 2", "set trainer.nnodes=1"]),
     # the model's sizes
     (["trainer.n_gpus_per_node=3", f"{TP}=3"], [f"{TP}=3 cannot cut", "8 attention heads over 3 leave 2", "1, 2, 4"]),
-    (["trainer.n_gpus_per_node=3", f"{TP}=3"], ["of 4 key-value heads and 3, neither divides the other"]),
+    (["trainer.n_gpus_per_node=3", f"{TP}=3"], ["4 key-value heads and 3 ranks: neither number divides"]),
     (["trainer.n_gpus_per_node=5", "rollout.tensor_model_parallel_size=5"], ["96 rows of the MLP over 5 leave 1"]),
     (["trainer.n_gpus_per_node=3", f"{PP}=3"], [f"{PP}=3 does not divide the model's 4 layers", "one of 1, 2, 4"]),
     (

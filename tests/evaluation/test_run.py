@@ -236,8 +236,8 @@ def test_ranks_and_layout_must_fit(
     ("tp", "changes", "words"),
     [
         # 112 = 37 x 3 + 1, 320 = 106 x 3 + 2
-        (3, {}, "2 attention heads over 3 leave 2, 112 rows of the MLP over 3 leave 1, of 2 key-value heads and 3, "
-         "neither divides the other, 320 rows of the vocabulary over 3 leave 2; set one of 1, 2\n"),
+        (3, {}, "2 attention heads over 3 leave 2, 112 rows of the MLP over 3 leave 1, 2 key-value heads and 3 "
+         "ranks: neither number divides the other, 320 rows of the vocabulary over 3 leave 2; set one of 1, 2\n"),
         # the policy could be split over 3 ranks: only the engine's vocabulary cannot
         (3, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96},
          ": 320 rows of the vocabulary over 3 leave 2; set one of 1\n"),

@@ -33,7 +33,7 @@ def _arch(**changes: Any) -> Architecture:
             ["12 attention heads over 5 leave 2", "48 rows of an expert's MLP over 5 leave 3"],
         ),
         ({"num_key_value_heads": 2}, 4, []),  # each of 2 heads on 2 ranks
-        ({"num_key_value_heads": 4}, 6, ["of 4 key-value heads and 6, neither divides the other"]),
+        ({"num_key_value_heads": 4}, 6, ["4 key-value heads and 6 ranks: neither number divides the other"]),
         ({"intermediate_size": 50}, 4, ["50 rows of an expert's MLP over 4 leave 2"]),
         ({"model_type": "llama", "intermediate_size": 50}, 4, ["50 rows of the MLP over 4 leave 2"]),
     ],

@@ -65,8 +65,8 @@ def requests_that_vllm_would_alter_are_refused(world: World) -> None:
     long = tuple([1] * (tiny.MAX_MODEL_LEN - 10))
     assert len(world.draw([Request((1,), 0, max_tokens=1), Request(long, 0, max_tokens=10)])) == 2
     for request, words in [
-        (Request(long, 0, 11), "a prompt of 374 with max_tokens 11 does not fit max_model_len 384"),
-        (Request((), 0, 5), "a prompt of 0 .* is empty"),
+        (Request(long, 0, 11), "a prompt of 374 tokens with max_tokens 11 does not fit max_model_len 384"),
+        (Request((), 0, 5), "a prompt of 0 tokens .* is empty"),
         (Request((1,), 0, 5, temperature=0.005), "temperature 0.005 is outside"),
         (Request((1,), 0, 5, temperature=2.5), "temperature 2.5 is outside"),
         (Request((1, tiny.VOCAB), 0, 5), "1 to 160 are outside the vocabulary of 160"),

@@ -134,7 +134,7 @@ def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
     with mock.patch.object(llm, "update_weights", fail_on_last_rank):
         raises(RankError, "vLLM failed in a weight update .MemoryError: no room", lambda: world.push(1, 0))
     for call in (lambda: engine.generate(requests(1), 0), lambda: engine.logprobs([[1]]), lambda: world.push(1, 1)):
-        raises(RuntimeError, "must be built anew", call)
+        raises(RuntimeError, "must be built again", call)
     engine.shutdown()
     engine.shutdown()
     raises(RuntimeError, "shut down", lambda: engine.generate(requests(1), 0))
