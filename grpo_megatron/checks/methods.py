@@ -93,7 +93,7 @@ def _sources(config: Config) -> Problems:
         return
     if not policy_losses.facts(loss_mode).is_likelihood:
         yield (
-            f"{key}: the responses are not drawn from the policy, and actor.loss_mode={loss_mode} needs such; set"
+            f"{key}: the responses are not the policy's, and actor.loss_mode={loss_mode} is only for those; set"
             f" loss_mode={' or '.join(policy_losses.names_with(is_likelihood=True))}, or source=policy"
         )
     if algorithm.source == "initial" and config.ref.path is not None:

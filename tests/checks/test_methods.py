@@ -56,7 +56,7 @@ CASES = {
     ),
     "ratio of foreign samples": (
         {"algorithm": {"source": "initial"}},
-        "actor.loss_mode=vanilla needs the policy's; set loss_mode=dpo or sft",
+        "actor.loss_mode=vanilla is only for those; set loss_mode=dpo or sft",
     ),
     "two starts": (
         {"algorithm": {"source": "initial"}, "actor": {"loss_mode": "sft"}, "ref": {"path": "other"}},
@@ -181,7 +181,7 @@ OWN_CASES = {
     ),
     "ratio of foreign samples": (
         {"algorithm": {"source": "initial"}, "actor": {"loss_mode": own(undeclared_loss)}},
-        "needs the policy's",
+        "is only for those",
     ),
     "steps of an outcome": (
         {"algorithm": {"adv_estimator": own(steps_over_greedy)}},
