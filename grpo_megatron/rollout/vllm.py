@@ -75,7 +75,7 @@ class VllmEngine(RolloutEngine):
         """
         self._version = None
         self._mesh.agree(
-            self._broken or ("the weights sleep: call wake_weights" if "weights" in self._asleep else None)
+            self._broken or ("the weights are asleep: call wake_weights" if "weights" in self._asleep else None)
         )
         self._attempt(self._llm.start_weight_update)
         try:

@@ -86,7 +86,7 @@ def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: st
         "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
         "nan": "has non-finite values",
         "exception": "rank 1: KeyError: 'broken stream'",
-        "other_model": "the engine does not hold the policy's weights",
+        "other_model": "the engine does not hold that model's weights",
     }[fault]
     results = worlds.run(sync_ranks.faulty, 2, folder=models["qwen2"], fault=fault)
     for result in results:

@@ -256,7 +256,7 @@ def test_validation_has_the_prompts_of_the_scripted_evaluation(tmp_path: Path, t
     assert brief[0].text.startswith("<system>Be brief.\n<user>What is 0")  # as in training
     for changes, words in [
         ({"val_data": None}, "set data.val_data=DIR"),
-        ({"val_tasks": ["gsm8k_lm_eval"]}, "'gsm8k_lm_eval' has no reward, for the scripted evaluation only"),
+        ({"val_tasks": ["gsm8k_lm_eval"]}, "'gsm8k_lm_eval' has no reward: it is for the scripted evaluation only"),
         ({"val_tasks": ["jsonl"]}, "'jsonl' has no reward"),
         ({"val_tasks": ["boxed"]}, "'boxed' names no data file; set data.val_files"),
         ({"val_data": tmp_path / "none"}, "none' is not a folder.*; set data.val_data=DIR"),
