@@ -62,7 +62,7 @@ class StepReport:
         self.sinks.log(step, reduced | self._speed(reduced, table))
 
     def _record_batch(self, metrics: Metrics, batch: Batch) -> None:
-        metrics.mean_of("critic/advantages/mean", batch.advantages[batch.response_mask])
+        metrics.mean_of("critic/advantages/mean", batch.advantages[batch.loss_mask])
         micro_batches = [rows for mini in batch.mini_batches for rows in mini]
         padding = sum(-sum(batch.lengths[row] for row in rows) % self.multiple for rows in micro_batches)
         metrics.mean("perf/padding_ratio", padding, padding + sum(batch.lengths))
