@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_megatron.checks.layout import divisors
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import ENGINE_TEMPERATURES, Config
 from grpo_megatron.models.architecture import Architecture
@@ -44,7 +45,7 @@ def batch_problems(config: Config) -> Problems:
             f" set it to {size} or leave it out"
         )
     elif size % mini:
-        best = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - mini))
+        best = min(divisors(size), key=lambda n: abs(n - mini))
         yield (
             f"actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={size} (it leaves {size % mini}"
             f" prompts); set it to {best}"

@@ -14,7 +14,14 @@ from typing import Any
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
-from grpo_megatron.data.prompts import OfflineGroup, load_offline_groups, load_prompts, load_supervised, load_tokenizer
+from grpo_megatron.data.prompts import (
+    OfflineGroup,
+    SupervisedExample,
+    load_offline_groups,
+    load_prompts,
+    load_supervised,
+    load_tokenizer,
+)
 from grpo_megatron.data.rows import read_question, read_rows
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.models.architecture import Architecture
@@ -23,7 +30,6 @@ from grpo_megatron.models.weights import check_hf
 from grpo_megatron.types import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-SupervisedRow = tuple[list[int], list[int]]  # prompt ids, response ids
 
 
 def read_model(path: Path, key: str = "model.path") -> Architecture:
@@ -179,7 +185,7 @@ def _read_prompts(
         raise ConfigError(f"{key}: {error}") from error
 
 
-def read_supervised(config: Config, tokenizer: Any | None) -> list[SupervisedRow]:
+def read_supervised(config: Config, tokenizer: Any | None) -> list[SupervisedExample]:
     """The rows of the supervised warmup, as token ids."""
     key, files = "sft.train_files", config.sft.train_files
     if not config.sft.steps or not files:

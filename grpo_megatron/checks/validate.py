@@ -23,7 +23,7 @@ from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
 from grpo_megatron.config import Config
-from grpo_megatron.data.prompts import OfflineGroup
+from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.precision import hardware_problems, precision_problems
@@ -41,7 +41,7 @@ class Checked:
     tokenizer: Any  # None only in a dry run for another machine
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
-    supervised_rows: list[inputs.SupervisedRow]
+    supervised_rows: list[SupervisedExample]
     offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
 

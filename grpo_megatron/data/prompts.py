@@ -21,6 +21,7 @@ from grpo_megatron.types import Prompt
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+SupervisedExample = tuple[list[int], list[int]]  # prompt ids, response ids with the end-of-sequence token
 OfflineGroup = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses, their rewards
 
 
@@ -82,7 +83,7 @@ def load_prompts(
     return _drop_overlong(data, prompts, fits, what, [prompt.uid for prompt in prompts])
 
 
-def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> list[SupervisedExample]:
     """(prompt ids, response ids with the end-of-sequence token) of rows {"prompt", "response"}, in order.
 
     Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import Question, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
+from grpo_megatron.storage.manifest import sha256_of
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
             raise ConfigError(f"task {task.name!r} has no training file to draw examples from; set --num-fewshot 0")
         train = _find_file(task, "few-shot file", fewshot.files, places, "set --num-fewshot 0 to do without")
         pool = read_rows(train, lambda row: _read_example(task, fewshot, row))
-        pool_sha256 = _file_sha256(train)
+        pool_sha256 = sha256_of(train)
         if num_fewshot > len(pool):
             raise ConfigError(
                 f"--num-fewshot {num_fewshot}: {str(train)!r} has {len(pool)} rows; set it to that or less"
             )
-    return Dataset(task, path, _file_sha256(path), problems, pool, pool_sha256)
+    return Dataset(task, path, sha256_of(path), problems, pool, pool_sha256)
 
 
 def _find_file(task: Task, what: str, files: list[str], places: DataPlaces, remedy: str) -> Path:
@@ -110,10 +110,6 @@ def _find_file(task: Task, what: str, files: list[str], places: DataPlaces, reme
         if (folder / file).is_file():
             return folder / file
     raise ConfigError(f"task {name!r}: no {what} in {str(folder)!r} (looked for {names}); {remedy}")
-
-
-def _file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _read_example(task: Task, fewshot: Fewshot, row: dict[str, Any]) -> Example:

@@ -59,9 +59,14 @@ def check_sizes(folder: Path) -> bool:
 
     Raises StorageError that lists every difference.
     """
+    return _files_of_right_size(folder) is not None
+
+
+def _files_of_right_size(folder: Path) -> dict[str, Any] | None:
+    """As `read_manifest`; raises as `check_sizes`."""
     files = read_manifest(folder)
     if files is None:
-        return False
+        return None
     problems = []
     for name, entry in files.items():
         path = folder / name
@@ -73,7 +78,7 @@ def check_sizes(folder: Path) -> bool:
     problems += [f"{name} is not in the manifest" for name in sorted(weights)]
     if problems:
         raise _differs(folder, problems)
-    return True
+    return files
 
 
 def _differs(folder: Path, problems: list[str]) -> StorageError:
@@ -85,8 +90,8 @@ class Verification:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.problems = folder, list[str]()
-        self.exists = check_sizes(folder)
-        self._files = read_manifest(folder) or {}
+        files = _files_of_right_size(folder)
+        self.exists, self._files = files is not None, files or {}
         self._stop = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         if self.exists:

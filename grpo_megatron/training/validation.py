@@ -121,6 +121,6 @@ def _summarize_source(source: str, rows: Sequence[ValidationRow], n: int) -> dic
     metrics[f"{aux}/truncated_ratio"] = sum(row.truncated for row in rows) / len(rows)
     metrics[f"{aux}/reward_failed_ratio"] = sum(math.isnan(row.value) for row in rows) / len(rows)
     for name in sorted({name for row in rows for name, _ in row.reward_metrics}):
-        reported = [dict(row.reward_metrics)[name] for row in rows if name in dict(row.reward_metrics)]
+        reported = [value for row in rows for key, value in row.reward_metrics if key == name]
         metrics[f"{aux}/{name}/mean"] = sum(reported) / len(reported)
     return metrics

@@ -9,13 +9,13 @@ import torch
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.plan import supervised_plan
 from grpo_megatron.config import ActorConfig, SftConfig
+from grpo_megatron.data.prompts import SupervisedExample
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.types import Batch
 
-SupervisedExample = tuple[list[int], list[int]]  # prompt ids, response ids with the end-of-sequence token
 NUM_NOTES = 10  # lines of progress per warm-up
 WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, which GRPO and its reference start from
 
