@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.sync.tensors import Piece
 
 # Name -> an object that can be sliced like a tensor and knows its shape: a safetensors slice, or a tensor.
 Read = Callable[[str], Any]
@@ -74,6 +75,21 @@ class WeightRow(ABC):
         """The dimension that tensor parallelism cuts. None: the parameter is replicated."""
         return 0
 
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+        """Which parts of the Hugging Face tensors are where in this rank's parameter. Padding rows are in none."""
+        size = self.local_shape(arch, tp)[0]
+        return tuple(self._pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
+
+    def _pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
+        """The pieces in rows [first, last) of the whole Megatron tensor, which `segments` describes."""
+        row, done = 0, [0] * len(self.hf)  # rows passed: of the Megatron tensor, of each Hugging Face tensor
+        for tensor, length in self.segments(arch):
+            low, high = max(first, row), min(last, row + length)
+            if low < high:
+                start = done[tensor] + low - row
+                yield Piece(tensor, start, start + high - low, low - first)
+            row, done[tensor] = row + length, done[tensor] + length
+
 
 def _read_part(read: Read, name: str, tp_rank: int, tp: int) -> Tensor:
     """This rank's equal part of the rows of a Hugging Face tensor."""
@@ -99,6 +115,9 @@ class Replicated(WeightRow):
 
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         return [shards[0].clone()]
+
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+        return (Piece(0, 0, self.hf_shapes(arch)[0][0], 0),)
 
     @property
     def split_dim(self) -> int | None:
@@ -154,6 +173,10 @@ class InputSplit(WeightRow):
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         return [torch.cat(list(shards), dim=1)]
 
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+        size = getattr(arch, self.size) // tp
+        return (Piece(0, tp_rank * size, (tp_rank + 1) * size, 0),)
+
     @property
     def split_dim(self) -> int | None:
         return 1
@@ -175,6 +198,10 @@ class GateUp(WeightRow):
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+        size = arch.ffn_hidden_size // tp
+        return tuple(Piece(i, tp_rank * size, (tp_rank + 1) * size, i * size) for i in (0, 1))
 
 
 @dataclass(frozen=True)

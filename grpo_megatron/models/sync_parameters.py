@@ -1,0 +1,64 @@
+"""What the weight sync needs to know of a model: its parameters as SyncParameters, and the parts that an engine reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import table_of
+from grpo_megatron.models.mapping import QKV, Replicated, Vocabulary, WeightRow, expand_table
+from grpo_megatron.models.tensor_parallel import ENGINE_VOCABULARY_MULTIPLE
+from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.tensors import EngineSpans, Span, SyncParameter, SyncTensor
+
+
+def sync_parameters(arch: Architecture, grid: Grid, stage_of: Mapping[str, int]) -> list[SyncParameter]:
+    """All parameters of the model, in the order of its table. `stage_of`: Megatron name -> pipeline stage."""
+    return [_sync_parameter(row, arch, grid, stage_of[row.megatron]) for row in expand_table(table_of(arch), arch)]
+
+
+def _sync_parameter(row: WeightRow, arch: Architecture, grid: Grid, stage: int) -> SyncParameter:
+    axis = row.split_dim or 0
+    return SyncParameter(
+        name=row.megatron,
+        tensors=tuple(SyncTensor(n, s, axis) for n, s in zip(row.hf, row.hf_shapes(arch), strict=True)),
+        stage=stage,
+        ep_rank=row.ep_rank(arch, grid.ep),
+        pieces=tuple(row.pieces(arch, tp_rank, grid.tp) for tp_rank in range(grid.tp)),
+    )
+
+
+def whole_spans(arch: Architecture, rollout_tp: int) -> EngineSpans:
+    """The parts that an engine reads of which nothing is known: everything, on each of its ranks."""
+    spans: dict[str, tuple[Span, ...]] = {}
+    for row in expand_table(table_of(arch), arch):
+        for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
+            spans[name] = ((0, shape[row.split_dim or 0]),) * rollout_tp
+    return spans
+
+
+def engine_spans(arch: Architecture, rollout_tp: int) -> EngineSpans:
+    """The parts that each rank of a tensor-parallel engine reads, as vLLM cuts a model.
+
+    Linear layers are cut evenly. Key-value heads are shared by several ranks if there are more ranks than heads. The
+    vocabulary is padded to a multiple of 64 first, so that the last rank has fewer tokens, or none.
+    """
+    spans: dict[str, tuple[Span, ...]] = {}
+    for row in expand_table(table_of(arch), arch):
+        for index, (name, shape) in enumerate(zip(row.hf, row.hf_shapes(arch), strict=True)):
+            length = shape[row.split_dim or 0]
+            spans[name] = tuple(_span(row, index, length, arch, rank, rollout_tp) for rank in range(rollout_tp))
+    return spans
+
+
+def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Span:
+    if isinstance(row, Replicated):
+        return 0, length
+    if isinstance(row, Vocabulary):
+        size = -(-length // ENGINE_VOCABULARY_MULTIPLE) * ENGINE_VOCABULARY_MULTIPLE // ranks
+        return min(rank * size, length), min((rank + 1) * size, length)
+    if isinstance(row, QKV) and index > 0 and arch.num_query_groups < ranks:
+        head = rank // (ranks // arch.num_query_groups)
+        return head * arch.head_dim, (head + 1) * arch.head_dim
+    size = length // ranks
+    return rank * size, (rank + 1) * size

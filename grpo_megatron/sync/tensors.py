@@ -1,0 +1,67 @@
+"""What a sync moves: tensors, and who has and who needs which part of them. Plain numbers.
+
+Both layouts cut a tensor along one dimension, its `axis`, and both along the same one. A part of a tensor is therefore an
+interval of that dimension. Positions are in rows (axis 0) or columns (axis 1) of the whole Hugging Face tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Span = tuple[int, int]  # [start, stop) of a tensor's axis
+
+
+@dataclass(frozen=True)
+class SyncTensor:
+    """A whole Hugging Face tensor of one or two dimensions."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+
+    @property
+    def length(self) -> int:
+        return self.shape[self.axis]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def numel_of(self, span: Span) -> int:
+        """Elements of a part."""
+        return self.numel // self.length * (span[1] - span[0])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`[start, stop)` of a tensor, kept at `local_start` of a parameter, along the same dimension."""
+
+    tensor: int  # index in SyncParameter.tensors
+    start: int
+    stop: int
+    local_start: int
+
+
+@dataclass(frozen=True)
+class SyncParameter:
+    """A parameter of the training model, and the tensors in it.
+
+    `pieces[tp_rank]` is what a tensor-parallel rank holds, in the parameter's order; ranks with a copy of the same part
+    each list it. `stage` and `ep_rank` (None: not an expert's) say on which ranks the parameter exists.
+    """
+
+    name: str
+    tensors: tuple[SyncTensor, ...]
+    stage: int
+    ep_rank: int | None
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+# Tensor name -> per tensor-parallel rank of the engine the part that it reads. An empty span: nothing.
+EngineSpans = Mapping[str, tuple[Span, ...]]

@@ -1,0 +1,48 @@
+"""The parts of Hugging Face tensors that a parameter holds and an engine reads, against the tensors themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_megatron.models.families import hf_shapes, table_of
+from grpo_megatron.models.mapping import expand_table
+from grpo_megatron.models.sync_parameters import engine_spans, whole_spans
+from tests.sync.architectures import FAMILIES, architecture
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_are_what_shard_reads(family: str, tp: int) -> None:
+    arch = architecture(family)
+    whole = {name: torch.rand(shape) for name, shape in hf_shapes(arch).items()}
+    for row in expand_table(table_of(arch), arch):
+        axis = row.split_dim or 0
+        covered = torch.zeros(sum(whole[name].shape[axis] for name in row.hf))
+        offsets = [sum(whole[name].shape[axis] for name in row.hf[:i]) for i in range(len(row.hf))]
+        for tp_rank in range(tp):
+            shard = row.shard(lambda name: whole[name], arch, tp_rank, tp)
+            for piece in row.pieces(arch, tp_rank, tp):
+                length = piece.stop - piece.start
+                expected = whole[row.hf[piece.tensor]].narrow(axis, piece.start, length)
+                assert torch.equal(shard.narrow(axis, piece.local_start, length), expected), (row.megatron, piece)
+                covered[offsets[piece.tensor] + piece.start : offsets[piece.tensor] + piece.stop] += 1
+        assert covered.eq(1 if row.split_dim is not None else tp).all(), row.megatron
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_ranks_together_read_every_row(family: str, ranks: int) -> None:
+    arch = architecture(family)
+    spans = engine_spans(arch, ranks)
+    assert spans.keys() == whole_spans(arch, ranks).keys() == hf_shapes(arch).keys()
+    for row in expand_table(table_of(arch), arch):
+        for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
+            covered = torch.zeros(shape[row.split_dim or 0])
+            for start, stop in spans[name]:
+                covered[start:stop] += 1
+            assert covered.ge(1).all(), name
+            copies = ranks if row.split_dim is None else 1
+            if name.rsplit(".", 2)[1] in ("k_proj", "v_proj"):
+                copies = max(1, ranks // arch.num_query_groups)
+            assert covered.eq(copies).all(), name
