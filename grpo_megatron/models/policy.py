@@ -30,6 +30,7 @@ from grpo_megatron.models.optimizer import (
     state_tensors,
     wrap_ddp,
 )
+from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch, WeightBucket
 
@@ -113,11 +114,20 @@ class Policy(LanguageModel):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """See ShardedModel. With `overlap_param_gather`, parameters are gathered before the stream starts."""
+        """See ShardedModel."""
+        self._gather_parameters()
+        return super().hf_weights(bucket_megabytes)
+
+    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+        """See ShardedModel."""
+        self._gather_parameters()
+        return super().engine_weights(resharding)
+
+    def _gather_parameters(self) -> None:
+        """With `overlap_param_gather`, the next forward pass would gather what the last update has changed."""
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
                 self.ddp.start_param_sync(force_sync=True)
-        return super().hf_weights(bucket_megabytes)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 

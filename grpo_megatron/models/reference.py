@@ -16,6 +16,7 @@ from grpo_megatron.models.build import load_model
 from grpo_megatron.models.language_model import LanguageModel
 from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch, WeightBucket
@@ -70,9 +71,14 @@ class Reference(LanguageModel):
             return super().logprobs(batch, temperature)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, as for the policy. (RFT draws from the reference.)"""
+        """Collective stream of every Hugging Face tensor, as for the policy."""
         with self._on_device():
             yield from super().hf_weights(bucket_megabytes)
+
+    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+        """As for the policy. (RFT draws from the reference.)"""
+        with self._on_device():
+            yield from super().engine_weights(resharding)
 
     @torch.no_grad()
     def copy_from(self, policy: Policy) -> None:

@@ -13,6 +13,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.forward import Pack, forward_backward, pack
 from grpo_megatron.models.precision import token_multiple
+from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch, WeightBucket
@@ -78,3 +79,7 @@ class ShardedModel:
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
         return hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
+
+    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+        """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
+        return resharding.stream(self.model)

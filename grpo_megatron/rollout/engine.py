@@ -63,6 +63,7 @@ class RolloutEngine(ABC):
 
     Options: ClassVar[type[Section]] = NoOptions  # the type of the section `rollout.engine_options`
     requires: ClassVar[Mapping[str, str]] = {}  # package to import -> what `pip install` calls it
+    reads_shards: ClassVar[bool] = False  # each rank reads its tensor-parallel part of a tensor only, cut as vLLM cuts
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:

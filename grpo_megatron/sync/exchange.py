@@ -35,7 +35,9 @@ Read = Callable[[str], Tensor]  # name of a parameter -> this rank's shard
 class Exchange:
     """One sync. Its message buffers are allocated when it is made, so that no rank runs out of memory between messages."""
 
-    def __init__(self, plan: RankPlan, read: Read, transport: Transport, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, plan: RankPlan, read: Read, transport: Transport, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._plan, self._read_parameter, self._transport = plan, read, transport
         self._dtype, self._device = dtype, device
         self._buffers = {key: self._allocate(*key) for key in DEPTH}
@@ -110,7 +112,9 @@ class Exchange:
         for phase in (NETWORK, NODE):
             for index, slot in self._received(phase, number).items():
                 part = self._plan.plan.parts[index]
-                self._target(part.tensor).narrow(self._axis(part.tensor), part.start, part.stop - part.start).copy_(slot)
+                self._target(part.tensor).narrow(self._axis(part.tensor), part.start, part.stop - part.start).copy_(
+                    slot
+                )
         names = [(self._plan.tensor(tensor).name, tensor) for tensor in self._plan.rounds[number].complete]
         bucket = [(name, self._target(tensor)) for name, tensor in names]
         for _, tensor in names:

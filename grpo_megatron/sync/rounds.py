@@ -43,7 +43,7 @@ class TrafficCounter:
         shape = (plan.grid.world_size, len(turns))
         self._sends, self._receipts = ({phase: np.zeros(shape) for phase in PHASES} for _ in range(2))
         for (kind, turn), column in turns.items():
-            transfers = np.array(plan.routes[kind].transfers(turn)).reshape(-1, 3)
+            transfers = np.array(plan.routes[kind].transfers(turn), dtype=np.int64).reshape(-1, 3)
             for phase in PHASES:
                 of_phase = transfers[transfers[:, 0] == phase]
                 np.add.at(self._sends[phase][:, column], of_phase[:, 1], 1)

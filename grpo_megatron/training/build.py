@@ -11,10 +11,13 @@ from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device
+from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
+from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
 from grpo_megatron.models.shape import model_shape
+from grpo_megatron.models.sync_parameters import engine_spans, whole_spans
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
@@ -58,14 +61,28 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
     )
 
 
+def build_resharding(config: Config, policy: Policy, engine: RolloutEngine, mesh: Mesh) -> Resharding:
+    """The plan from the policy's layout to the engine's. Collective."""
+    spans = engine_spans if engine.reads_shards else whole_spans
+    return Resharding(
+        policy.arch,
+        mesh,
+        policy.stage_of,
+        spans(policy.arch, mesh.rollout_tp),
+        dtype=DTYPES[config.model.dtype],
+        device=policy.device.torch_device,
+        bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
+    )
+
+
 def build_colocation(config: Config, policy: Policy, engine: RolloutEngine, mesh: Mesh) -> Colocation:
     """Puts the engine to sleep. Collective."""
     return Colocation(
         policy,
         engine,
         mesh,
+        build_resharding(config, policy, engine, mesh),
         tolerance=config.rollout.probe_tolerance or DEFAULT_TOLERANCE[config.model.dtype],
-        bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
         max_length=config.data.max_prompt_length + config.data.max_response_length,
     )
 

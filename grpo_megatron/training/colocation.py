@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.types import Batch
+from grpo_megatron.types import Batch, WeightBucket
 
 # Upper bounds on the probe's mean |difference|. A healthy engine shows about 1e-6 in float32, 0.01 to 0.02 in bfloat16
 # on text; stale or half-synced weights show 0.2 and more.
@@ -35,7 +36,7 @@ PROBE_SEQUENCES, PROBE_LENGTH = 2, 32
 class WeightSource(Protocol):
     """A model whose weights the engine can hold: the policy or the reference."""
 
-    def hf_weights(self, bucket_megabytes: int) -> Iterator[list[tuple[str, Tensor]]]: ...
+    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]: ...
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor: ...
 
@@ -46,13 +47,13 @@ class Colocation:
         policy: Policy,
         engine: RolloutEngine,
         mesh: Mesh,
+        resharding: Resharding,
         *,
         tolerance: float,
-        bucket_megabytes: int,
         max_length: int,
     ) -> None:
         self.policy, self.engine, self.mesh = policy, engine, mesh
-        self.tolerance, self.bucket_megabytes = tolerance, bucket_megabytes
+        self.resharding, self.tolerance = resharding, tolerance
         self.probe_batch = _probe_batch(policy.arch.vocab_size, min(PROBE_LENGTH, max_length - 1))
         engine.sleep()
 
@@ -66,7 +67,7 @@ class Colocation:
             self.policy.offload()
             self.policy.device.empty_cache()
             self.engine.wake_weights()
-            self.engine.load_weights(self.policy.hf_weights(self.bucket_megabytes), version)
+            self.engine.load_weights(self.policy.engine_weights(self.resharding), version)
             self.policy.device.empty_cache()
             self.engine.wake_kv_cache()
         with metrics.phase("probe"):
@@ -79,7 +80,7 @@ class Colocation:
     def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
         """Stream another model into the awake engine, which holds it until `rollout` is entered again. Collective."""
         with metrics.phase("update_weights"):
-            self.engine.load_weights(source.hf_weights(self.bucket_megabytes), version)
+            self.engine.load_weights(source.engine_weights(self.resharding), version)
         with metrics.phase("probe"):
             self.probe(metrics, source)
 

@@ -28,6 +28,8 @@ def build(
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import hf_shapes, read_architecture
     from grpo_megatron.models.policy import Policy
+    from grpo_megatron.models.resharding import Resharding
+    from grpo_megatron.models.sync_parameters import engine_spans
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
@@ -50,9 +52,16 @@ def build(
         eos_token_ids=[2],
         expected=hf_shapes(arch),
     )
-    colocation = Colocation(
-        policy, engine, mesh, tolerance=DEFAULT_TOLERANCE[dtype], bucket_megabytes=1, max_length=128
+    resharding = Resharding(
+        arch,
+        mesh,
+        policy.stage_of,
+        engine_spans(arch, rollout_tp),
+        dtype=getattr(torch, dtype),
+        device=torch.device("cpu"),
+        bucket_megabytes=1,
     )
+    colocation = Colocation(policy, engine, mesh, resharding, tolerance=DEFAULT_TOLERANCE[dtype], max_length=128)
     return mesh, policy, engine, colocation
 
 
@@ -136,15 +145,15 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
         with torch.no_grad():
             last.linear_fc1.weight[3, 5] = torch.nan
     elif fault == "exception":
-        real = policy.hf_weights
+        real = policy.engine_weights
 
-        def stream(bucket_megabytes: int) -> Any:
-            for number, bucket in enumerate(real(bucket_megabytes)):
+        def stream(resharding: Any) -> Any:
+            for number, bucket in enumerate(real(resharding)):
                 if number == 1:
                     raise KeyError("broken stream")
                 yield bucket
 
-        policy.hf_weights = stream
+        policy.engine_weights = stream
     else:  # the engine silently has other weights: only the probe can find this
         logprobs = engine.logprobs
         engine.logprobs = lambda sequences: [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]

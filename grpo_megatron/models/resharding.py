@@ -1,0 +1,74 @@
+"""Resharding: the weights of a training layout as the stream that an engine of any rollout layout loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.precision import dequantized
+from grpo_megatron.models.sync_parameters import sync_parameters
+from grpo_megatron.models.weights import global_parameters, model_rows
+from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.sync.exchange import Exchange
+from grpo_megatron.sync.plan import SyncPlan
+from grpo_megatron.sync.rank_plan import RankPlan
+from grpo_megatron.sync.rounds import PARTS_PER_BUDGET, choose_rounds
+from grpo_megatron.sync.tensors import EngineSpans
+from grpo_megatron.sync.transport import PointToPoint
+from grpo_megatron.types import WeightBucket
+
+
+class Resharding:
+    """Planned once, for every model of the layout. Collective: built on every rank at the same point. Raises RankError."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        mesh: Mesh,
+        stage_of: Mapping[str, int],
+        spans: EngineSpans,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_megabytes: int,
+    ) -> None:
+        """`spans`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together."""
+        self.mesh, self.dtype, self.device = mesh, dtype, device
+        grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
+        plan = SyncPlan(sync_parameters(arch, grid, stage_of), spans, grid, max(1, budget // PARTS_PER_BUDGET))
+        rounds, self.traffic = choose_rounds(plan, budget)
+        self.plan = RankPlan(plan, rounds, mesh.rank)
+        rows = model_rows(arch)
+        self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
+        if len(set(mesh.all_gather(plan.digest))) > 1:
+            raise RankError("the ranks have planned different weight syncs: their configs or their versions differ")
+
+    def stream(self, model: torch.nn.Module) -> Iterator[WeightBucket]:
+        """Full-shaped tensors, of which this rank's part is filled (see `Exchange`). Collective. Raises RankError.
+
+        The parameters must not change before the stream has ended: some of them are handed over as they are.
+        """
+        parameters = global_parameters(model)
+
+        @torch.no_grad()
+        def read(name: str) -> torch.Tensor:
+            return dequantized(parameters[name].detach())
+
+        problem, exchange = None, None
+        try:
+            self._check(parameters)
+            exchange = Exchange(self.plan, read, PointToPoint(), self.dtype, self.device)
+        except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
+            problem = f"cannot send weights: {error}"
+        self.mesh.agree(problem)
+        assert exchange is not None
+        yield from exchange.stream()
+
+    def _check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        for name, shape in self._shapes.items():
+            if name not in parameters:
+                raise ValueError(f"{name} is missing")
+            if tuple(parameters[name].shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(parameters[name].shape)}, expected {shape}")
