@@ -20,7 +20,7 @@ from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
-from grpo_megatron.training import references
+from grpo_megatron.training import build, references
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
 ARCH: dict[str, Any] = {
@@ -240,7 +240,6 @@ def run(
             "destroy_mesh": lambda: events.append("destroy mesh"),
             "Policy": lambda *arguments, **named: FakePolicy(events, arguments[4]),
             "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
-            "build_rollout_engine": lambda config, checked, mesh, device: FakeEngine(events),
             "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
             "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
             "Generator": WatchedGenerator,
@@ -248,6 +247,7 @@ def run(
             "exchange": local_exchange,
             "save_hf": save_hf,
         },
+        build: {"build_rollout_engine": lambda config, checked, mesh, device: FakeEngine(events)},
         references: {"Reference": FakeReference},
     }
     with ExitStack() as stack:
