@@ -234,6 +234,8 @@ def _remedies(config: Config, phase: Phase, device: float) -> Iterator[str]:
                 "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
             )
         yield "a smaller actor.ppo_max_token_len_per_gpu"
+    if "sync buckets" in phase.parts:
+        yield "a smaller rollout.update_weights_bucket_megabytes"
     if "gathered states" in phase.parts and not megatron.overlap_grad_reduce:
         yield "actor.megatron.overlap_grad_reduce=true (smaller buckets)"
     yield "a larger actor.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"
