@@ -166,7 +166,9 @@ class _Rank:
         replicas = self.world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
         bucket = max(self.parameters.dense, self.parameters.experts)
         if megatron.overlap_grad_reduce:  # else all gradients are one bucket
-            bucket = min(bucket, max(DDP_BUCKET, DDP_BUCKET_PER_RANK * replicas))
+            tp = megatron.tensor_model_parallel_size  # a bucket has whole parameters; the embedding is the largest
+            embedding = self.arch.padded_vocab_size(tp) // tp * self.arch.hidden_size
+            bucket = min(bucket, max(DDP_BUCKET, DDP_BUCKET_PER_RANK * replicas, embedding))
         return {"gathered states": GRADIENT_BYTES * bucket * (1 + 1 / replicas)}
 
 

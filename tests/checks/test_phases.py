@@ -139,6 +139,12 @@ def test_what_is_on_the_device_in_each_phase() -> None:
         ({"rollout": {"engine_kwargs": {"kv_cache_memory_bytes": 5 * GIB}}}, "rollout", {"KV cache": 5 * GIB}),
         ({"actor": {"use_kl_loss": False}}, "scoring", {"reference": None}),
         ({"trainer": {"save_freq": -1}}, "save", None),
+        # Buckets of at least 40,000,000 parameters; the embedding, of 128,256 x 4,096, is a larger one.
+        (
+            {"actor": {}, "megatron": {**OFFLOAD, "overlap_grad_reduce": True}},
+            "save",
+            {"gathered states": 4 * 128_256 * 4096 * (1 + 1 / 8)},
+        ),
         ({"rollout": {"update_weights_bucket_megabytes": 1024}}, "sync", {"sync buckets": GIB}),
     ],
 )
