@@ -66,6 +66,9 @@ class FakePolicy:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield f"policy after {self.updates}"
 
+    def engine_weights(self, resharding: Any) -> Iterator[Any]:
+        return self.hf_weights(0)
+
     def offload(self) -> None:
         self.is_offloaded = True
 
@@ -88,6 +91,9 @@ class FakeReference:
 
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield self.weights
+
+    def engine_weights(self, resharding: Any) -> Iterator[Any]:
+        return self.hf_weights(0)
 
 
 class FakeEngine:
@@ -259,7 +265,7 @@ def run(
             "exchange": local_exchange,
             "save_hf": save_hf,
         },
-        build: {"build_rollout_engine": build_rollout_engine},
+        build: {"build_rollout_engine": build_rollout_engine, "build_resharding": lambda *_: None},
         references: {"Reference": FakeReference},
     }
     with ExitStack() as stack:
