@@ -31,6 +31,8 @@ from grpo_megatron.models.optimizer import (
     wrap_ddp,
 )
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.attest import Expected
+from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import Batch, WeightBucket
 
 MetricSums = dict[str, MetricSum]
@@ -114,10 +116,18 @@ class Policy(LanguageModel):
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """See ShardedModel. With `overlap_param_gather`, parameters are gathered before the stream starts."""
+        self._gather_parameters()
+        return super().hf_weights(bucket_megabytes)
+
+    def expected_digests(self, engine: EngineTensors) -> Expected:
+        """See ShardedModel. With `overlap_param_gather`, parameters are gathered first."""
+        self._gather_parameters()
+        return super().expected_digests(engine)
+
+    def _gather_parameters(self) -> None:
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
                 self.ddp.start_param_sync(force_sync=True)
-        return super().hf_weights(bucket_megabytes)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 

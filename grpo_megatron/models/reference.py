@@ -18,6 +18,8 @@ from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.attest import Expected
+from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import Batch, WeightBucket
 
 
@@ -73,6 +75,10 @@ class Reference(LanguageModel):
         """Collective stream of every Hugging Face tensor, as for the policy. (RFT draws from the reference.)"""
         with self._on_device():
             yield from super().hf_weights(bucket_megabytes)
+
+    def expected_digests(self, engine: EngineTensors) -> Expected:
+        with self._on_device():
+            return super().expected_digests(engine)
 
     @torch.no_grad()
     def copy_from(self, policy: Policy) -> None:

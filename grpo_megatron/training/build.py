@@ -11,18 +11,20 @@ from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device
-from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
 from grpo_megatron.models.shape import model_shape
+from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
+from grpo_megatron.training.colocation import Colocation
+from grpo_megatron.training.probe import Probe
+from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
@@ -46,6 +48,7 @@ def join_world(config: Config, device: Device) -> Mesh:
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
     """The engine, awake and without usable weights. Collective."""
+    reads_shards = find_engine(config.rollout.engine).reads_shards
     return build_engine(
         config.rollout,
         config.model.path,
@@ -54,19 +57,28 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         eos_token_ids=[checked.tokenizer.eos_token_id],
-        expected=hf_shapes(checked.arch),
+        tensors=engine_tensors(checked.arch, mesh.rollout_tp, reads_shards=reads_shards),
     )
 
 
 def build_colocation(config: Config, policy: Policy, engine: RolloutEngine, mesh: Mesh) -> Colocation:
     """Puts the engine to sleep. Collective."""
+    max_length = config.data.max_prompt_length + config.data.max_response_length
+    algorithm = config.algorithm
     return Colocation(
         policy,
         engine,
         mesh,
-        tolerance=config.rollout.probe_tolerance or DEFAULT_TOLERANCE[config.model.dtype],
+        tensors=engine_tensors(policy.arch, mesh.rollout_tp, reads_shards=engine.reads_shards),
+        probe=Probe(
+            policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
+        ),
+        provenance=Provenance(
+            mesh,
+            max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
+            is_drawn=algorithm.source != "file",
+        ),
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
-        max_length=config.data.max_prompt_length + config.data.max_response_length,
     )
 
 
