@@ -20,7 +20,8 @@ from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
-from grpo_megatron.training import references
+from grpo_megatron.sync.attest import Expected
+from grpo_megatron.training import build, references
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
 ARCH: dict[str, Any] = {
@@ -65,6 +66,9 @@ class FakePolicy:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield f"policy after {self.updates}"
 
+    def expected_digests(self, tensors: Any) -> Expected:
+        return Expected({}, f"policy after {self.updates}", [])
+
     def offload(self) -> None: ...
 
     def onload(self) -> None: ...
@@ -86,12 +90,20 @@ class FakeReference:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield self.weights
 
+    def expected_digests(self, tensors: Any) -> Expected:
+        return Expected({}, self.weights, [])
+
 
 class FakeEngine:
     """Holds the name of the weights that were streamed into it."""
 
     def __init__(self, events: list[Any]) -> None:
         self.events, self.held, self.version = events, "", -1
+
+    reads_shards = False
+
+    def digests(self) -> None:
+        return None
 
     def load_weights(self, stream: Iterator[Any], version: int) -> None:
         (self.held,), self.version = list(stream), version
@@ -123,7 +135,10 @@ class WatchedGenerator(FakeGenerator):
         self.engine.events.append(
             (kind, arguments["version"], [p.prompt_ids[0] for p in prompts], arguments["draw_id"])
         )
-        return super().draw(prompts, n, **arguments)
+        samples = super().draw(prompts, n, **arguments)
+        for sample in samples:
+            sample.weights_digest = self.engine.held
+        return samples
 
 
 class FakeRewardModel:
@@ -249,6 +264,7 @@ def run(
             "save_hf": save_hf,
         },
         references: {"Reference": FakeReference},
+        build: {"engine_tensors": lambda *arguments, **named: None},
     }
     with ExitStack() as stack:
         for module, names in stand_ins.items():
