@@ -101,29 +101,25 @@ def compare(
     expected: Expected, held: Mapping[str, int], engine: EngineTensors, engine_rank: int, rank: int
 ) -> str | None:
     """What is wrong with an engine rank whose memory has the digests `held`: tensors, slices, and global `rank`."""
-    problems = []
-    for name, tensor in engine.tensors.items():
-        span = engine.spans[name][engine_rank]
-        if span[0] < span[1] and held.get(name) != expected.digests[name][engine_rank]:
-            problems.append(f"{_slice(tensor, span)} on rank {rank}{_explanation(name, expected, held, engine_rank)}")
-    if not problems:
+    wrong = []
+    for name in engine.tensors:
+        start, stop = engine.spans[name][engine_rank]
+        if start < stop and held.get(name) != expected.digests[name][engine_rank]:
+            wrong.append(name)
+    if not wrong:
         return None
+    # Digests depend on values and positions, not on names: they show what was mistaken for what.
+    owner = {digests[engine_rank]: name for name, digests in expected.digests.items()}
+    problems = []
+    for name in wrong:
+        origin = owner.get(held[name]) if name in held else None
+        reason = f" (it holds {origin})" if origin else "" if name in held else " (not loaded)"
+        problems.append(f"{_slice(engine.tensors[name], engine.spans[name][engine_rank])} on rank {rank}{reason}")
     return shortened(["the engine does not hold the weights that were sent", *problems])
 
 
 def _slice(tensor: SyncTensor, span: Span) -> str:
     return f"{tensor.name} {'columns' if tensor.axis else 'rows'} {span[0]} to {span[1]}"
-
-
-def _explanation(name: str, expected: Expected, held: Mapping[str, int], engine_rank: int) -> str:
-    """Where the wrong contents are from. Digests depend on values and positions only, not on names."""
-    if name not in held:
-        return " (not loaded)"
-    for other_rank, digest in enumerate(expected.digests[name]):
-        if digest == held[name]:
-            return f" (it holds the slice of the engine's rank {other_rank})"
-    sources = [other for other in expected.digests if expected.digests[other][engine_rank] == held[name]]
-    return f" (it holds {sources[0]})" if sources else ""
 
 
 def shortened(problems: Sequence[str], limit: int = 10) -> str:
