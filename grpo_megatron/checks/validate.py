@@ -16,7 +16,7 @@ from grpo_megatron.checks.bounds import batch_problems, length_problems, samplin
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
-from grpo_megatron.checks.machine import output_problems, package_problems
+from grpo_megatron.checks.machine import device_problems, output_problems, package_problems
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.names import name_problems, task_problem
 from grpo_megatron.checks.passthrough import transformer_problems
@@ -74,6 +74,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems.add(inputs.missing_keys(config))
     if not dry_run:
         problems.add(package_problems(config.rollout))
+        problems.add(device_problems(config, world_size))
         problems.add(hardware_problems(config))
 
     has_weights = inputs.has_weights(config.model.path)
