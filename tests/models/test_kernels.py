@@ -6,6 +6,7 @@ A rank with a GPU is a `Device("cpu")` that says it is CUDA; an installed Apex i
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,12 +18,13 @@ from megatron.core.transformer.moe import moe_utils
 
 from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig, ModelConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models import build, spec
+from grpo_megatron.models import build, spec, state
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import transformer_config
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.spec import Kernels, choose_kernels, engine_gradients
-from tests import tiny
+from tests import tiny, worlds
+from tests.models import engine_ranks
 
 LOCAL, ENGINE = MegatronConfig(transformer_impl="local"), MegatronConfig(transformer_impl="transformer_engine")
 
@@ -199,6 +201,28 @@ def test_the_output_head_accepts_the_engines_fusion_without_apex() -> None:
         for kernels in (Kernels(fused_gradients=True), Kernels(transformer_engine=True)):
             with engine_gradients(kernels):
                 assert not layers._grad_accum_fusion_available
+
+
+@pytest.mark.slow
+def test_gradients_are_the_same_with_apex(tmp_path: Path) -> None:
+    """Fused products of the 4 layers' 4 linear layers, in 3 micro-batches; the output head's gradient is added by DDP."""
+    folder = tiny.make_model(tmp_path / "model", "qwen2-tied")
+    ((plain, fused, calls),) = worlds.run(engine_ranks.apex_gradients, 1, folder=folder, pairs=tiny.make_sequences(6))
+    assert calls == 4 * 4 * 3
+    for kind in ("gradients", "weights"):
+        for name, tensor in plain[kind].items():
+            torch.testing.assert_close(
+                fused[kind][name], tensor, rtol=0, atol=1e-6 * float(tensor.abs().max()), msg=name
+            )
+
+
+def test_fp8_state_that_a_checkpoint_lacks_is_not_asked_for(tmp_path: Path) -> None:
+    """A checkpoint of local layers has none for norms. A missing weight stays an error."""
+    names = ("norm._extra_state", "linear._extra_state", "norm.weight")
+    model = {name: SimpleNamespace(unique_key=f"decoder.{name}/shard_0_1") for name in names}
+    stored = {"decoder.linear._extra_state/shard_0_1": None}
+    with mock.patch.object(state, "load_sharded_metadata", lambda folder: stored):
+        assert list(state._without_unknown_extra_state(model, tmp_path)) == ["linear._extra_state", "norm.weight"]
 
 
 # -- mixtures of experts -----------------------------------------------------------------------------------------------
