@@ -85,9 +85,15 @@ def build(
         vllm.v1.engine.core.cleanup_dist_env_and_memory = _destroy_vllm_groups
         executor, transfer = _classes(on_cpu=not device.is_cuda)
         arguments = vllm_arguments(
-            rollout, options, rollout_tp=mesh.rollout_tp, on_cuda=device.is_cuda, executor=executor, transfer=transfer
+            rollout,
+            options,
+            max_model_len=max_model_len,
+            rollout_tp=mesh.rollout_tp,
+            on_cuda=device.is_cuda,
+            executor=executor,
+            transfer=transfer,
         )
-        llm = vllm.LLM(model=str(model_path), dtype=dtype, max_model_len=max_model_len, **arguments)
+        llm = vllm.LLM(model=str(model_path), dtype=dtype, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm, vllm.SamplingParams
 

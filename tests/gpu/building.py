@@ -27,7 +27,13 @@ def mesh_of(device: Any, **sizes: int) -> Any:
 
 
 def build_policy(
-    folder: Path, megatron: dict[str, Any], *, dtype: str = "bfloat16", lr: float = 1e-3, chunk: int = 2048
+    folder: Path,
+    megatron: dict[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    lr: float = 1e-3,
+    chunk: int = 2048,
+    rollout_tp: int = 1,
 ) -> Any:
     """A policy on this rank's device, with an optimizer."""
     from grpo_megatron.config import ActorConfig, ModelConfig
@@ -36,9 +42,8 @@ def build_policy(
     from grpo_megatron.models.policy import Policy
 
     device = Device(KIND)  # type: ignore[arg-type]
-    mesh = mesh_of(
-        device, tp=megatron.get("tensor_model_parallel_size", 1), cp=megatron.get("context_parallel_size", 1)
-    )
+    tp, cp = megatron.get("tensor_model_parallel_size", 1), megatron.get("context_parallel_size", 1)
+    mesh = mesh_of(device, tp=tp, cp=cp, rollout_tp=rollout_tp)
     actor = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": chunk, "optim": {"lr": lr}})
     policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, read_architecture(folder), mesh, device)
     policy.set_optimizer(actor.optim, 1)

@@ -202,7 +202,8 @@ def run_checks(
 def report_check(record: dict[str, Any], record_figure: Callable[..., None]) -> None:
     """A record of `run_checks` as the outcome of a test."""
     for name, value in record["figures"].items():
-        record_figure(name, *(value if isinstance(value, list) else [value]))
+        has_unit = isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
+        record_figure(name, *(value if has_unit else [value]))
     record_figure("took", record["seconds"], "s")
     if record["outcome"] == "skipped":
         pytest.skip(record["text"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import os
 import shutil
 import subprocess
@@ -202,7 +203,7 @@ def _heads(head_dim: int) -> list[torch.Tensor]:
 def _exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: list[int]) -> torch.Tensor:
     """[640, 16, head_dim] in float32, one sequence at a time."""
     out = []
-    for start, end in zip(cuts, cuts[1:]):
+    for start, end in itertools.pairwise(cuts):
         parts = (x[start:end].detach().float().transpose(0, 1)[None] for x in (q, k, v))
         out.append(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(out)

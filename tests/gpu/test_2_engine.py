@@ -1,6 +1,6 @@
-"""vLLM on the policy's own GPU: weight sync, freed memory, log-probabilities. Not run on a GPU yet.
+"""vLLM on the policy's own GPU: ten cycles of update and sync, quantised engines. Not run on a GPU yet.
 
-The project's bound for dense models in bf16 is a mean difference of 0.012. Weights that are one update old show how much
+The project's bound for dense models in bf16 is a mean difference of 0.012. Weights that are five updates old show how much
 larger the difference is if the engine does not have the policy's weights.
 """
 
@@ -15,62 +15,54 @@ import pytest
 from grpo_megatron.config import Config
 from grpo_megatron.device import read_hardware
 from grpo_megatron.models.precision import hardware_problems
-from tests.gpu import conftest, gpu_ranks
+from tests.gpu import conftest, engine_ranks
+from tests.gpu.building import ON_CPU
 
-UTILIZATION = 0.3
+CYCLES = 10
 
 
-def report(name: str, got: dict[str, Any]) -> str:
-    gaps = ", ".join(f"{mean:.4f} (max {worst:.3f})" for mean, worst in got["gaps"])
-    freed = [asleep - awake for awake, asleep in zip(got["awake_gib"], got["asleep_gib"], strict=True)]
-    return (
-        f"{name}: log-probability gap {gaps}; stale weights {got['stale']:.3f}; sleep frees"
-        f" {', '.join(f'{gib:.1f}' for gib in freed)} of {got['total_gib']:.0f} GiB; sync"
-        f" {', '.join(f'{seconds:.2f}' for seconds in got['sync_s'])} s"
-    )
+def record_cycles(record_figure: Callable[..., None], got: dict[str, Any]) -> None:
+    record_figure("runner", got["runner"])
+    record_figure("gap in each cycle, mean", [mean for mean, _ in got["gaps"]])
+    record_figure("largest", max(worst for _, worst in got["gaps"]))
+    record_figure("with stale weights", got["stale"])
+    record_figure("sync", got["sync_s"], "s")
+    freed = [asleep - awake for awake, asleep in zip(got["awake"], got["asleep"], strict=True)]
+    record_figure("sleep frees", freed, "MiB")
 
 
 @pytest.mark.parametrize(
-    ("rollout", "name"),
-    [
-        ({"enforce_eager": True, "engine_options": {"sleep_level": 1}}, "eager, sleep level 1"),
-        ({}, "CUDA graphs, sleep level 2"),
-    ],
-    ids=["eager-level-1", "graphs-level-2"],
+    "rollout",
+    [{"enforce_eager": True, "engine_options": {"sleep_level": 1}}, {}],
+    ids=["eager-sleep-level-1", "graphs-sleep-level-2"],
 )
-def test_the_engine_has_the_policys_weights_and_frees_its_memory(
-    medium: Path, figure: Callable[[str], None], rollout: dict[str, Any], name: str
+def test_engine_has_the_policys_weights_in_every_cycle(
+    medium: Path, record_figure: Callable[..., None], rollout: dict[str, Any]
 ) -> None:
-    """Three rounds of sync, generate, sleep and update. The engine has 30 percent of the device.
-
-    More than half of that is free while it sleeps, with the optimizer onloaded. The rest is workspace that vLLM keeps.
-    """
+    """The gap does not grow: the last three cycles are like the first three. Nor does memory in use while asleep."""
     conftest.needs_vllm()
-    (got,) = conftest.run(
-        gpu_ranks.cycles, folder=medium, count=3, tolerance=0.1, gpu_memory_utilization=UTILIZATION, **rollout
-    )
-    figure(report(f"engine, {name}", got))
+    (got,) = conftest.run(engine_ranks.cycles, folder=medium, count=CYCLES, tolerance=0.1, **rollout)
+    record_cycles(record_figure, got)
     means = [mean for mean, _ in got["gaps"]]
     assert max(means) <= 0.012
-    assert got["stale"] >= 5 * max(means)  # the comparison finds old weights
-    for awake, asleep in zip(got["awake_gib"], got["asleep_gib"], strict=True):
-        assert asleep - awake >= UTILIZATION / 2 * got["total_gib"]
-    settled = got["asleep_gib"][2:]  # the first update has allocated the gradients
-    assert max(settled) - min(settled) <= 1.0  # no leak from round to round
+    assert sum(means[-3:]) <= 1.5 * sum(means[:3]) + 0.003
+    assert got["stale"] >= 3 * max(means)  # the comparison finds old weights
+    settled = got["asleep"][2:]  # the first update has allocated the gradients
+    assert max(settled) - min(settled) <= 256
 
 
 @pytest.mark.parametrize("quantization", ["fp8_per_tensor", "fp8_per_block", "mxfp8"])
-def test_a_quantized_engine_is_near_the_policy(medium: Path, figure: Callable[[str], None], quantization: str) -> None:
-    """bfloat16 weights in an FP8 engine, synced each round: closer to the policy than old weights are."""
+def test_a_quantized_engine_is_near_the_policy(
+    medium: Path, record_figure: Callable[..., None], quantization: str
+) -> None:
+    """bfloat16 weights in an FP8 engine, synced each cycle: closer to the policy than old weights are."""
     conftest.needs_vllm()
     rollout = {"quantization": quantization, "enforce_eager": True}
     wanted = Config.model_validate({"model": {"path": "x"}, "rollout": rollout})
-    if problems := list(hardware_problems(wanted, read_hardware("cuda"))):
+    if problems := list(hardware_problems(wanted, read_hardware("cpu" if ON_CPU else "cuda"))):
         pytest.skip(problems[0])
-    (got,) = conftest.run(
-        gpu_ranks.cycles, folder=medium, count=2, tolerance=0.3, gpu_memory_utilization=UTILIZATION, **rollout
-    )
-    figure(report(f"engine, {quantization}", got))
+    (got,) = conftest.run(engine_ranks.cycles, folder=medium, count=2, tolerance=0.3, **rollout)
+    record_cycles(record_figure, got)
     means = [mean for mean, _ in got["gaps"]]
     assert max(means) <= 0.2
-    assert got["stale"] >= 2 * max(means)
+    assert got["stale"] >= 1.5 * max(means)

@@ -11,6 +11,7 @@ import torch
 
 from tests.gpu.building import MIB, build_policy, free_mib, layer_class, likelihood, sequences, whole_batch
 from tests.models.gradients import named_gradients
+from tests.tiny import make_batch
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
@@ -25,13 +26,16 @@ def logprobs_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -
 
 
 def loss_curve(folder: Path, megatron: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The loss of each step of memorising 8 sequences of random tokens."""
+    """The loss of each step of memorising 8 sequences of random tokens, divided over the data-parallel ranks."""
     policy = build_policy(folder, megatron, lr=3e-4)
-    batch = whole_batch(sequences(8, 400))
+    mesh, pairs = policy.mesh, sequences(8, 400)
+    rows = list(range(len(pairs)))[mesh.dp_rank :: mesh.dp]
+    batch = make_batch(pairs, [[list(range(i, min(i + 4, len(rows)))) for i in range(0, len(rows), 4)]], rows)
     losses = []
     for _ in range(steps):
         sums, _ = policy.update(batch, likelihood)
-        losses.append(float(sums[0]["loss"].total))
+        parts = mesh.all_gather(float(sums[0]["loss"].total))  # the same on all ranks of a replica
+        losses.append(sum(parts) * mesh.dp / mesh.world_size)
     streamed = {name: bool(t.isfinite().all()) for bucket in policy.hf_weights() for name, t in bucket}
     return {"losses": losses, "finite": all(streamed.values()), "names": len(streamed), "layers": layer_class(policy)}
 

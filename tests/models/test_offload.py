@@ -167,7 +167,8 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
 
 def test_what_vllm_is_built_with_on_a_gpu() -> None:
     rollout = RolloutConfig(quantization="fp8_per_block", free_cache_engine=True, gpu_memory_utilization=0.4)
-    context: dict[str, Any] = {"rollout_tp": 4, "on_cuda": True, "executor": None, "transfer": "transfer"}
+    context: dict[str, Any] = {"max_model_len": 64, "rollout_tp": 4, "executor": None, "transfer": "transfer"}
+    context["on_cuda"] = True
     built = vllm_arguments(rollout, VllmOptions(), **context)
     plain = vllm_arguments(RolloutConfig(), VllmOptions(), **context)
     assert built["quantization"] == "fp8_per_block" and plain["quantization"] is None
