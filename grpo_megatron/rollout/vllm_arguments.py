@@ -60,6 +60,17 @@ ENGINE_KWARGS = PassThrough(
 )
 
 
+def runner_environment(rollout: RolloutConfig, dtype: str, vllm_version: str) -> dict[str, str]:
+    """Environment variables that select a model runner of vLLM on CUDA. Empty: vLLM's own choice.
+
+    The second model runner of vLLM 0.26, its choice for dense models, divides bfloat16 logits by the temperature in place.
+    Logits between 16 and 32 have steps of 0.125 there, so at a temperature other than 1 log-probabilities would be off by
+    up to 0.06. The first runner divides in float32, and so does the second runner of vLLM 0.32 (v1/worker/gpu/sample).
+    """
+    rounds = vllm_version.startswith("0.26.") and dtype == "bfloat16" and rollout.temperature != 1
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if rounds else {}
+
+
 def vllm_arguments(
     rollout: RolloutConfig,
     options: VllmOptions,

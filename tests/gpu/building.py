@@ -34,8 +34,9 @@ def build_policy(
     lr: float = 1e-3,
     chunk: int = 2048,
     rollout_tp: int = 1,
+    has_optimizer: bool = True,
 ) -> Any:
-    """A policy on this rank's device, with an optimizer."""
+    """A policy on this rank's device."""
     from grpo_megatron.config import ActorConfig, ModelConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
@@ -46,7 +47,8 @@ def build_policy(
     mesh = mesh_of(device, tp=tp, cp=cp, rollout_tp=rollout_tp)
     actor = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": chunk, "optim": {"lr": lr}})
     policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, read_architecture(folder), mesh, device)
-    policy.set_optimizer(actor.optim, 1)
+    if has_optimizer:
+        policy.set_optimizer(actor.optim, 1)
     return policy
 
 

@@ -111,9 +111,11 @@ def phases(folder: Path, utilization: float, **rollout: Any) -> dict[str, Any]:
     def note(phase: str) -> None:
         free[phase], tensors[phase] = free_mib(), _allocated_mib() - tensors["empty"]
 
-    policy = build_policy(folder, {"offload_optimizer": True, "transformer_impl": "local"}, chunk=512)
+    megatron = {"offload_optimizer": True, "transformer_impl": "local"}
+    policy = build_policy(folder, megatron, chunk=512, has_optimizer=False)
     batch = whole_batch(sequences(4, 100))
     note("built")
+    policy.set_optimizer(policy.actor.optim, 10)
     policy.update(batch, likelihood)  # the first step makes the optimizer's states
     note("update")
     policy.offload()

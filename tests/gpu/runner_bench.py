@@ -38,7 +38,7 @@ class Bounds:
     same: float
 
 
-BOUNDS = {"bfloat16": Bounds(0.02, 0.25, 0.5), "float32": Bounds(1e-3, 0.02, 0.95)}
+BOUNDS = {"bfloat16": Bounds(0.02, 0.25, 0.5), "float32": Bounds(1e-3, 0.02, 0.9)}
 
 
 class Bench:
