@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_device = bool(gpu_items) and (ON_CPU or torch.cuda.is_available())
     for item in gpu_items:
         item.add_marker(pytest.mark.gpu)
-        item.add_marker(pytest.mark.timeout(600))
+        item.add_marker(pytest.mark.timeout(3000 if ON_CPU else 600))
         if not has_device:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
