@@ -156,17 +156,10 @@ def needs_devices(count: int) -> None:
         pytest.skip(f"needs {count} CUDA devices, {torch.cuda.device_count()} found")
 
 
-def run(
-    function: Callable[..., Any],
-    world_size: int = 1,
-    *,
-    environment: dict[str, str] | None = None,
-    limit_s: float = LIMIT_S,
-    **kwargs: Any,
-) -> list[Any]:
-    """`worlds.run` with spawned ranks, one GPU per rank, `environment` over the loopback's."""
+def run(function: Callable[..., Any], world_size: int = 1, *, limit_s: float = LIMIT_S, **kwargs: Any) -> list[Any]:
+    """`worlds.run` with spawned ranks, one GPU per rank, in the environment of a host without network."""
     # Only for the ranks: the rest of the suite, if it runs in this process, must keep its network.
-    settings = {**LOOPBACK, **os.environ, **(environment or {})}
+    settings = {**LOOPBACK, **os.environ}
     with (
         mock.patch.dict(os.environ, settings),
         mock.patch.object(worlds, "_context", lambda: multiprocessing.get_context("spawn")),

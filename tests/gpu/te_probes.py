@@ -24,13 +24,12 @@ def te_import() -> dict[str, Any]:
     import transformer_engine
     import transformer_engine.pytorch
 
-    from grpo_megatron.models.spec import Kernels, choose_kernels
-
-    from grpo_megatron.config import MegatronConfig  # isort: skip
-    from grpo_megatron.device import Device  # isort: skip
+    from grpo_megatron.config import MegatronConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.spec import choose_kernels
 
     kernels = choose_kernels(MegatronConfig(transformer_impl="transformer_engine"), Device("cuda"))
-    assert isinstance(kernels, Kernels) and kernels.transformer_engine
+    assert kernels.transformer_engine
     return {"version": transformer_engine.__version__, "fused weight gradients": kernels.apex_gradients}
 
 

@@ -67,7 +67,7 @@ def second_runners_draws() -> dict[str, Any]:
     seeds = torch.tensor([sample_seed(0, 0, "probe", i) for i in range(count)], device="cuda")
     logits = torch.linspace(-1, 2, size, device="cuda").repeat(count, 1)
     options: dict[str, Any] = {"apply_temperature": False}
-    if "is_drafting" in inspect.signature(gumbel_sample).parameters:  # since 0.27 or later
+    if "is_drafting" in inspect.signature(gumbel_sample).parameters:  # in vLLM 0.32, not in 0.26
         options["is_drafting"] = False
 
     def draw(rows: torch.Tensor) -> torch.Tensor:
