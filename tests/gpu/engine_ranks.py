@@ -71,21 +71,23 @@ def cycles(
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+HELD = ("weights", "gradients", "optimizer")  # what stays between the passes
+
+
 def planned_mib(folder: Path, utilization: float) -> dict[str, float]:
-    """The plan's arithmetic for one rank, by phase: what the models hold, and what the engine may take."""
-    from grpo_megatron.checks.memory import count_parameters, memory_of_stages
+    """The plan's phases for one rank: what the policy holds in them, and what the engine may take."""
+    from grpo_megatron.checks.memory import count_parameters
+    from grpo_megatron.checks.phases import memory_phases
     from grpo_megatron.config import Config
     from grpo_megatron.models.families import read_architecture
 
-    raw = {"model": {"path": str(folder)}, "actor": {"use_kl_loss": False}}
-    config = Config.model_validate(raw)
-    (stage,) = memory_of_stages(config, 1, count_parameters(read_architecture(folder), config, 1), None)
-    return {
-        "built": (stage.weights + stage.gradients) / MIB,
-        "update": stage.total / MIB,
-        "rollout": stage.weights / MIB,
-        "engine": utilization * total_mib(),
-    }
+    raw: dict[str, Any] = {"model": {"path": str(folder)}, "rollout": {"gpu_memory_utilization": utilization}}
+    raw["actor"] = {"use_kl_loss": False, "megatron": {"offload_optimizer": True}}
+    config, arch = Config.model_validate(raw), read_architecture(folder)
+    phases = {phase.name: phase for phase in memory_phases(config, arch, 1, count_parameters(arch, config, 1), None)}
+    planned = {name: sum(phase.parts.get(part, 0.0) for part in HELD) / MIB for name, phase in phases.items()}
+    planned["peak of load"] = planned["load"] + phases["load"].parts["copy of weights"] / MIB
+    return {**planned, "engine": phases["rollout"].utilization * total_mib()}
 
 
 def _allocated_mib() -> float:
@@ -103,7 +105,7 @@ def phases(folder: Path, utilization: float, **rollout: Any) -> dict[str, Any]:
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.training.colocation import Colocation
 
-    planned = planned_mib(folder, utilization)  # before the world exists: counting builds meta models
+    planned = planned_mib(folder, utilization)  # before the world exists: counting makes a fake one
     device = Device(KIND)  # type: ignore[arg-type]
     mesh_of(device)
     free, tensors = {"empty": free_mib()}, {"empty": _allocated_mib()}
@@ -113,13 +115,14 @@ def phases(folder: Path, utilization: float, **rollout: Any) -> dict[str, Any]:
 
     megatron = {"offload_optimizer": True, "transformer_impl": "local"}
     policy = build_policy(folder, megatron, chunk=512, has_optimizer=False)
+    peak = 0.0 if ON_CPU else torch.cuda.max_memory_allocated() / MIB
     batch = whole_batch(sequences(4, 100))
-    note("built")
+    note("load")
     policy.set_optimizer(policy.actor.optim, 10)
     policy.update(batch, likelihood)  # the first step makes the optimizer's states
     note("update")
     policy.offload()
-    note("offloaded")
+    note("rollout")
     engine = build_rollout(
         folder, policy.mesh, device, max_model_len=SEQUENCE, gpu_memory_utilization=utilization, **rollout
     )
@@ -136,7 +139,7 @@ def phases(folder: Path, utilization: float, **rollout: Any) -> dict[str, Any]:
         "runner": runner_name(engine),
         "planned": planned,
         "free": free,
-        "tensors": tensors,
+        "tensors": {**tensors, "peak of load": peak},
         "cache_tokens": cache.num_gpu_blocks * cache.block_size,
         "total": total_mib(),
     }
