@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests import tiny
+from tests.colocated import colocate
 from tests.models.policy_ranks import loss, share
 from tests.tiny import make_batch
 
@@ -28,13 +29,9 @@ def build(
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.models.resharding import Resharding
     from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
-    from grpo_megatron.training.colocation import Colocation
-    from grpo_megatron.training.probe import Probe
-    from grpo_megatron.training.provenance import Provenance
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
@@ -55,24 +52,7 @@ def build(
         eos_token_ids=[2],
         tensors=tensors,
     )
-    resharding = Resharding(
-        arch,
-        mesh,
-        policy.stage_of,
-        tensors,
-        dtype=getattr(torch, dtype),
-        device=torch.device("cpu"),
-        bucket_megabytes=1,
-    )
-    colocation = Colocation(
-        policy,
-        engine,
-        mesh,
-        resharding,
-        probe=Probe(arch.vocab_size, 128, dtype=dtype, tolerance=None),
-        provenance=Provenance(mesh, max_staleness=0, is_drawn=True),
-    )
-    return mesh, policy, engine, colocation
+    return mesh, policy, engine, colocate(policy, engine, dtype=dtype)
 
 
 def requests(step: int, temperature: float) -> Any:
