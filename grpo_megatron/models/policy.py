@@ -5,6 +5,7 @@ It knows layouts and optimizers, not algorithms: the loss is a function that the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,9 +31,9 @@ from grpo_megatron.models.optimizer import (
     state_tensors,
     wrap_ddp,
 )
+from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.attest import Expected
-from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import Batch, WeightBucket
 
 MetricSums = dict[str, MetricSum]
@@ -112,19 +113,39 @@ class Policy(LanguageModel):
             with self.device.megatron():
                 self.ddp.restore_grad_buffers()
 
+    @contextlib.contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Inside, the gradient buffers have no memory. Every update sets them to zero before it adds to them."""
+        if self._offloaded.is_offloaded:
+            yield
+            return
+        with self.device.megatron():
+            self.ddp.offload_grad_buffers()
+        try:
+            yield
+        finally:
+            with self.device.megatron():
+                self.ddp.restore_grad_buffers()
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """See ShardedModel. With `overlap_param_gather`, parameters are gathered before the stream starts."""
+        """See ShardedModel."""
         self._gather_parameters()
         return super().hf_weights(bucket_megabytes)
 
-    def expected_digests(self, engine: EngineTensors) -> Expected:
-        """See ShardedModel. With `overlap_param_gather`, parameters are gathered first."""
+    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+        """See ShardedModel."""
         self._gather_parameters()
-        return super().expected_digests(engine)
+        return super().engine_weights(resharding)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        """See ShardedModel."""
+        self._gather_parameters()
+        return super().expected_digests(resharding)
 
     def _gather_parameters(self) -> None:
+        """With `overlap_param_gather`, the next forward pass would gather what the last update has changed."""
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
                 self.ddp.start_param_sync(force_sync=True)

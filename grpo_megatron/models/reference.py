@@ -16,10 +16,10 @@ from grpo_megatron.models.build import load_model
 from grpo_megatron.models.language_model import LanguageModel
 from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.attest import Expected
-from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import Batch, WeightBucket
 
 
@@ -47,7 +47,8 @@ class Reference(LanguageModel):
         *,
         temperature: float = 1.0,
     ) -> None:
-        inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device).requires_grad_(False)
+        inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device, has_gradients=False)
+        inner.requires_grad_(False)
         super().__init__(inner, arch, actor, mesh, device, temperature)
         self._offloaded = OffloadedTensors(device)
         self._offload()
@@ -72,13 +73,18 @@ class Reference(LanguageModel):
             return super().logprobs(batch, temperature)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, as for the policy. (RFT draws from the reference.)"""
+        """Collective stream of every Hugging Face tensor, as for the policy."""
         with self._on_device():
             yield from super().hf_weights(bucket_megabytes)
 
-    def expected_digests(self, engine: EngineTensors) -> Expected:
+    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+        """As for the policy. (RFT draws from the reference.)"""
         with self._on_device():
-            return super().expected_digests(engine)
+            yield from super().engine_weights(resharding)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        with self._on_device():
+            return super().expected_digests(resharding)
 
     @torch.no_grad()
     def copy_from(self, policy: Policy) -> None:

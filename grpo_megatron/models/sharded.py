@@ -12,14 +12,11 @@ from grpo_megatron.config import ActorConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.forward import Pack, forward_backward, pack
-from grpo_megatron.models.precision import dequantized, token_multiple
-from grpo_megatron.models.sync_parameters import sync_parameters
-from grpo_megatron.models.weights import global_parameters, hf_weights, stage_owners
-from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.models.precision import token_multiple
+from grpo_megatron.models.resharding import Resharding
+from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.attest import Expected, expected_digests
-from grpo_megatron.sync.shares import shares_of
-from grpo_megatron.sync.tensors import EngineTensors, Share
+from grpo_megatron.sync.attest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 
@@ -39,7 +36,6 @@ class ShardedModel:
         self.temperature, self.chunk = temperature, actor.logprob_chunk_size
         self.multiple = token_multiple(actor.megatron)  # packs are padded to a multiple of this many tokens
         self.stage_of = stage_owners(model, arch, mesh)
-        self._cached_shares: tuple[EngineTensors, list[Share]] | None = None  # of the engine that was asked for last
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
         """The micro-batches on the device, at `temperature` (None: the model's own)."""
@@ -85,27 +81,10 @@ class ShardedModel:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
         return hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
 
-    def expected_digests(self, engine: EngineTensors) -> Expected:
-        """The digests of the current weights, for each rank of the engine. Collective. Raises RankError."""
-        parameters, problem, expected = global_parameters(self.model), None, None
-        try:
-            expected = expected_digests(
-                self._shares(engine),
-                lambda name: dequantized(parameters[name]),
-                engine,
-                dist.all_reduce,
-                self.device.torch_device,
-            )
-        except (KeyError, ValueError, RuntimeError) as error:
-            problem = f"cannot read weights: {error}"
-        self.mesh.agree(problem)
-        assert expected is not None
-        return expected
+    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+        """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
+        return resharding.stream(self.model)
 
-    def _shares(self, engine: EngineTensors) -> list[Share]:
-        if self._cached_shares is None or self._cached_shares[0] is not engine:
-            mesh = self.mesh
-            grid = Grid(mesh.world_size, mesh.tp, mesh.pp, mesh.ep, mesh.rollout_tp)
-            parameters = sync_parameters(self.arch, grid, self.stage_of)
-            self._cached_shares = engine, shares_of(parameters, engine.spans, grid, mesh.rank)
-        return self._cached_shares[1]
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        """The digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""
+        return resharding.expected_digests(self.model)

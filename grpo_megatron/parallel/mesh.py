@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.device import Device
+from grpo_megatron.parallel.grid import Grid
 
 T = TypeVar("T")
 
@@ -61,6 +62,11 @@ class Mesh:
     ep_group: Any
     cp: int = 1
     cp_rank: int = 0
+    ranks_per_node: int = 1
+
+    def grid(self) -> Grid:
+        """The same layout without this rank's view."""
+        return Grid(self.world_size, self.tp, self.pp, self.ep, self.rollout_tp, self.ranks_per_node)
 
     @property
     def ep_rank(self) -> int:
@@ -176,6 +182,7 @@ def build_mesh(
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
     )
 
 

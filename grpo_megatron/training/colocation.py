@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.attest import Expected, compare, shortened
-from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.types import Batch, WeightBucket
@@ -35,29 +35,26 @@ from grpo_megatron.types import Batch, WeightBucket
 class WeightSource(Protocol):
     """A model whose weights the engine can hold: the policy or the reference."""
 
-    def hf_weights(self, bucket_megabytes: int) -> Iterator[WeightBucket]: ...
+    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]: ...
 
-    def expected_digests(self, engine: EngineTensors) -> Expected: ...
+    def expected_digests(self, resharding: Resharding) -> Expected: ...
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor: ...
 
 
 class Colocation:
-    """`tensors` are what the engine was built with."""
-
     def __init__(
         self,
         policy: Policy,
         engine: RolloutEngine,
         mesh: Mesh,
+        resharding: Resharding,
         *,
-        tensors: EngineTensors,
         probe: Probe,
         provenance: Provenance,
-        bucket_megabytes: int,
     ) -> None:
-        self.policy, self.engine, self.mesh, self.tensors = policy, engine, mesh, tensors
-        self.probe, self.provenance, self.bucket_megabytes = probe, provenance, bucket_megabytes
+        self.policy, self.engine, self.mesh = policy, engine, mesh
+        self.resharding, self.probe, self.provenance = resharding, probe, provenance
         self.weights_digest = ""  # of the weights that the engine holds
         self._is_attested = False  # the last sync
         engine.sleep()
@@ -92,11 +89,11 @@ class Colocation:
         """Collective. Raises RankError."""
         self.weights_digest = ""
         with metrics.phase("attest"):
-            expected = source.expected_digests(self.tensors)
+            expected = source.expected_digests(self.resharding)
             wrong = [f"{name} has non-finite values" for name in expected.non_finite]
             self.mesh.agree(shortened(["the weights cannot be used", *wrong]) if wrong else None)
         with metrics.phase("update_weights"):
-            self.engine.load_weights(source.hf_weights(self.bucket_megabytes), version)
+            self.engine.load_weights(source.engine_weights(self.resharding), version)
         with metrics.phase("attest"):
             self.mesh.agree(self._attest(expected))
         self.weights_digest = expected.weights_digest
@@ -111,7 +108,7 @@ class Colocation:
         self._is_attested = held is not None
         if held is None:
             return None
-        return compare(expected, held, self.tensors, self.mesh.rank % self.mesh.rollout_tp, self.mesh.rank)
+        return compare(expected, held, self.resharding.tensors, self.mesh.rank % self.mesh.rollout_tp, self.mesh.rank)
 
     def _probe(self, name: str, source: WeightSource, metrics: Metrics) -> None:
         """Compare the engine with `source` on fixed tokens at temperature 1. Collective. Raises RankError."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests import tiny
+from tests.colocated import colocate
 from tests.models.policy_ranks import loss, share
 from tests.tiny import make_batch
 
@@ -31,9 +32,6 @@ def build(
     from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
-    from grpo_megatron.training.colocation import Colocation
-    from grpo_megatron.training.probe import Probe
-    from grpo_megatron.training.provenance import Provenance
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
@@ -54,16 +52,7 @@ def build(
         eos_token_ids=[2],
         tensors=tensors,
     )
-    colocation = Colocation(
-        policy,
-        engine,
-        mesh,
-        tensors=tensors,
-        probe=Probe(arch.vocab_size, 128, dtype=dtype, tolerance=None),
-        provenance=Provenance(mesh, max_staleness=0, is_drawn=True),
-        bucket_megabytes=1,
-    )
-    return mesh, policy, engine, colocation
+    return mesh, policy, engine, colocate(policy, engine, dtype=dtype)
 
 
 def requests(step: int, temperature: float) -> Any:
@@ -146,18 +135,23 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
         with torch.no_grad():
             last.linear_fc1.weight[3, 5] = torch.nan
     elif fault == "exception":
-        real = policy.hf_weights
+        real = policy.engine_weights
 
-        def stream(bucket_megabytes: int) -> Any:
+        def stream(resharding: Any) -> Any:
             """A stream ends its communication before it raises."""
-            first, *_ = real(bucket_megabytes)
+            first, *_ = real(resharding)
             yield first
             raise KeyError("broken stream")
 
-        policy.hf_weights = stream
+        policy.engine_weights = stream
     elif fault == "stale":  # the engine keeps one tensor of an earlier step
-        current, old = policy.hf_weights, {"model.layers.1.mlp.down_proj.weight": last.linear_fc2.weight.detach() / 2}
-        policy.hf_weights = lambda size: ([(name, old.get(name, t)) for name, t in bucket] for bucket in current(size))
+        current, old = (
+            policy.engine_weights,
+            {"model.layers.1.mlp.down_proj.weight": last.linear_fc2.weight.detach() / 2},
+        )
+        policy.engine_weights = lambda resharding: (
+            [(name, old.get(name, tensor)) for name, tensor in bucket] for bucket in current(resharding)
+        )
     else:  # the engine computes something else: only the probe can find this
         logprobs = engine.logprobs
         engine.logprobs = lambda sequences: [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]

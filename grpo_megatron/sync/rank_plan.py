@@ -1,0 +1,139 @@
+"""One rank's side of a sync plan: its messages round by round, and the parts it takes from its own parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.plan import NETWORK, NODE, Part, SyncPlan
+from grpo_megatron.sync.tensors import Share, SyncParameter, SyncTensor
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`[start, stop)` of a tensor's axis, at `local_start` of the parameter that has it."""
+
+    tensor: int
+    start: int
+    stop: int
+    local_start: int
+
+
+@dataclass
+class Message:
+    """Parts that travel together, end to end in the order of their numbers."""
+
+    peer: int
+    parts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Round:
+    """What one rank sends and receives in a round, by phase and peer, and the tensors that are complete after it."""
+
+    sends: dict[int, dict[int, Message]]
+    receives: dict[int, dict[int, Message]]
+    complete: list[int]
+
+    def messages(self) -> int:
+        return sum(len(side[phase]) for side in (self.sends, self.receives) for phase in (NETWORK, NODE))
+
+
+class RankPlan:
+    """`own[tensor]`: what this rank's engine reads and the rank itself holds. `held[part]`: where the rank has a part that
+    it sends or witnesses. Elements are counted by `SyncPlan.numel`."""
+
+    def __init__(self, plan: SyncPlan, rounds: list[range], rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.engine_rank = plan.grid.engine_rank(rank)
+        self._stage, self._tp_rank = _coordinates(plan.grid, rank)
+        self._holds = [rank in set(routes.holders) for routes in plan.routes]
+        self._mine: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
+        self.own: dict[int, list[Copy]] = {}
+        self.rounds = [self._round(parts) for parts in rounds]
+        self._find_own()
+        last = {part.tensor: number for number, parts in enumerate(rounds) for part in self._parts(parts)}
+        for tensor in range(len(plan.tensors)):
+            self.rounds[last[tensor]].complete.append(tensor)
+
+    def holds(self, part: Part) -> bool:
+        return self._holds[part.kind]
+
+    def local(self, part: Part) -> Copy:
+        """Where this rank, which holds the part, has it."""
+        parameter, tensor = self.parameter(part.tensor), self.plan.tensors[part.tensor]
+        index = parameter.tensors.index(tensor)
+        for piece in parameter.pieces[self._tp_rank]:
+            if piece.tensor == index and piece.start <= part.start < piece.stop:
+                return Copy(part.tensor, part.start, part.stop, piece.local_start + part.start - piece.start)
+        raise AssertionError(f"rank {self.rank} does not hold {tensor.name} {part.span}")
+
+    def parameter(self, tensor: int) -> SyncParameter:
+        return self.plan.parameters[self.plan.owner[tensor]]
+
+    def tensor(self, number: int) -> SyncTensor:
+        return self.plan.tensors[number]
+
+    def parameters(self) -> list[SyncParameter]:
+        """The parameters that this rank has."""
+        held = {self.plan.owner[part.tensor] for part in self.plan.parts if self.holds(part)}
+        return [self.plan.parameters[index] for index in sorted(held)]
+
+    def shares(self) -> list[Share]:
+        """The parts that this rank digests for the attestation."""
+        return [
+            self._share(part)
+            for index, part in enumerate(self.plan.parts)
+            if self.holds(part) and self.plan.witness(index) == self.rank
+        ]
+
+    def _share(self, part: Part) -> Share:
+        name, tensor = self.parameter(part.tensor).name, self.plan.tensors[part.tensor]
+        readers = self.plan.kinds[part.kind].readers
+        return Share(name, tensor, part.start, part.stop, self.local(part).local_start, readers)
+
+    def _parts(self, numbers: range) -> list[Part]:
+        return self.plan.parts[numbers.start : numbers.stop]
+
+    def _round(self, numbers: range) -> Round:
+        sends: dict[int, dict[int, Message]] = {NETWORK: {}, NODE: {}}
+        receives: dict[int, dict[int, Message]] = {NETWORK: {}, NODE: {}}
+        for number in numbers:
+            part = self.plan.parts[number]
+            for phase, peer, is_sender in self._transfers(part.kind, part.turn):
+                side = (sends if is_sender else receives)[phase]
+                side.setdefault(peer, Message(peer)).parts.append(number)
+        return Round(sends, receives, [])
+
+    def _transfers(self, kind: int, turn: int) -> list[tuple[int, int, bool]]:
+        """(phase, peer, is this rank the sender) of this rank's transfers in a turn."""
+        key = (kind, turn)
+        if key not in self._mine:
+            self._mine[key] = [
+                (t.phase, t.target if t.source == self.rank else t.source, t.source == self.rank)
+                for t in self.plan.routes[kind].transfers(turn)
+                if self.rank in (t.source, t.target)
+            ]
+        return self._mine[key]
+
+    def _find_own(self) -> None:
+        for part in self.plan.parts:
+            if self.holds(part) and self.engine_rank in self.plan.kinds[part.kind].readers:
+                self.own.setdefault(part.tensor, []).append(self.local(part))
+        self.own = {tensor: _merged(copies) for tensor, copies in self.own.items()}
+
+
+def _coordinates(grid: Grid, rank: int) -> tuple[int, int]:
+    """(pp_rank, tp_rank)"""
+    return rank // (grid.tp * grid.replicas), rank % grid.tp
+
+
+def _merged(copies: list[Copy]) -> list[Copy]:
+    """Neighbours become one, so that a tensor's own rows are copied at once."""
+    out: list[Copy] = []
+    for copy in sorted(copies, key=lambda c: c.start):
+        if out and out[-1].stop == copy.start and copy.local_start - out[-1].local_start == copy.start - out[-1].start:
+            out[-1] = Copy(copy.tensor, out[-1].start, copy.stop, out[-1].local_start)
+        else:
+            out.append(copy)
+    return out

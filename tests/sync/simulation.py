@@ -1,0 +1,130 @@
+"""Many ranks in one process: every rank runs its real plan and exchange in a thread; messages travel through queues."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import hf_shapes, table_of
+from grpo_megatron.models.mapping import expand_table
+from grpo_megatron.models.sync_parameters import engine_spans, sync_parameters
+from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.exchange import Exchange
+from grpo_megatron.sync.plan import SyncPlan
+from grpo_megatron.sync.rank_plan import RankPlan
+from grpo_megatron.sync.rounds import PARTS_PER_BUDGET, Traffic, choose_rounds
+from grpo_megatron.sync.transport import Envelope
+
+HANG_S = 120.0
+
+
+def stages(arch: Architecture, sizes: list[int]) -> dict[str, int]:
+    """Megatron name -> stage, for stages with these numbers of layers."""
+    of_layer = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    assert len(of_layer) == arch.num_layers
+    out = {}
+    for row in expand_table(table_of(arch), arch):
+        if ".layers." in row.megatron:
+            out[row.megatron] = of_layer[int(row.megatron.split(".")[2])]
+        else:
+            out[row.megatron] = 0 if "embedding" in row.megatron else len(sizes) - 1
+    return out
+
+
+@dataclass
+class Counts:
+    """What one rank received, in elements, and how many operations it posted."""
+
+    received: Counter[int] = field(default_factory=Counter)  # from each rank
+    operations: int = 0
+
+
+class Queues:
+    """The transport of one simulated rank."""
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.Queue[Tensor]], counts: Counts) -> None:
+        self._rank, self._queues, self._counts = rank, queues, counts
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Callable[[], None]:
+        self._counts.operations += len(sends) + len(receives)
+        for peer, buffer in sends:
+            self._queues[self._rank, peer].put(buffer.clone())
+
+        def wait() -> None:
+            for peer, buffer in receives:
+                self._counts.received[peer] += buffer.numel()
+                buffer.copy_(self._queues[peer, self._rank].get(timeout=HANG_S))
+
+        return wait
+
+
+@dataclass
+class World:
+    """A planned sync. `whole` are the Hugging Face tensors that the training ranks hold together."""
+
+    arch: Architecture
+    grid: Grid
+    plan: SyncPlan
+    rounds: list[range]
+    traffic: Traffic
+    whole: dict[str, Tensor]
+
+    def shard(self, rank: int) -> dict[str, Tensor]:
+        """A rank's parameters, cut from the whole tensors by the weight table."""
+        rank_plan = RankPlan(self.plan, self.rounds, rank)
+        rows = {row.megatron: row for row in expand_table(table_of(self.arch), self.arch)}
+        tp_rank = rank % self.grid.tp
+        return {
+            parameter.name: rows[parameter.name].shard(self.whole.__getitem__, self.arch, tp_rank, self.grid.tp)
+            for parameter in rank_plan.parameters()
+        }
+
+
+def world(
+    arch: Architecture, grid: Grid, sizes: list[int], *, budget: int = 1 << 14, dtype: torch.dtype = torch.bfloat16
+) -> World:
+    spans = engine_spans(arch, grid.rollout_tp)
+    plan = SyncPlan(sync_parameters(arch, grid, stages(arch, sizes)), spans, grid, budget // PARTS_PER_BUDGET)
+    rounds, traffic = choose_rounds(plan, budget)
+    generator = torch.Generator().manual_seed(0)
+    whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in hf_shapes(arch).items()}
+    return World(arch, grid, plan, rounds, traffic, whole)
+
+
+def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
+    """What every rank's engine is handed, and what it cost."""
+    size = simulated.grid.world_size
+    queues: dict[tuple[int, int], queue.Queue[Tensor]] = {
+        (a, b): queue.Queue() for a in range(size) for b in range(size)
+    }
+    counts = [Counts() for _ in range(size)]
+    handed: list[dict[str, Tensor]] = [{} for _ in range(size)]
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            transport = Queues(rank, queues, counts[rank])
+            shard = simulated.shard(rank)
+            rank_plan = RankPlan(simulated.plan, simulated.rounds, rank)
+            dtype = next(iter(simulated.whole.values())).dtype
+            exchange = Exchange(rank_plan, shard.__getitem__, transport, dtype, torch.device("cpu"))
+            for bucket in exchange.stream():
+                handed[rank].update(bucket)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return handed, counts

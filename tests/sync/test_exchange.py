@@ -1,0 +1,106 @@
+"""The exchange over more than 200 layouts, many ranks in one process: every byte right, and no byte too many.
+
+Expected bytes are counted from the layouts themselves (`_floors`), not from the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.plan import SyncPlan
+from tests.sync import simulation
+from tests.sync.architectures import FAMILIES, architecture
+
+SIZES = [
+    (tp, pp, replicas) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for replicas in (1, 2, 4) if tp * pp * replicas <= 16
+]
+UNEVEN = {1: [4], 2: [1, 3], 4: [2, 1, 0, 1]}
+EVEN = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}
+
+
+def _layouts() -> Iterator[tuple[str, Grid, tuple[int, ...]]]:
+    """Every family meets every kind of layout; which of them, rotates."""
+    families = itertools.cycle(FAMILIES)
+    for number, (tp, pp, replicas) in enumerate(SIZES):
+        world_size = tp * pp * replicas
+        for rollout_tp, ranks_per_node in itertools.product((1, 2, 4, 8), (2, 4, 8)):
+            if world_size % rollout_tp or ranks_per_node > max(2, world_size):
+                continue
+            family = next(families)
+            experts = {"qwen3-moe": 8, "mixtral": 4}.get(family)
+            ep = replicas if experts and experts % replicas == 0 else 1
+            sizes = (EVEN if number % 2 else UNEVEN)[pp]
+            yield family, Grid(world_size, tp, pp, ep, rollout_tp, ranks_per_node), tuple(sizes)
+    next(families)
+
+
+LAYOUTS = list(_layouts())
+
+
+def _name(layout: tuple[str, Grid, tuple[int, ...]]) -> str:
+    family, grid, sizes = layout
+    ep = f" EP{grid.ep}" if grid.ep > 1 else ""
+    stages = "+".join(map(str, sizes))
+    return (
+        f"{family} TP{grid.tp} PP{stages} x{grid.replicas}{ep} to TP{grid.rollout_tp}, nodes of {grid.ranks_per_node}"
+    )
+
+
+def test_there_are_at_least_200_layouts() -> None:
+    assert len(LAYOUTS) >= 200, len(LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+def test_every_engine_gets_its_part_with_the_fewest_bytes(layout: tuple[str, Grid, tuple[int, ...]]) -> None:
+    family, grid, sizes = layout
+    world = simulation.world(architecture(family), grid, list(sizes))
+    handed, counts = simulation.run(world)
+    for rank in range(grid.world_size):
+        assert handed[rank].keys() == world.whole.keys()
+        for tensor in world.plan.tensors:
+            start, stop = world.plan.spans[tensor.name][grid.engine_rank(rank)]
+            got, expected = (
+                t[tensor.name].narrow(tensor.axis, start, stop - start) for t in (handed[rank], world.whole)
+            )
+            assert torch.equal(got, expected), (rank, tensor.name)
+    rank_floors, node_floors = _floors(world.plan)
+    received = [sum(c.received.values()) for c in counts]
+    assert received == rank_floors
+    over_borders = [0] * grid.num_nodes
+    for rank, count in enumerate(counts):
+        over_borders[grid.node(rank)] += sum(
+            n for peer, n in count.received.items() if grid.node(peer) != grid.node(rank)
+        )
+    assert over_borders == node_floors
+    bound = 2 * len(world.rounds) * (grid.world_size - 1)
+    assert all(count.operations <= bound for count in counts)
+
+
+def _floors(plan: SyncPlan) -> tuple[list[int], list[int]]:
+    """Elements that each rank, and each node, needs and does not have, row by row."""
+    grid = plan.grid
+    ranks, nodes = [0] * grid.world_size, [0] * grid.num_nodes
+    for number, tensor in enumerate(plan.tensors):
+        parameter = plan.parameters[plan.owner[number]]
+        index = parameter.tensors.index(tensor)
+        width = tensor.numel // tensor.length
+        has, needs = ([torch.zeros(tensor.length, dtype=torch.bool) for _ in ranks] for _ in range(2))
+        for tp_rank, pieces in enumerate(parameter.pieces):
+            for rank in grid.ranks(tp_rank, parameter.stage, parameter.ep_rank):
+                for piece in pieces:
+                    if piece.tensor == index:
+                        has[rank][piece.start : piece.stop] = True
+        for rank in range(grid.world_size):
+            start, stop = plan.spans[tensor.name][grid.engine_rank(rank)]
+            needs[rank][start:stop] = True
+            ranks[rank] += int((needs[rank] & ~has[rank]).sum()) * width
+        for node in range(grid.num_nodes):
+            of_node = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
+            needed = torch.stack([needs[rank] for rank in of_node]).any(dim=0)
+            nodes[node] += int((needed & ~torch.stack([has[rank] for rank in of_node]).any(dim=0)).sum()) * width
+    return ranks, nodes
