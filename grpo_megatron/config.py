@@ -178,7 +178,7 @@ class RolloutConfig(Section):
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # of the engine
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: int = Field(512, ge=1)  # MiB of weights sent to the engine at a time
-    probe_tolerance: float | None = Field(None, gt=0)  # mean |logprob difference| after a sync; null: by model.dtype
+    probe_tolerance: float | None = Field(None, gt=0)  # mean |logprob difference| after a sync; null: training/probe.py
     engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors
     val_kwargs: ValKwargs = ValKwargs()
 

@@ -114,7 +114,7 @@ def faulty(folder: Path, fault: str) -> dict[str, Any]:
         error = "none"
     except RankError as raised:
         error = str(raised)
-    if fault == "other_model":  # the probe fails; the stream itself was complete
+    if fault in ("stale", "other_model"):  # attestation or probe fails; the stream itself was complete
         return {"error": error, "refused": True}
     try:
         engine.generate(requests(0, 1.0), 1)
@@ -144,6 +144,14 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
             raise KeyError("broken stream")
 
         policy.engine_weights = stream
-    else:  # the engine silently has other weights: only the probe can find this
+    elif fault == "stale":  # the engine keeps one tensor of an earlier step
+        current, old = (
+            policy.engine_weights,
+            {"model.layers.1.mlp.down_proj.weight": last.linear_fc2.weight.detach() / 2},
+        )
+        policy.engine_weights = lambda resharding: (
+            [(name, old.get(name, tensor)) for name, tensor in bucket] for bucket in current(resharding)
+        )
+    else:  # the engine computes something else: only the probe can find this
         logprobs = engine.logprobs
         engine.logprobs = lambda sequences: [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]
