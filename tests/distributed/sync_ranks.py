@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,25 @@ def faulty(folder: Path, fault: str) -> dict[str, Any]:
     except RuntimeError:
         refused = True
     return {"error": error, "refused": refused}
+
+
+def killed(folder: Path) -> None:
+    """A PP2 policy whose rank 1 dies in the middle of the second sync. The other rank raises what it is told."""
+    from grpo_megatron.observability.metrics import Metrics
+
+    mesh, policy, _, colocation = build(folder, 1, 2, False, rollout_tp=1)
+    with colocation.rollout(0, Metrics()):
+        pass
+    if mesh.rank == 1:
+        real = policy.engine_weights
+
+        def stream(resharding: Any) -> Any:
+            yield next(real(resharding))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        policy.engine_weights = stream
+    with colocation.rollout(1, Metrics()):
+        raise AssertionError("rank 0 has not noticed")
 
 
 def _break(policy: Any, engine: Any, fault: str) -> None:

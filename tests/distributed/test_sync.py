@@ -93,3 +93,10 @@ def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: st
     for result in results:
         assert expected in result["error"]
         assert result["refused"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_the_middle_is_named(models: dict[str, Path]) -> None:
+    with pytest.raises(AssertionError, match="the weight sync lost its connection to rank 1") as raised:
+        worlds.run(sync_ranks.killed, 2, folder=models["qwen2"])
+    assert "rank 1 ---\ndied with exit code -9" in str(raised.value)
