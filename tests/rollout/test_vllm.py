@@ -46,6 +46,7 @@ WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
             checks.requests_that_vllm_would_alter_are_refused,
             checks.generators_of_the_host_are_untouched,
             checks.order_of_the_stream_does_not_matter,
+            checks.weights_are_loaded_with_the_engines_config_set,
             *REFUSALS,
             *faults.ON_ALL,
             faults.engine_kwargs_that_the_trainer_depends_on_are_refused,
