@@ -21,7 +21,7 @@ from tests.rollout import checks, faults, tiny
 from tests.rollout.worlds import World, serve
 from tests.worlds import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test starts all worlds
+pytestmark = [pytest.mark.slow, pytest.mark.both_stacks, pytest.mark.timeout(900)]  # the first test starts all worlds
 
 CORRECT = [
     checks.logprobs_equal_transformers,
