@@ -4,6 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1 venv=$2 lock=${3:-requirements/cpu.lock}
+if [ -L "$venv" ]; then # --clear below would empty what other checkouts use
+    echo "error: $venv is a symbolic link to an environment of another checkout; remove the link to install one here" >&2
+    exit 2
+fi
 versions=$(sed -n '1s/, Linux.*//p' "$lock" | grep -oE '3\.[0-9]+') # "# Python 3.11 or 3.12, Linux ..."
 
 fits() { command -v "$1" >/dev/null && grep -qxF "$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" <<<"$versions"; }

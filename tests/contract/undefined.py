@@ -45,7 +45,7 @@ def undefined_names(package: Package, module: str) -> Iterator[str]:
             safe |= bound_names(node.orelse)
         else:
             safe |= bound_names([node])
-    for function in _outer_functions(tree):
+    for function in _outer_functions(tree) if guarded - safe else ():
         text = ast.unparse(function)
         if "HAVE_TE" in text or "is_te_min_version" in text:
             continue
