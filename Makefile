@@ -2,7 +2,8 @@
 # make test         everything CI runs: linters and all tests, and the tests of make test-vllm026
 # make test-fast    the tests without long runs, under two minutes
 # make test-vllm026 the fast tests and a training run with vLLM 0.26, torch 2.11 and Python 3.12, in .venv-vllm026
-# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); under 15 minutes
+# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 4: a quarter of
+#                   them, under ten minutes each (tests/gpu/conftest.py says what is in which)
 # All but test-gpu set up their environment first, once.
 
 PYTHON ?= python3.11
@@ -58,9 +59,9 @@ test-fast: $(INSTALLED)
 test-vllm026: $(VENV026)/.installed
 	$(VENV026)/bin/python $(PYTEST) -m "not slow or both_stacks"
 
-# Not in .venv, whose vLLM is for the CPU: in an environment that requirements/install.sh made from a GPU lock.
+# Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:
-	$(GPU_PYTHON) -m pytest tests/gpu
+	$(GPU_PYTHON) -m pytest $(if $(GROUP),tests/gpu/test_$(GROUP)_*.py,tests/gpu)
 
 clean:
 	rm -rf $(VENV) $(VENV026) outputs

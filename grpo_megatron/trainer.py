@@ -20,6 +20,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
@@ -35,7 +36,6 @@ from grpo_megatron.training.build import (
     build_report,
     build_reward_model,
     build_reward_pool,
-    build_rollout_engine,
     join_world,
 )
 from grpo_megatron.training.cadence import Cadence
@@ -75,14 +75,14 @@ class Trainer:
         self.first_step = 0 if checkpoint is None else _steps_done(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
-        # The engine is built while the device holds only the policy's weights and gradient buffers. It measures free
-        # memory, takes rollout.gpu_memory_utilization of the device, and then sleeps. Everything else that needs device
-        # memory comes after it: optimizer, reward model, reference.
+        # The engine is built while the device holds only the policy's weights. It requires
+        # rollout.gpu_memory_utilization of the device to be free, and then sleeps. Everything else that needs device memory
+        # comes after it: gradient buffers, optimizer, reward model, reference (checks/phases.py has the arithmetic).
         self.policy = Policy(
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
-        self.engine = build_rollout_engine(config, checked, self.mesh, self.device)
-        self.colocation = build_colocation(config, self.policy, self.engine, self.mesh)
+        self.colocation = build_colocation(config, checked, self.policy)
+        self.engine = self.colocation.engine
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
         generator = Generator(self.engine, pool, checked.tokenizer, self.mesh, rollout.seed)
 
@@ -92,6 +92,7 @@ class Trainer:
             trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=config.model_dump(mode="json")
         )
         opened.enter_context(self.sinks)
+        self.sinks.note(f"kernels: {choose_kernels(self.actor.megatron, self.device, config.model.dtype).describe()}")
         if checkpoint is None and config.sft.steps:
             warm_up(self.policy, checked.supervised_rows, config.sft, self.actor, self.sinks.note)
             self._save_hf(self.output_dir / WARMUP_FOLDER)

@@ -32,15 +32,16 @@ ROOMS: dict[str, set[str]] = {
     "passthrough": set(),
     "importing": set(),
     "child": set(),
+    "extensions": set(),
     "config": set(),
     "storage": set(),
     "rewards": {"registry", "child"},
     "algo": {"types", "registry", "config"},
     "data": {"types", "registry", "config", "rewards"},
-    "device": {"config"},
+    "device": {"extensions", "config"},
     "parallel": {"types", "storage", "device"},
     "observability": {"types", "config", "storage", "algo"},
-    "models": {"types", "config", "storage", "algo", "device", "parallel", "observability"},
+    "models": {"types", "extensions", "config", "storage", "algo", "device", "parallel", "observability"},
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel"},
     "convert": {"storage", "models"},
     "evaluation": {
@@ -49,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "checks": {
         *("types", "registry", "passthrough", "config", "rewards"),
-        *("algo", "data", "observability", "models", "rollout", "evaluation"),
+        *("algo", "data", "device", "observability", "models", "rollout", "evaluation"),
     },
     "sampling": {"types", "config", "rewards", "algo", "data", "parallel", "observability", "rollout"},
     "training": {
@@ -65,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
 }
 WITHOUT_TORCH = {
     "child",
+    "extensions",
     "types",
     "registry",
     "passthrough",
@@ -86,7 +88,7 @@ ENTRANCES = {  # module -> the rooms that may import it
 }
 THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the names of modules that may import it
     "megatron": ("models.", "parallel.mesh", "device"),
-    "transformer_engine": ("models.",),
+    "transformer_engine": ("extensions",),
     "vllm": ("rollout.vllm",),
     "safetensors": ("models.", "convert."),
     "sentencepiece": ("convert.",),
