@@ -115,7 +115,7 @@ class Uses(ast.NodeVisitor):
             owner = self.target(node.args[0])
             if owner is not None and not any(k.arg == "create" for k in node.keywords):
                 names = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
-                for name in names or [k.arg for k in node.keywords]:
+                for name in names or [k.arg for k in node.keywords if k.arg]:
                     self.add(f"name {owner}.{name}" if ":" in owner else f"name {owner}:{name}", node)
         self.generic_visit(node)
 
