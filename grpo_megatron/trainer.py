@@ -75,9 +75,8 @@ class Trainer:
         self.first_step = 0 if checkpoint is None else _steps_done(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
-        # The engine is built while the device holds only the policy's weights. It requires
-        # rollout.gpu_memory_utilization of the device to be free, and then sleeps. Everything else that needs device memory
-        # comes after it: gradient buffers, optimizer, reward model, reference (checks/phases.py has the arithmetic).
+        # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
+        # device memory comes after it: gradient buffers, optimizer, reward model, reference (see checks/phases.py).
         self.policy = Policy(
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
