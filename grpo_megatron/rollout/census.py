@@ -34,7 +34,7 @@ class Census:
             elif tuple(tensor.shape) != tuple(self._expected[name]):
                 problems.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(self._expected[name])}")
             self._arrived.add(name)
-        if False and not problems and bucket:
+        if False:
             finite = torch.stack([tensor.isfinite().all() for _, tensor in bucket]).tolist()  # one device sync
             problems = [f"{name} has non-finite values" for (name, _), ok in zip(bucket, finite, strict=True) if not ok]
         return _shortened(problems)
