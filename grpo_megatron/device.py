@@ -16,7 +16,7 @@ import re
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -55,6 +55,21 @@ def read_hardware(kind: Literal["auto", "cpu", "cuda"]) -> Hardware:
     index = int(os.environ.get("LOCAL_RANK", "0"))
     capability, cuda_version = torch.cuda.get_device_capability(index), _version(torch.version.cuda or "0")
     return Hardware(capability, cuda_version, transformer_engine)
+
+
+def device_bytes(kind: Literal["auto", "cpu", "cuda"]) -> int | None:
+    """The memory of this rank's GPU, for a run with `trainer.device` = `kind`. None: the run is on the CPU."""
+    if kind == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory)
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a GPU. `reserved` is what torch holds in this process, free or in use."""
+
+    free: int
+    total: int
+    reserved: int
 
 
 def _version(text: str) -> Version:
@@ -99,6 +114,13 @@ class Device:
     def empty_cache(self) -> None:
         if self.is_cuda:
             torch.cuda.empty_cache()
+
+    def memory(self) -> DeviceMemory | None:
+        """None on the CPU, whose memory nothing here divides."""
+        if not self.is_cuda:
+            return None
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return DeviceMemory(free, total, torch.cuda.memory_reserved(self.torch_device))
 
     def memory_gib(self) -> dict[str, float]:
         """Peak memory of this rank in GiB (2**30 bytes). The metric names, with `_gb`, are verl's."""

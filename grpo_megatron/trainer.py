@@ -35,7 +35,6 @@ from grpo_megatron.training.build import (
     build_report,
     build_reward_model,
     build_reward_pool,
-    build_rollout_engine,
     join_world,
 )
 from grpo_megatron.training.cadence import Cadence
@@ -75,14 +74,14 @@ class Trainer:
         self.first_step = 0 if checkpoint is None else _steps_done(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
-        # The engine is built while the device holds only the policy's weights and gradient buffers. It measures free
-        # memory, takes rollout.gpu_memory_utilization of the device, and then sleeps. Everything else that needs device
-        # memory comes after it: optimizer, reward model, reference.
+        # The engine is built while the device holds only the policy's weights. It requires
+        # rollout.gpu_memory_utilization of the device to be free, and then sleeps. Everything else that needs device memory
+        # comes after it: gradient buffers, optimizer, reward model, reference (checks/phases.py has the arithmetic).
         self.policy = Policy(
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
-        self.engine = build_rollout_engine(config, checked, self.mesh, self.device)
-        self.colocation = build_colocation(config, self.policy, self.engine, self.mesh)
+        self.colocation = build_colocation(config, checked, self.policy)
+        self.engine = self.colocation.engine
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
         generator = Generator(self.engine, pool, checked.tokenizer, self.mesh, rollout.seed)
 

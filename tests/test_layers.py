@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "checks": {
         *("types", "registry", "passthrough", "config", "rewards"),
-        *("algo", "data", "observability", "models", "rollout", "evaluation"),
+        *("algo", "data", "device", "observability", "models", "rollout", "evaluation"),
     },
     "sampling": {"types", "config", "rewards", "algo", "data", "parallel", "observability", "rollout"},
     "training": {

@@ -5,6 +5,7 @@ It knows layouts and optimizers, not algorithms: the loss is a function that the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +109,20 @@ class Policy(LanguageModel):
         """The inverse of `offload`. Does nothing if nothing is offloaded."""
         if self._offloaded.is_offloaded:
             self._offloaded.onload()
+            with self.device.megatron():
+                self.ddp.restore_grad_buffers()
+
+    @contextlib.contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Inside, the gradient buffers have no memory. Every update sets them to zero before it adds to them."""
+        if self._offloaded.is_offloaded:
+            yield
+            return
+        with self.device.megatron():
+            self.ddp.offload_grad_buffers()
+        try:
+            yield
+        finally:
             with self.device.megatron():
                 self.ddp.restore_grad_buffers()
 

@@ -89,13 +89,15 @@ class _Writer(TorchDistSaveShardedStrategy):
 def save_sharded(policy: Policy, folder: Path) -> None:
     """Collective: write weights, optimizer and every rank's random state into the empty `folder`.
 
+    Megatron gathers the optimizer's state over the data-parallel ranks on the device. Without `overlap_grad_reduce` that is
+    as large as the gradient buffers, which are freed meanwhile.
     Raises RankError on every rank when any rank cannot write.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     mesh, task = policy.mesh, f"cannot write checkpoint {folder}"
     on_every_rank(mesh, task, functools.partial(folder.mkdir, parents=True, exist_ok=True))
-    with policy.device.megatron():
+    with policy.device.megatron(), policy.without_gradients():
         state = _sharded(policy, is_loading=False)
         rng = {"host": policy.device.rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
         state["rng"] = _rng(policy, rng)

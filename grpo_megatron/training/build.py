@@ -10,7 +10,7 @@ from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
-from grpo_megatron.device import Device
+from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
@@ -48,7 +48,8 @@ def join_world(config: Config, device: Device) -> Mesh:
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
-    """The engine, awake and without usable weights. Collective."""
+    """The engine, awake and without usable weights. Collective. Raises RankError if too little memory is free."""
+    mesh.agree(memory_problem(config, device.memory()))
     return build_engine(
         config.rollout,
         config.model.path,
@@ -61,30 +62,56 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
     )
 
 
-def build_resharding(config: Config, policy: Policy, engine: RolloutEngine, mesh: Mesh) -> Resharding:
+def build_resharding(config: Config, policy: Policy, engine: RolloutEngine) -> Resharding:
     """The plan from the policy's layout to the engine's. Collective."""
     spans = engine_spans if engine.reads_shards else whole_spans
     return Resharding(
         policy.arch,
-        mesh,
+        policy.mesh,
         policy.stage_of,
-        spans(policy.arch, mesh.rollout_tp),
+        spans(policy.arch, policy.mesh.rollout_tp),
         dtype=DTYPES[config.model.dtype],
         device=policy.device.torch_device,
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
     )
 
 
-def build_colocation(config: Config, policy: Policy, engine: RolloutEngine, mesh: Mesh) -> Colocation:
-    """Puts the engine to sleep. Collective."""
-    return Colocation(
+def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
+    """Why the engine cannot be built now: vLLM requires gpu_memory_utilization x the device to be free. None: it can."""
+    utilization = config.rollout.gpu_memory_utilization
+    if memory is None or memory.free >= utilization * memory.total:
+        return None
+    free, total, reserved = (size / 2**30 for size in memory)
+    is_offloaded = config.actor.megatron.offload_optimizer
+    remedy = "" if is_offloaded else "actor.megatron.offload_optimizer=true, which frees the gradient buffers, or "
+    return (
+        f"rollout.gpu_memory_utilization={utilization:g} x {total:.2f} GiB = {utilization * total:.2f} GiB must be free"
+        f" when the engine is built, and {free:.2f} GiB are: this process's tensors have {reserved:.2f} GiB, and"
+        f" {total - free - reserved:.2f} GiB are of CUDA, NCCL and other processes; set {remedy}a lower"
+        " gpu_memory_utilization (train --dry-run --gpu-memory GIB shows every phase)"
+    )
+
+
+def build_colocation(config: Config, checked: Checked, policy: Policy) -> Colocation:
+    """The policy with a sleeping engine beside it. Collective. Raises RankError if too little memory is free.
+
+    The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
+    buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
+    """
+    policy.offload()
+    policy.device.empty_cache()
+    engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
+    colocation = Colocation(
         policy,
         engine,
-        mesh,
-        build_resharding(config, policy, engine, mesh),
+        policy.mesh,
+        build_resharding(config, policy, engine),
         tolerance=config.rollout.probe_tolerance or DEFAULT_TOLERANCE[config.model.dtype],
         max_length=config.data.max_prompt_length + config.data.max_response_length,
     )
+    policy.device.empty_cache()
+    policy.onload()
+    return colocation
 
 
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:

@@ -9,6 +9,7 @@ import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,77 @@ def test_offloading_changes_no_bit_of_the_training(tmp_path: Path, dtype: str, d
             "copied": True,
             "is empty": (False, True),
         }
+
+
+def started(folder: Path) -> list[dict[str, Any]]:
+    """Bytes on the device when the engine is constructed, and weights after two updates, with a checkpoint in between.
+
+    Three policies: not beside an engine and not saved; beside one without, and with, `offload_optimizer`.
+    """
+    from grpo_megatron.config import Config
+    from grpo_megatron.models.optimizer import state_tensors
+    from grpo_megatron.training import build
+
+    out = []
+    for beside_engine, offload in ((False, False), (True, False), (True, True)):
+        megatron = {"offload_optimizer": offload}
+        policy = policy_ranks.build(folder, 1, 1, False, dtype="bfloat16", megatron=megatron, optim={"lr": 1e-3})
+        held: dict[str, Any] = {}
+
+        def construct(*arguments: Any, policy: Any = policy, held: dict[str, Any] = held) -> Any:
+            moments = [t for t in state_tensors(policy.optimizer) if t.numel() > 1]
+            held["gradients"] = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in policy.ddp.buffers)
+            held["optimizer"] = sum(t.untyped_storage().nbytes() for t in moments)
+            held["weights"] = sum(p.nbytes for p in policy.ddp.parameters() if p.untyped_storage().nbytes())
+            return SimpleNamespace(sleep=lambda: held.update(slept=policy._offloaded.is_offloaded))
+
+        if beside_engine:
+            config = Config.model_validate({"model": {"path": folder}, "actor": policy.actor.model_dump()})
+            with mock.patch.object(build, "build_rollout_engine", construct):
+                build.build_colocation(config, SimpleNamespace(), policy)  # type: ignore[arg-type]
+        batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]])
+        policy.update(batch, policy_ranks.loss)
+        if beside_engine:
+            held["gradients at save"] = gradients_at_save(policy, folder.parent / f"checkpoint {offload}")
+        policy.update(batch, policy_ranks.loss)
+        held["trained"] = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+        held["parameters"] = sum(p.numel() for p in policy.ddp.parameters())
+        out.append(held)
+    return out
+
+
+def gradients_at_save(policy: Any, folder: Path) -> int:
+    """Bytes of the gradient buffers while a checkpoint gathers the optimizer's state."""
+    from grpo_megatron.models import state
+
+    gather, held = state._sharded, []
+
+    def watched(policy: Any, is_loading: bool) -> Any:
+        held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in policy.ddp.buffers))
+        return gather(policy, is_loading)
+
+    with mock.patch.object(state, "_sharded", watched):
+        state.save_sharded(policy, folder)
+    (size,) = held
+    return size
+
+
+def test_the_engine_is_constructed_while_only_weights_are_on_the_device(tmp_path: Path) -> None:
+    """And the policy is onloaded only when the engine sleeps; none of it changes a bit of the training.
+
+    Without `offload_optimizer` everything is still there: 4 bytes of gradients and 12 of optimizer per parameter.
+    """
+    (results,) = worlds.run(started, 1, folder=tiny.make_model(tmp_path / "model", "qwen2"))
+    plain, without, with_offload = results
+    numbers = plain["parameters"]
+    assert (with_offload["gradients"], with_offload["optimizer"]) == (0, 0)
+    assert without["gradients"] == pytest.approx(4 * numbers, rel=0.02)
+    assert without["optimizer"] == pytest.approx(12 * numbers, rel=0.02)
+    assert with_offload["weights"] == without["weights"] == 2 * numbers
+    assert (without["slept"], with_offload["slept"]) == (False, True)
+    assert without["gradients at save"] == with_offload["gradients at save"] == 0
+    for other in (without, with_offload):
+        assert all(torch.equal(plain["trained"][name], other["trained"][name]) for name in plain["trained"])
 
 
 class Recorder:
