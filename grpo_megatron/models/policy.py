@@ -133,10 +133,10 @@ class Policy(LanguageModel):
         self._gather_parameters()
         return super().hf_weights(bucket_megabytes)
 
-    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """See ShardedModel."""
         self._gather_parameters()
-        return super().engine_weights(resharding)
+        return super().engine_weights(resharding, version)
 
     def _gather_parameters(self) -> None:
         """With `overlap_param_gather`, the next forward pass would gather what the last update has changed."""

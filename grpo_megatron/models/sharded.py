@@ -80,6 +80,6 @@ class ShardedModel:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
         return hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
 
-    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
-        return resharding.stream(self.model)
+        return resharding.stream(self.model, version)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,12 +25,19 @@ from grpo_megatron.sync.base import Base, HostBase
 from grpo_megatron.sync.delta import Patch, encode_patch
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.patches import PatchExchange
-from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.shard import Shard, part_of
 from grpo_megatron.sync.stamp import Stamp
 from grpo_megatron.sync.transport import Transport
 from grpo_megatron.types import WeightBucket
+
+
+@dataclass(frozen=True)
+class DeltaLimits:
+    """When a sync is full although it need not be."""
+
+    full_every: int
+    max_density: float
 
 
 class Ranks(Protocol):
@@ -55,14 +63,12 @@ class DeltaSync:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        full_every: int,
-        max_density: float,
+        limits: DeltaLimits,
     ) -> None:
         """Allocates the copies on the host."""
         self._plan, self._transport, self._ranks = plan, transport, ranks
-        self._dtype, self._device = dtype, device
-        self._full_every, self._max_density = full_every, max_density
-        sent, received = _sent(plan), _received(plan)
+        self._dtype, self._device, self._limits = dtype, device, limits
+        sent, received = plan.sent(), plan.received()
         self._received: dict[int, list[int]] = {}  # tensor -> parts
         for part in received:
             self._received.setdefault(plan.plan.parts[part].tensor, []).append(part)
@@ -80,7 +86,7 @@ class DeltaSync:
 
         A patch that is not the expected one is refused before anything is applied, on all ranks.
         """
-        may_compare = self._is_accepted and self._age + 1 < self._full_every
+        may_compare = self._is_accepted and self._age + 1 < self._limits.full_every
         self._is_accepted = self._is_complete = False
         self._sequence += 1
         shard, patches, problem = Shard(self._plan, read, self._dtype, self._device), dict[int, Patch](), None
@@ -94,7 +100,7 @@ class DeltaSync:
         if problems:
             self._ranks.agree(problem)
         self.density = None if votes else changed / max(compared, 1)
-        self.is_full = self.density is None or self.density > self._max_density
+        self.is_full = self.density is None or self.density > self._limits.max_density
         if self.is_full:
             yield from self._full(read, shard)
         else:
@@ -142,18 +148,6 @@ class DeltaSync:
         for part, patch in received.items():
             self._base.update(part, patch)
         yield from shard.tensors(self._base, self._received)
-
-
-def _sent(plan: RankPlan) -> list[int]:
-    """The parts that a rank holds and sends, each once."""
-    messages = (m for current in plan.rounds for phase in (NETWORK, NODE) for m in current.sends[phase].values())
-    return sorted({part for message in messages for part in message.parts if plan.holds(plan.plan.parts[part])})
-
-
-def _received(plan: RankPlan) -> list[int]:
-    """The parts that a rank receives."""
-    messages = (m for current in plan.rounds for phase in (NETWORK, NODE) for m in current.receives[phase].values())
-    return sorted(part for message in messages for part in message.parts)
 
 
 def _sizes(plan: RankPlan, parts: list[int]) -> dict[int, int]:

@@ -87,6 +87,16 @@ class RankPlan:
             if self.holds(part) and self.plan.witness(index) == self.rank
         ]
 
+    def sent(self) -> list[int]:
+        """The parts that this rank sends from its own parameters, each once."""
+        messages = (m for current in self.rounds for phase in current.sends.values() for m in phase.values())
+        return sorted({part for m in messages for part in m.parts if self.holds(self.plan.parts[part])})
+
+    def received(self) -> list[int]:
+        """The parts that this rank receives."""
+        messages = (m for current in self.rounds for phase in current.receives.values() for m in phase.values())
+        return sorted(part for m in messages for part in m.parts)
+
     def _parts(self, numbers: range) -> list[Part]:
         return self.plan.parts[numbers.start : numbers.stop]
 

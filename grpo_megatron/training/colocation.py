@@ -36,7 +36,7 @@ PROBE_SEQUENCES, PROBE_LENGTH = 2, 32
 class WeightSource(Protocol):
     """A model whose weights the engine can hold: the policy or the reference."""
 
-    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]: ...
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]: ...
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor: ...
 
@@ -67,11 +67,13 @@ class Colocation:
             self.policy.offload()
             self.policy.device.empty_cache()
             self.engine.wake_weights()
-            self.engine.load_weights(self.policy.engine_weights(self.resharding), version)
+            self.engine.load_weights(self.policy.engine_weights(self.resharding, version), version)
             self.policy.device.empty_cache()
             self.engine.wake_kv_cache()
+        self._record(metrics)
         with metrics.phase("probe"):
             self.probe(metrics)
+        self.resharding.accept()
         yield
         self.engine.sleep()
         self.policy.device.empty_cache()
@@ -80,9 +82,15 @@ class Colocation:
     def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
         """Stream another model into the awake engine, which holds it until `rollout` is entered again. Collective."""
         with metrics.phase("update_weights"):
-            self.engine.load_weights(source.engine_weights(self.resharding), version)
+            self.engine.load_weights(source.engine_weights(self.resharding, version), version)
+        self._record(metrics)
         with metrics.phase("probe"):
             self.probe(metrics, source)
+
+    def _record(self, metrics: Metrics) -> None:
+        metrics.max("sync/bytes_received", self.resharding.bytes_received)
+        if self.resharding.density is not None:
+            metrics.max("sync/density", self.resharding.density)
 
     def probe(self, metrics: Metrics, source: WeightSource | None = None) -> None:
         """Compare the engine with `source` (None: the policy) on fixed tokens at temperature 1. Collective.

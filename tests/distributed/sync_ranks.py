@@ -23,6 +23,7 @@ def build(
     temperature: float = 1.0,
     lr: float = 1e-2,
     dtype: str = "float32",
+    sync: str = "full",
 ) -> Any:
     from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
     from grpo_megatron.device import Device
@@ -32,6 +33,7 @@ def build(
     from grpo_megatron.models.sync_parameters import engine_spans
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
+    from grpo_megatron.sync.delta_sync import DeltaLimits
     from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
 
     device = Device("cpu")
@@ -60,6 +62,7 @@ def build(
         dtype=getattr(torch, dtype),
         device=torch.device("cpu"),
         bucket_megabytes=1,
+        delta=DeltaLimits(full_every=5, max_density=0.1) if sync == "delta" else None,
     )
     colocation = Colocation(policy, engine, mesh, resharding, tolerance=DEFAULT_TOLERANCE[dtype], max_length=128)
     return mesh, policy, engine, colocation
@@ -108,6 +111,52 @@ def cycles(
     return {"mean": means, "max": worsts, "tokens": tokens}
 
 
+def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp: int, lr: float) -> dict[str, Any]:
+    """Six syncs by patches. After each, the engine's log-probabilities, and those after a full sync of the same weights.
+
+    The fourth sync is preceded by one that fails on the last rank.
+    """
+    from grpo_megatron.models.resharding import Resharding
+    from grpo_megatron.models.sync_parameters import engine_spans
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.parallel.mesh import RankError
+
+    _, tp, pp, sp = layout
+    mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, lr, "bfloat16", sync="delta")
+    full = Resharding(
+        policy.arch,
+        mesh,
+        policy.stage_of,
+        engine_spans(policy.arch, rollout_tp),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        bucket_megabytes=1,
+    )
+    pairs = tiny.make_sequences(6)
+    rows = share(len(pairs), mesh.dp_rank, mesh.dp)
+    batch = make_batch(pairs, [[list(range(len(rows)))]], rows)
+    sequences = [prompt + response for prompt, response in pairs]
+    out: dict[str, Any] = {"delta": [], "full": [], "metrics": [], "error": ""}
+    for step in range(6):
+        metrics = Metrics()
+        if step == 3:
+            expected = engine._expected
+            engine._expected = {**expected, "more": (1,)} if mesh.rank == mesh.world_size - 1 else expected
+            try:
+                with colocation.rollout(step, Metrics()):
+                    raise AssertionError("the census has missed a tensor")
+            except RankError as error:
+                out["error"] = str(error)
+            engine._expected = expected
+        with colocation.rollout(step, metrics):
+            out["delta"].append(engine.logprobs(sequences))
+            out["metrics"].append(metrics.reduce(mesh.all_gather))
+            engine.load_weights(policy.engine_weights(full, step), step)
+            out["full"].append(engine.logprobs(sequences))
+        policy.update(batch, loss)
+    return out
+
+
 def faulty(folder: Path, fault: str) -> dict[str, Any]:
     """A PP2 policy whose second sync fails on rank 1 only."""
     from grpo_megatron.observability.metrics import Metrics
@@ -147,8 +196,8 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
     elif fault == "exception":
         real = policy.engine_weights
 
-        def stream(resharding: Any) -> Any:
-            for number, bucket in enumerate(real(resharding)):
+        def stream(resharding: Any, version: int) -> Any:
+            for number, bucket in enumerate(real(resharding, version)):
                 if number == 1:
                     raise KeyError("broken stream")
                 yield bucket

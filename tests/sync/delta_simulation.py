@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.mapping import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.sync.delta_sync import DeltaSync
+from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.transport import Envelope
 from tests.sync.simulation import World
@@ -104,8 +104,7 @@ class DeltaWorld:
                 SimulatedRanks(self._crossing, rank),
                 dtype=self.dtype,
                 device=torch.device("cpu"),
-                full_every=full_every,
-                max_density=max_density,
+                limits=DeltaLimits(full_every, max_density),
             )
             for rank in range(size)
         ]

@@ -66,7 +66,7 @@ class FakePolicy:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield f"policy after {self.updates}"
 
-    def engine_weights(self, resharding: Any) -> Iterator[Any]:
+    def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
         return self.hf_weights(0)
 
     def offload(self) -> None:
@@ -92,8 +92,15 @@ class FakeReference:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield self.weights
 
-    def engine_weights(self, resharding: Any) -> Iterator[Any]:
+    def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
         return self.hf_weights(0)
+
+
+class FakeResharding:
+    bytes_received, density = 0, None
+
+    def accept(self) -> None:
+        pass
 
 
 class FakeEngine:
@@ -265,7 +272,7 @@ def run(
             "exchange": local_exchange,
             "save_hf": save_hf,
         },
-        build: {"build_rollout_engine": build_rollout_engine, "build_resharding": lambda *_: None},
+        build: {"build_rollout_engine": build_rollout_engine, "build_resharding": lambda *_: FakeResharding()},
         references: {"Reference": FakeReference},
     }
     with ExitStack() as stack:
