@@ -51,8 +51,8 @@ def stamp_problem(message: Tensor, expected: Stamp) -> str | None:
 
 
 def _checksum(message: Tensor) -> int:
-    start = zlib.crc32(message[: STAMP_BYTES - 8].numpy())
-    return zlib.crc32(message[STAMP_BYTES:].numpy(), start)
+    start = zlib.crc32(message[: STAMP_BYTES - 8].numpy().data)
+    return zlib.crc32(message[STAMP_BYTES:].numpy().data, start)
 
 
 def _shown(name: str, value: int) -> str:
