@@ -83,7 +83,9 @@ class Trainer:
         self.colocation = build_colocation(config, checked, self.policy)
         self.engine = self.colocation.engine
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
-        generator = Generator(self.engine, pool, checked.tokenizer, self.mesh, rollout.seed)
+        generator = Generator(
+            self.engine, pool, checked.tokenizer, self.mesh, rollout.seed, lambda: self.colocation.weights_digest
+        )
 
         # The models in their state before the first step: warmed up, or restored.
         self._write_config()
@@ -156,6 +158,7 @@ class Trainer:
             self.collector.load_state(run["collector"])
         if run.get("kl"):
             self.correction_step.kl.load_state(run["kl"])
+        self.colocation.provenance.load_state(run.get("weights_digests", {}))
         self.summary.recall()
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -206,7 +209,9 @@ class Trainer:
             self.metrics.constant(name, value)
 
     def collect(self, step: int) -> list[Sample]:
-        return numbered_samples(self.collector.groups(step, self.data.train_batch_size, self.metrics))
+        samples = numbered_samples(self.collector.groups(step, self.data.train_batch_size, self.metrics))
+        self.colocation.provenance.check(step, samples)
+        return samples
 
     def rewards(self, step: int, samples: list[Sample]) -> GroupTable:
         table = gather_groups(samples, self.mesh)
@@ -249,7 +254,11 @@ class Trainer:
                 self.save_now(steps_done)
 
     def save_now(self, steps_done: int) -> Path:
-        run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
+        run = {
+            "collector": self.collector.state(),
+            "kl": self.correction_step.kl.state(),
+            "weights_digests": self.colocation.provenance.state(),
+        }
         return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model])
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:

@@ -39,9 +39,10 @@ ROOMS: dict[str, set[str]] = {
     "data": {"types", "registry", "config", "rewards"},
     "device": {"config"},
     "parallel": {"types", "storage", "device"},
+    "sync": {"types", "parallel"},
     "observability": {"types", "config", "storage", "algo"},
-    "models": {"types", "config", "storage", "algo", "device", "parallel", "observability"},
-    "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel"},
+    "models": {"types", "config", "storage", "algo", "device", "parallel", "sync", "observability"},
+    "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},
     "convert": {"storage", "models"},
     "evaluation": {
         *("types", "config", "storage", "rewards", "data"),
@@ -54,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "sampling": {"types", "config", "rewards", "algo", "data", "parallel", "observability", "rollout"},
     "training": {
         *("types", "config", "storage", "rewards", "algo", "data"),
-        *("device", "parallel", "observability", "models", "rollout", "checks", "sampling"),
+        *("device", "parallel", "sync", "observability", "models", "rollout", "checks", "sampling"),
     },
     "trainer": {
         *("types", "config", "algo", "device", "parallel"),

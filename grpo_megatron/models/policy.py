@@ -33,6 +33,7 @@ from grpo_megatron.models.optimizer import (
 )
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.attest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 MetricSums = dict[str, MetricSum]
@@ -137,6 +138,11 @@ class Policy(LanguageModel):
         """See ShardedModel."""
         self._gather_parameters()
         return super().engine_weights(resharding, version)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        """See ShardedModel."""
+        self._gather_parameters()
+        return super().expected_digests(resharding)
 
     def _gather_parameters(self) -> None:
         """With `overlap_param_gather`, the next forward pass would gather what the last update has changed."""

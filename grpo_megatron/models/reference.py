@@ -19,6 +19,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.attest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 
@@ -79,6 +80,10 @@ class Reference(LanguageModel):
         """As for the policy. (RFT draws from the reference.)"""
         with self._on_device():
             yield from super().engine_weights(resharding, version)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        with self._on_device():
+            return super().expected_digests(resharding)
 
     @torch.no_grad()
     def copy_from(self, policy: Policy) -> None:

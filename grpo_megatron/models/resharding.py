@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.precision import dequantized
 from grpo_megatron.models.sync_parameters import sync_parameters
 from grpo_megatron.models.weights import global_parameters, model_rows
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.sync.attest import Expected, expected_digests
 from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.rounds import PARTS_PER_BUDGET, choose_rounds
-from grpo_megatron.sync.tensors import EngineSpans
+from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.sync.transport import PointToPoint
 from grpo_megatron.types import WeightBucket
 
@@ -29,22 +31,23 @@ class Resharding:
         arch: Architecture,
         mesh: Mesh,
         stage_of: Mapping[str, int],
-        spans: EngineSpans,
+        tensors: EngineTensors,
         *,
         dtype: torch.dtype,
         device: torch.device,
         bucket_megabytes: int,
         delta: DeltaLimits | None = None,
     ) -> None:
-        """`spans`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together.
+        """`tensors`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together.
 
         `delta`: changes are sent where possible (see `DeltaSync`); None: every sync is full.
         """
-        self.mesh, self.dtype, self.device = mesh, dtype, device
+        self.mesh, self.tensors, self.dtype, self.device = mesh, tensors, dtype, device
         grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
-        plan = SyncPlan(sync_parameters(arch, grid, stage_of), spans, grid, max(1, budget // PARTS_PER_BUDGET))
+        plan = SyncPlan(sync_parameters(arch, grid, stage_of), tensors.spans, grid, max(1, budget // PARTS_PER_BUDGET))
         rounds, self.traffic = choose_rounds(plan, budget)
         self.plan = RankPlan(plan, rounds, mesh.rank)
+        self._shares = self.plan.shares()
         rows = model_rows(arch)
         self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
         if len(set(mesh.all_gather(plan.digest))) > 1:
@@ -74,10 +77,10 @@ class Resharding:
         """The share of elements that had changed at the last sync. None: they were not compared."""
         return None if self._delta is None else self._delta.density
 
-    def accept(self) -> None:
+    def accept(self, weights_digest: str) -> None:
         """The engine holds what was streamed last, as attested. Only after this may the next sync send changes."""
         if self._delta is not None:
-            self._delta.accept()
+            self._delta.accept(weights_digest)
 
     def stream(self, model: torch.nn.Module, version: int) -> Iterator[WeightBucket]:
         """Full-shaped tensors, of which this rank's part is filled (see `Exchange`). Collective. Raises RankError.
@@ -85,12 +88,7 @@ class Resharding:
         The parameters must not change before the stream has ended: some of them are handed over as they are.
         """
         parameters = global_parameters(model)
-
-        @torch.no_grad()
-        def read(name: str) -> torch.Tensor:
-            return dequantized(parameters[name].detach())
-
-        problem, exchange = None, None
+        read, problem, exchange = _reader(parameters), None, None
         try:
             self._check(parameters)
             if self._delta is None:
@@ -104,9 +102,25 @@ class Resharding:
             assert exchange is not None
             yield from exchange.stream()
 
+    def expected_digests(self, model: torch.nn.Module) -> Expected:
+        """The digests of the model's current weights, for each rank of the engine. Collective. Raises RankError."""
+        problem, expected = None, None
+        try:
+            read = _reader(global_parameters(model))
+            expected = expected_digests(self._shares, read, self.tensors, dist.all_reduce, self.device)
+        except (KeyError, ValueError, RuntimeError) as error:
+            problem = f"cannot read weights: {error}"
+        self.mesh.agree(problem)
+        assert expected is not None
+        return expected
+
     def _check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         for name, shape in self._shapes.items():
             if name not in parameters:
                 raise ValueError(f"{name} is missing")
             if tuple(parameters[name].shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(parameters[name].shape)}, expected {shape}")
+
+
+def _reader(parameters: Mapping[str, torch.nn.Parameter]) -> Callable[[str], torch.Tensor]:
+    return lambda name: dequantized(parameters[name].detach())

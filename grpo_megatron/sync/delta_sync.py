@@ -110,9 +110,10 @@ class DeltaSync:
         self._age = 0 if self.is_full else self._age + 1
         self._is_complete = True
 
-    def accept(self) -> None:
-        """The last stream's weights are what the engine must hold: the next sync may send changes to them only."""
+    def accept(self, weights_digest: str) -> None:
+        """The engine holds the last stream's weights, whose digest this is: the next sync may send changes to them."""
         self._is_accepted = self._is_complete
+        self._digest = _digest((self._digest, weights_digest))
 
     def _encode(self, shard: Shard) -> dict[int, Patch]:
         patches = {}

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
+import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,8 +56,7 @@ class Transfer(NamedTuple):
     target: int
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """`[start, stop)` of a tensor's axis, and the turn of the rotation in which it travels."""
 
     tensor: int  # index in SyncPlan.tensors
@@ -164,27 +166,33 @@ class SyncPlan:
         numbers = {kind: n for n, kind in enumerate(dict.fromkeys(a.kind for atoms in by_tensor for a in atoms))}
         self.kinds = list(numbers)
         self.routes = [Routes(kind, self.grid) for kind in self.kinds]
-        total = [0] * len(self.kinds)
-        for tensor, atoms in zip(self.tensors, by_tensor, strict=True):
-            for atom in atoms:
-                total[numbers[atom.kind]] += tensor.numel_of((atom.start, atom.stop))
-        limits = [
-            min(LARGEST_SHARE * size * routes.smallest_load() or math.inf, self.largest_part)
-            for size, routes in zip(total, self.routes, strict=True)
-        ]
+        widths = [tensor.numel // tensor.length for tensor in self.tensors]
+        limits = self._limits(widths, by_tensor, numbers)
         rotation = _Rotation(len(self.kinds))
         parts: list[Part] = []
-        for number, (tensor, atoms) in enumerate(zip(self.tensors, by_tensor, strict=True)):
+        for number, (width, atoms) in enumerate(zip(widths, by_tensor, strict=True)):
             # The first piece of every atom, then the second: neighbours in the order have different senders and readers.
             pieces = []
             for atom in atoms:
-                size, kind = tensor.numel_of((atom.start, atom.stop)), numbers[atom.kind]
-                count = min(math.ceil(size / max(limits[kind], 1)), atom.stop - atom.start)
-                cuts = [atom.start + (atom.stop - atom.start) * i // count for i in range(count + 1)]
-                pieces += [(i, *span, kind, size) for i, span in enumerate(zip(cuts, cuts[1:], strict=False))]
-            for _, start, stop, kind, size in sorted(pieces, key=lambda piece: piece[0]):
+                length, kind = atom.stop - atom.start, numbers[atom.kind]
+                count = min(math.ceil(width * length / max(limits[kind], 1)), length)
+                cuts = [atom.start + length * i // count for i in range(count + 1)]
+                pieces += [(i, *span, kind, width * length) for i, span in enumerate(itertools.pairwise(cuts))]
+            pieces.sort(key=operator.itemgetter(0))
+            for _, start, stop, kind, size in pieces:
                 parts.append(Part(number, start, stop, kind, rotation.turn(kind, size) % self.routes[kind].period))
         return parts
+
+    def _limits(self, widths: list[int], by_tensor: list[list[Atom]], numbers: dict[Kind, int]) -> list[float]:
+        """Elements that a part of each kind may have."""
+        total = [0] * len(self.kinds)
+        for width, atoms in zip(widths, by_tensor, strict=True):
+            for atom in atoms:
+                total[numbers[atom.kind]] += width * (atom.stop - atom.start)
+        return [
+            min(LARGEST_SHARE * size * routes.smallest_load() or math.inf, self.largest_part)
+            for size, routes in zip(total, self.routes, strict=True)
+        ]
 
     def _atoms(self, tensor: int) -> Iterator[Atom]:
         parameter = self.parameters[self.owner[tensor]]
@@ -223,7 +231,7 @@ def _intervals(
 
 
 def in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
-    """Stages take turns, module by module, so that all stages send at the same time.
+    """Stages take turns, module by module, so that all stages send at the same time; experts of all ranks take turns too.
 
     A module (attention input with its bias, all experts of a layer) is never interrupted: an engine keeps what it has of
     a module until all of it has arrived.
@@ -231,10 +239,20 @@ def in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
     stages: dict[int, dict[str, list[SyncParameter]]] = {}
     for parameter in parameters:
         stages.setdefault(parameter.stage, {}).setdefault(_module(parameter.name), []).append(parameter)
-    queues = [list(stages[stage].values()) for stage in sorted(stages)]
+    queues = [[_by_turns(module) for module in stages[stage].values()] for stage in sorted(stages)]
     longest = max(len(queue) for queue in queues)
     ordered = [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
     return [parameter for module in ordered for parameter in module]
+
+
+def _by_turns(module: list[SyncParameter]) -> list[SyncParameter]:
+    """One parameter of each expert-parallel rank, then the second of each."""
+    seen: Counter[int | None] = Counter()
+    places = []
+    for parameter in module:
+        places.append(seen[parameter.ep_rank])
+        seen[parameter.ep_rank] += 1
+    return [module[i] for i in sorted(range(len(module)), key=places.__getitem__)]
 
 
 def _module(name: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.plan import NETWORK, NODE, Part, SyncPlan
-from grpo_megatron.sync.tensors import SyncParameter, SyncTensor
+from grpo_megatron.sync.tensors import Share, SyncParameter, SyncTensor
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class RankPlan:
         held = {self.plan.owner[part.tensor] for part in self.plan.parts if self.holds(part)}
         return [self.plan.parameters[index] for index in sorted(held)]
 
-    def witnessed(self) -> list[int]:
+    def shares(self) -> list[Share]:
         """The parts that this rank digests for the attestation."""
         return [
-            index
+            self._share(part)
             for index, part in enumerate(self.plan.parts)
             if self.holds(part) and self.plan.witness(index) == self.rank
         ]
@@ -96,6 +96,11 @@ class RankPlan:
         """The parts that this rank receives."""
         messages = (m for current in self.rounds for phase in current.receives.values() for m in phase.values())
         return sorted(part for m in messages for part in m.parts)
+
+    def _share(self, part: Part) -> Share:
+        name, tensor = self.parameter(part.tensor).name, self.plan.tensors[part.tensor]
+        readers = self.plan.kinds[part.kind].readers
+        return Share(name, tensor, part.start, part.stop, self.local(part).local_start, readers)
 
     def _parts(self, numbers: range) -> list[Part]:
         return self.plan.parts[numbers.start : numbers.stop]

@@ -5,7 +5,7 @@ Three rounds are in flight at a time: one is loaded, one travels within the node
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,9 @@ from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
 PHASES = (NETWORK, NODE)
 # Rounds whose messages are in memory at the same time, by (phase, is receiver)
 DEPTH = {(NETWORK, False): 1, (NETWORK, True): 3, (NODE, False): 2, (NODE, True): 2}
-PARTS_PER_BUDGET = 128  # no part is larger than this fraction of the budget, so that rounds fill it evenly
+PARTS_PER_BUDGET = 32  # no part is larger than this fraction of the budget, so that rounds fill it evenly
+FEWEST_ROUNDS = 32  # fewer would not overlap: the first and the last are alone
+SMALLEST_ROUND = 1 << 20  # elements; below it, waiting takes longer than the transfer
 
 
 @dataclass(frozen=True)
@@ -39,45 +41,51 @@ class TrafficCounter:
     def __init__(self, plan: SyncPlan) -> None:
         turns = {turn: i for i, turn in enumerate(dict.fromkeys((part.kind, part.turn) for part in plan.parts))}
         self._turn_of = np.array([turns[part.kind, part.turn] for part in plan.parts])
-        self._sizes = np.array([plan.numel(part) for part in plan.parts], dtype=np.float64)  # exact below 2**53
-        shape = (plan.grid.world_size, len(turns))
+        self.sizes = np.array([plan.numel(part) for part in plan.parts])
+        shape = (len(turns), plan.grid.world_size)
         self._sends, self._receipts = ({phase: np.zeros(shape) for phase in PHASES} for _ in range(2))
-        for (kind, turn), column in turns.items():
-            transfers = np.array(plan.routes[kind].transfers(turn), dtype=np.int64).reshape(-1, 3)
-            for phase in PHASES:
-                of_phase = transfers[transfers[:, 0] == phase]
-                np.add.at(self._sends[phase][:, column], of_phase[:, 1], 1)
-                np.add.at(self._receipts[phase][:, column], of_phase[:, 2], 1)
+        for (kind, turn), row in turns.items():
+            for transfer in plan.routes[kind].transfers(turn):
+                self._sends[transfer.phase][row, transfer.source] += 1
+                self._receipts[transfer.phase][row, transfer.target] += 1
 
     def count(self, rounds: Sequence[range]) -> Traffic:
-        sizes = np.zeros((self._sends[NODE].shape[1], len(rounds)))
+        sides = (self._sends, self._receipts)
+        return Traffic(*({phase: self._sum(side[phase], rounds) for phase in PHASES} for side in sides))
+
+    def _sum(self, table: np.ndarray, rounds: Sequence[range]) -> np.ndarray:
+        """Elements per rank and round, [ranks, rounds]. `table`: how often each rank sends, or receives, in each turn."""
+        out = np.empty((len(rounds), table.shape[1]))
         for number, parts in enumerate(rounds):
             here = slice(parts.start, parts.stop)
-            np.add.at(sizes[:, number], self._turn_of[here], self._sizes[here])
-        return Traffic(*({phase: side[phase] @ sizes for phase in PHASES} for side in (self._sends, self._receipts)))
+            out[number] = self.sizes[here] @ table[self._turn_of[here]]  # exact below 2**53
+        return out.T
 
 
 def choose_rounds(plan: SyncPlan, budget: int) -> tuple[list[range], Traffic]:
-    """The parts of each round: as few rounds as fit `budget` elements on every rank.
+    """The parts of each round: as few rounds as fit `budget` elements on every rank, but enough of them to overlap.
 
     Counted are the message buffers, and a round of whole tensors that the engine loads from. (A tensor larger than a round
     grows over several; it is in memory whole, whatever the budget.)
     """
-    counter, limit = TrafficCounter(plan), budget
+    counter = TrafficCounter(plan)
+    limit = min(budget, max(SMALLEST_ROUND, int(counter.sizes.sum()) // FEWEST_ROUNDS))
     while True:
-        rounds = list(_cut(plan, limit))
+        rounds = _cut(counter.sizes, limit)
         traffic = counter.count(rounds)
-        if limit + traffic.buffers().max() <= budget or limit <= 1:
+        needed = limit + traffic.buffers().max()
+        if needed <= budget or limit <= 1:
             return rounds, traffic
-        limit = limit * 4 // 5
+        limit = max(1, min(int(limit * budget / needed), limit * 9 // 10))
 
 
-def _cut(plan: SyncPlan, limit: int) -> Iterable[range]:
-    first, elements = 0, 0
-    for index, part in enumerate(plan.parts):
-        size = plan.numel(part)
-        if index > first and elements + size > limit:
-            yield range(first, index)
-            first, elements = index, 0
-        elements += size
-    yield range(first, len(plan.parts))
+def _cut(sizes: np.ndarray, limit: int) -> list[range]:
+    """Consecutive parts of at most `limit` elements together, or a single one."""
+    ends = np.cumsum(sizes)
+    rounds, first = [], 0
+    while first < len(sizes):
+        sent = ends[first - 1] if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, sent + limit, side="right")))
+        rounds.append(range(first, last))
+        first = last
+    return rounds

@@ -12,21 +12,22 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.models.build import DTYPES
-from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
 from grpo_megatron.models.shape import model_shape
-from grpo_megatron.models.sync_parameters import engine_spans, whole_spans
+from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
+from grpo_megatron.training.colocation import Colocation
+from grpo_megatron.training.probe import Probe
+from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
@@ -51,6 +52,7 @@ def join_world(config: Config, device: Device) -> Mesh:
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
     """The engine, awake and without usable weights. Collective. Raises RankError if too little memory is free."""
     mesh.agree(memory_problem(config, device.memory()))
+    reads_shards = find_engine(config.rollout.engine).reads_shards
     return build_engine(
         config.rollout,
         config.model.path,
@@ -59,19 +61,18 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         eos_token_ids=[checked.tokenizer.eos_token_id],
-        expected=hf_shapes(checked.arch),
+        tensors=engine_tensors(checked.arch, mesh.rollout_tp, reads_shards=reads_shards),
     )
 
 
 def build_resharding(config: Config, policy: Policy, engine: RolloutEngine) -> Resharding:
     """The plan from the policy's layout to the engine's. Collective."""
     is_delta = config.rollout.sync == "delta"
-    spans = engine_spans if engine.reads_shards else whole_spans
     return Resharding(
         policy.arch,
         policy.mesh,
         policy.stage_of,
-        spans(policy.arch, policy.mesh.rollout_tp),
+        engine_tensors(policy.arch, policy.mesh.rollout_tp, reads_shards=engine.reads_shards),
         dtype=DTYPES[config.model.dtype],
         device=policy.device.torch_device,
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
@@ -101,6 +102,8 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
     The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
     buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
     """
+    max_length = config.data.max_prompt_length + config.data.max_response_length
+    algorithm = config.algorithm
     policy.offload()
     policy.device.empty_cache()
     engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
@@ -109,8 +112,14 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
         engine,
         policy.mesh,
         build_resharding(config, policy, engine),
-        tolerance=config.rollout.probe_tolerance or DEFAULT_TOLERANCE[config.model.dtype],
-        max_length=config.data.max_prompt_length + config.data.max_response_length,
+        probe=Probe(
+            policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
+        ),
+        provenance=Provenance(
+            policy.mesh,
+            max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
+            is_drawn=algorithm.source != "file",
+        ),
     )
     policy.device.empty_cache()
     policy.onload()

@@ -27,14 +27,16 @@ def build(
 ) -> Any:
     from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
     from grpo_megatron.device import Device
-    from grpo_megatron.models.families import hf_shapes, read_architecture
+    from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
     from grpo_megatron.models.resharding import Resharding
-    from grpo_megatron.models.sync_parameters import engine_spans
+    from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.sync.delta_sync import DeltaLimits
-    from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
+    from grpo_megatron.training.colocation import Colocation
+    from grpo_megatron.training.probe import Probe
+    from grpo_megatron.training.provenance import Provenance
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
@@ -44,6 +46,7 @@ def build(
     policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
     policy.set_optimizer(actor.optim, 1)
     rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
+    tensors = engine_tensors(arch, rollout_tp, reads_shards=True)
     engine = build_engine(
         rollout,
         folder,
@@ -52,19 +55,26 @@ def build(
         dtype=dtype,
         max_model_len=128,
         eos_token_ids=[2],
-        expected=hf_shapes(arch),
+        tensors=tensors,
     )
     resharding = Resharding(
         arch,
         mesh,
         policy.stage_of,
-        engine_spans(arch, rollout_tp),
+        tensors,
         dtype=getattr(torch, dtype),
         device=torch.device("cpu"),
         bucket_megabytes=1,
         delta=DeltaLimits(full_every=5, max_density=0.1) if sync == "delta" else None,
     )
-    colocation = Colocation(policy, engine, mesh, resharding, tolerance=DEFAULT_TOLERANCE[dtype], max_length=128)
+    colocation = Colocation(
+        policy,
+        engine,
+        mesh,
+        resharding,
+        probe=Probe(arch.vocab_size, 128, dtype=dtype, tolerance=None),
+        provenance=Provenance(mesh, max_staleness=0, is_drawn=True),
+    )
     return mesh, policy, engine, colocation
 
 
@@ -197,10 +207,10 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
         real = policy.engine_weights
 
         def stream(resharding: Any, version: int) -> Any:
-            for number, bucket in enumerate(real(resharding, version)):
-                if number == 1:
-                    raise KeyError("broken stream")
-                yield bucket
+            """A stream ends its communication before it raises."""
+            first, *_ = real(resharding, version)
+            yield first
+            raise KeyError("broken stream")
 
         policy.engine_weights = stream
     else:  # the engine silently has other weights: only the probe can find this

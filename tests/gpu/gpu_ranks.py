@@ -202,7 +202,7 @@ def offloaded(folder: Path) -> dict[str, float]:
 
 def engine_of(folder: Path, policy: Any, **rollout: Any) -> Any:
     from grpo_megatron.config import RolloutConfig
-    from grpo_megatron.models.families import hf_shapes
+    from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.rollout.build import build_engine
 
     settings = {"gpu_memory_utilization": 0.3, "max_num_seqs": 64, **rollout}
@@ -214,7 +214,7 @@ def engine_of(folder: Path, policy: Any, **rollout: Any) -> Any:
         dtype="bfloat16",
         max_model_len=1024,
         eos_token_ids=[2],
-        expected=hf_shapes(policy.arch),
+        tensors=engine_tensors(policy.arch, policy.mesh.rollout_tp, reads_shards=True),
     )
 
 
@@ -232,14 +232,25 @@ def gap(policy: Any, engine: Any, version: int) -> torch.Tensor:
 
 def cycles(folder: Path, count: int, tolerance: float, **rollout: Any) -> dict[str, Any]:
     """`count` times: sync, probe, generate, compare, sleep, update with a learning rate that changes every weight."""
+    from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.training.colocation import Colocation
+    from grpo_megatron.training.probe import Probe
+    from grpo_megatron.training.provenance import Provenance
 
     policy = build(folder, {"offload_optimizer": True}, lr=1e-3)
     batch = whole_batch(sequences(8, 200))
     engine = engine_of(folder, policy, **rollout)
     awake = free_gib()
-    colocation = Colocation(policy, engine, policy.mesh, tolerance=tolerance, bucket_megabytes=64, max_length=1024)
+    colocation = Colocation(
+        policy,
+        engine,
+        policy.mesh,
+        tensors=engine_tensors(policy.arch, policy.mesh.rollout_tp, reads_shards=True),
+        probe=Probe(policy.arch.vocab_size, 1024, dtype="bfloat16", tolerance=tolerance),
+        provenance=Provenance(policy.mesh, max_staleness=0, is_drawn=True),
+        bucket_megabytes=64,
+    )
     out: dict[str, Any] = {"gaps": [], "asleep_gib": [free_gib()], "awake_gib": [awake], "sync_s": []}
     for version in range(count):
         metrics = Metrics(policy.device.synchronize)

@@ -202,14 +202,17 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
     device = Recorder("device", calls)
     policy: Any = Recorder("policy", calls, arch=SimpleNamespace(vocab_size=50), device=device)
     engine: Any = Recorder("engine", calls)
-    colocation = Colocation(policy, engine, SimpleNamespace(), tolerance=1, bucket_megabytes=1, max_length=8)  # type: ignore[arg-type]
-    colocation.probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
+    nothing: Any = SimpleNamespace()
+    parts: dict[str, Any] = {"tensors": nothing, "probe": nothing, "provenance": nothing}
+    colocation = Colocation(policy, engine, nothing, **parts, bucket_megabytes=1)
+    colocation._sync = lambda *args: calls.append("sync")  # type: ignore[method-assign,assignment,func-returns-value]
+    colocation._probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
     assert calls == ["engine.sleep"]  # at construction: a warmup trains before the first rollout
     calls.clear()
     with contextlib.suppress(KeyError), colocation.rollout(0, Metrics()):
         calls.append("generate")
     assert calls == [
-        *("policy.offload", "device.empty_cache", "engine.wake_weights", "policy.hf_weights", "engine.load_weights"),
+        *("policy.offload", "device.empty_cache", "engine.wake_weights", "sync"),
         *("device.empty_cache", "engine.wake_kv_cache", "probe", "generate"),
         *("engine.sleep", "device.empty_cache", "policy.onload"),
     ]

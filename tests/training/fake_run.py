@@ -20,6 +20,7 @@ from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
+from grpo_megatron.sync.attest import Expected
 from grpo_megatron.training import build, references
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
@@ -69,6 +70,9 @@ class FakePolicy:
     def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
         return self.hf_weights(0)
 
+    def expected_digests(self, resharding: Any) -> Expected:
+        return Expected({}, f"policy after {self.updates}", [])
+
     def offload(self) -> None:
         self.is_offloaded = True
 
@@ -95,6 +99,9 @@ class FakeReference:
     def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
         return self.hf_weights(0)
 
+    def expected_digests(self, resharding: Any) -> Expected:
+        return Expected({}, self.weights, [])
+
 
 class FakeResharding:
     bytes_received, density = 0, None
@@ -108,6 +115,11 @@ class FakeEngine:
 
     def __init__(self, events: list[Any]) -> None:
         self.events, self.held, self.version = events, "", -1
+
+    reads_shards = False
+
+    def digests(self) -> None:
+        return None
 
     def load_weights(self, stream: Iterator[Any], version: int) -> None:
         (self.held,), self.version = list(stream), version
@@ -139,7 +151,10 @@ class WatchedGenerator(FakeGenerator):
         self.engine.events.append(
             (kind, arguments["version"], [p.prompt_ids[0] for p in prompts], arguments["draw_id"])
         )
-        return super().draw(prompts, n, **arguments)
+        samples = super().draw(prompts, n, **arguments)
+        for sample in samples:
+            sample.weights_digest = self.engine.held
+        return samples
 
 
 class FakeRewardModel:
