@@ -20,6 +20,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
@@ -93,6 +94,7 @@ class Trainer:
             trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=config.model_dump(mode="json")
         )
         opened.enter_context(self.sinks)
+        self.sinks.note(f"kernels: {choose_kernels(self.actor.megatron, self.device, config.model.dtype).describe()}")
         if checkpoint is None and config.sft.steps:
             warm_up(self.policy, checked.supervised_rows, config.sft, self.actor, self.sinks.note)
             self._save_hf(self.output_dir / WARMUP_FOLDER)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import random
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +67,26 @@ def run_world(job: dict[str, Any], prefixes: Sequence[list[str]], address: str, 
 def test() -> None:
     job = {"config": MODEL, "tp": 2, "pp": 2, "rollout_tp": 1, "bucket_megabytes": 512, "repeats": 3, "engine": None}
     for tp, pp, rtp in ((2, 2, 1), (2, 1, 2)):
-        for r in [run_world({**job, "tp": tp, "pp": pp, "rollout_tp": rtp, "ways": ["old", "new", "memcpy"]}, [[]] * 4, "127.0.0.1", 4)[0]]:
+        for r in [
+            run_world(
+                {**job, "tp": tp, "pp": pp, "rollout_tp": rtp, "ways": ["old", "new", "memcpy"]},
+                [[]] * 4,
+                "127.0.0.1",
+                4,
+            )[0]
+        ]:
             print(tp, pp, rtp, {k: v for k, v in r.items() if k != "repeats"})
             for x in r["repeats"]:
-                print({k: (round(v["seconds"], 2), round(v["processor"], 2), {a: round(b, 2) for a, b in v.get("shares", {}).items()}) for k, v in x.items()})
+                print(
+                    {
+                        k: (
+                            round(v["seconds"], 2),
+                            round(v["processor"], 2),
+                            {a: round(b, 2) for a, b in v.get("shares", {}).items()},
+                        )
+                        for k, v in x.items()
+                    }
+                )
 
 
 if __name__ == "__main__":

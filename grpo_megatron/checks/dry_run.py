@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import (
     DTYPE_BYTES,
     StageParameters,
@@ -82,6 +83,7 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
         training.append("distributed optimizer")
     yield _line("training", ", ".join([*training, config.model.dtype]))
     yield _line("rollout", f"{_counted(world_size // rollout_tp, 'engine')} of tp {rollout_tp}")
+    yield from (_line(name, text) for name, text in device_lines(config))
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:

@@ -16,7 +16,7 @@ from grpo_megatron.checks.bounds import batch_problems, length_problems, samplin
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
-from grpo_megatron.checks.machine import output_problems, package_problems
+from grpo_megatron.checks.machine import device_problems, output_problems, package_problems
 from grpo_megatron.checks.memory import parameters_from_table
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.names import name_problems, task_problem
@@ -77,6 +77,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems.add(inputs.missing_keys(config))
     if not dry_run:
         problems.add(package_problems(config.rollout))
+        problems.add(device_problems(config, world_size))
         problems.add(hardware_problems(config))
 
     has_weights = inputs.has_weights(config.model.path)
@@ -105,7 +106,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems.raise_if_any()
     assert arch is not None
     if not dry_run:
-        problems.add(device_problems(config, world_size, arch, reward_folder))
+        problems.add(phase_shortages(config, world_size, arch, reward_folder))
         problems.raise_if_any()
     return Checked(
         arch,
@@ -119,7 +120,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     )
 
 
-def device_problems(
+def phase_shortages(
     config: Config, world_size: int, arch: Architecture, reward_folder: RewardFolder | None
 ) -> Problems:
     """The phases of a valid config that cannot fit this rank's GPU. None on the CPU. Not run on a GPU yet."""

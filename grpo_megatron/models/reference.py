@@ -47,7 +47,8 @@ class Reference(LanguageModel):
         *,
         temperature: float = 1.0,
     ) -> None:
-        inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device).requires_grad_(False)
+        inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device, has_gradients=False)
+        inner.requires_grad_(False)
         super().__init__(inner, arch, actor, mesh, device, temperature)
         self._offloaded = OffloadedTensors(device)
         self._offload()

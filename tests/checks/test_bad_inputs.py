@@ -167,22 +167,6 @@ CASES: list[tuple[list[str], list[str]]] = [
     ),
     (["rollout.engine_kwargs.seed=7"], ["rollout.engine_kwargs.seed=7", "set rollout.seed"]),
     (["rollout.engine_kwargs.quantisation=fp8"], ["rollout.engine_kwargs.quantisation", "mean 'quantization'?"]),
-    # the weight sync
-    (
-        ["rollout.sync=delta"],
-        ["rollout.sync=delta with rollout.engine_options.sleep_level=2", "sleep_level=1, or rollout.sync=full"],
-    ),
-    (
-        ["rollout.sync=delta", "rollout.free_cache_engine=false", "rollout.quantization=fp8_per_tensor"],
-        ["rollout.sync=delta with rollout.quantization=fp8_per_tensor", "set rollout.sync=full, or leave"],
-    ),
-    (
-        [
-            *("rollout.sync=delta", "rollout.engine=tests.rollout.toy_engine:ToyEngine"),
-            "rollout.engine_options.journal=x",
-        ],
-        ["rollout.sync=delta with rollout.engine='tests.rollout.toy_engine:ToyEngine'", "reads_shards=False"],
-    ),
     # files that are not given
     (["data.train_files=[]"], ["trainer.total_training_steps=4 needs prompts", "set data.train_files"]),
     (["data.val_files=[]"], ["val_before_train=true", "needs data.val_files", "val_before_train=false"]),

@@ -218,10 +218,10 @@ def test_the_check_before_the_engine_agrees_with_vllm() -> None:
 def test_a_run_on_gpus_is_refused_before_anything_is_built() -> None:
     config = config_of(WITH_GRADIENTS)
     with mock.patch.object(validate, "device_bytes", return_value=80 * GIB):
-        problems = list(validate.device_problems(config, 8, arch_8b(), None))
-        fits = list(validate.device_problems(config_of(), 8, arch_8b(), None))
+        problems = list(validate.phase_shortages(config, 8, arch_8b(), None))
+        fits = list(validate.phase_shortages(config_of(), 8, arch_8b(), None))
     assert len(problems) == 2 and not fits
-    assert not list(validate.device_problems(config.model_copy(), 8, arch_8b(), None))  # no GPU here
+    assert not list(validate.phase_shortages(config.model_copy(), 8, arch_8b(), None))  # no GPU here
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

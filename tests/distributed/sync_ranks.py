@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests import tiny
+from tests.colocated import colocate
 from tests.models.policy_ranks import loss, share
 from tests.tiny import make_batch
 
@@ -29,14 +30,10 @@ def build(
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.models.resharding import Resharding
     from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.sync.delta_sync import DeltaLimits
-    from grpo_megatron.training.colocation import Colocation
-    from grpo_megatron.training.probe import Probe
-    from grpo_megatron.training.provenance import Provenance
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
@@ -57,25 +54,8 @@ def build(
         eos_token_ids=[2],
         tensors=tensors,
     )
-    resharding = Resharding(
-        arch,
-        mesh,
-        policy.stage_of,
-        tensors,
-        dtype=getattr(torch, dtype),
-        device=torch.device("cpu"),
-        bucket_megabytes=1,
-        delta=DeltaLimits(full_every=5, max_density=0.1) if sync == "delta" else None,
-    )
-    colocation = Colocation(
-        policy,
-        engine,
-        mesh,
-        resharding,
-        probe=Probe(arch.vocab_size, 128, dtype=dtype, tolerance=None),
-        provenance=Provenance(mesh, max_staleness=0, is_drawn=True),
-    )
-    return mesh, policy, engine, colocation
+    limits = DeltaLimits(full_every=5, max_density=0.1) if sync == "delta" else None
+    return mesh, policy, engine, colocate(policy, engine, dtype=dtype, delta=limits)
 
 
 def requests(step: int, temperature: float) -> Any:
@@ -124,23 +104,19 @@ def cycles(
 def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp: int, lr: float) -> dict[str, Any]:
     """Six syncs by patches. After each, the engine's log-probabilities, and those after a full sync of the same weights.
 
-    The fourth sync is preceded by one that fails on the last rank.
+    Before the fourth sync there is one that fails on the last rank.
     """
+    from unittest import mock
+
     from grpo_megatron.models.resharding import Resharding
-    from grpo_megatron.models.sync_parameters import engine_spans
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
 
     _, tp, pp, sp = layout
     mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, lr, "bfloat16", sync="delta")
+    tensors, device = colocation.resharding.tensors, torch.device("cpu")
     full = Resharding(
-        policy.arch,
-        mesh,
-        policy.stage_of,
-        engine_spans(policy.arch, rollout_tp),
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        bucket_megabytes=1,
+        policy.arch, mesh, policy.stage_of, tensors, dtype=torch.bfloat16, device=device, bucket_megabytes=1
     )
     pairs = tiny.make_sequences(6)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
@@ -148,16 +124,15 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
     sequences = [prompt + response for prompt, response in pairs]
     out: dict[str, Any] = {"delta": [], "full": [], "metrics": [], "error": ""}
     for step in range(6):
-        metrics = Metrics()
         if step == 3:
-            expected = engine._expected
-            engine._expected = {**expected, "more": (1,)} if mesh.rank == mesh.world_size - 1 else expected
-            try:
-                with colocation.rollout(step, Metrics()):
-                    raise AssertionError("the census has missed a tensor")
-            except RankError as error:
-                out["error"] = str(error)
-            engine._expected = expected
+            broken = mock.Mock(side_effect=RuntimeError("unreadable") if mesh.rank == 3 else None, wraps=engine.digests)
+            with mock.patch.object(engine, "digests", broken):
+                try:
+                    with colocation.rollout(step, Metrics()):
+                        raise AssertionError("the attestation has passed")
+                except RankError as error:
+                    out["error"] = str(error)
+        metrics = Metrics()
         with colocation.rollout(step, metrics):
             out["delta"].append(engine.logprobs(sequences))
             out["metrics"].append(metrics.reduce(mesh.all_gather))

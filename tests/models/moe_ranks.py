@@ -104,9 +104,7 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
     from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.rollout.build import build_engine
-    from grpo_megatron.training.colocation import Colocation
-    from grpo_megatron.training.probe import Probe
-    from grpo_megatron.training.provenance import Provenance
+    from tests.colocated import colocate
     from tests.distributed.sync_ranks import requests
 
     device, mesh = world(layout, rollout_tp)
@@ -115,15 +113,7 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
     limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [2]}
     tensors = engine_tensors(policy.arch, rollout_tp, reads_shards=True)
     engine = build_engine(rollout, folder, mesh, device, **limits, tensors=tensors)
-    colocation = Colocation(
-        policy,
-        engine,
-        mesh,
-        tensors=tensors,
-        probe=Probe(policy.arch.vocab_size, 128, dtype="float32", tolerance=None),
-        provenance=Provenance(mesh, max_staleness=0, is_drawn=True),
-        bucket_megabytes=1,
-    )
+    colocation = colocate(policy, engine)
     pairs = tiny.make_sequences(6)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = tiny.make_batch(pairs, [[list(range(len(rows)))]], rows)

@@ -19,7 +19,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.vllm import VllmEngine
-from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
+from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
 from grpo_megatron.training.colocation import Colocation
 from tests import tiny, worlds
 from tests.models import policy_ranks
@@ -203,8 +203,7 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
     policy: Any = Recorder("policy", calls, arch=SimpleNamespace(vocab_size=50), device=device)
     engine: Any = Recorder("engine", calls)
     nothing: Any = SimpleNamespace()
-    parts: dict[str, Any] = {"tensors": nothing, "probe": nothing, "provenance": nothing}
-    colocation = Colocation(policy, engine, nothing, **parts, bucket_megabytes=1)
+    colocation = Colocation(policy, engine, nothing, nothing, probe=nothing, provenance=nothing)
     colocation._sync = lambda *args: calls.append("sync")  # type: ignore[method-assign,assignment,func-returns-value]
     colocation._probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
     assert calls == ["engine.sleep"]  # at construction: a warmup trains before the first rollout
@@ -242,10 +241,31 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
 
 def test_what_vllm_is_built_with_on_a_gpu() -> None:
     rollout = RolloutConfig(quantization="fp8_per_block", free_cache_engine=True, gpu_memory_utilization=0.4)
-    context: dict[str, Any] = {"rollout_tp": 4, "on_cuda": True, "executor": None, "transfer": "transfer"}
+    context: dict[str, Any] = {"max_model_len": 64, "rollout_tp": 4, "executor": None, "transfer": "transfer"}
+    context["on_cuda"] = True
     built = vllm_arguments(rollout, VllmOptions(), **context)
     plain = vllm_arguments(RolloutConfig(), VllmOptions(), **context)
     assert built["quantization"] == "fp8_per_block" and plain["quantization"] is None
     assert built["enable_sleep_mode"] and built["gpu_memory_utilization"] == 0.4
     assert (built["distributed_executor_backend"], built["tensor_parallel_size"]) == ("external_launcher", 4)
     assert built["load_format"] == "dummy" and built["weight_transfer_config"] == "transfer"
+
+
+def test_which_model_runner_vllm_is_told_to_use() -> None:
+    """0.26 rounds bfloat16 logits after dividing them by a temperature."""
+    warm = RolloutConfig(temperature=0.7)
+    assert runner_environment(warm, "bfloat16", "0.26.0") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    for rollout, dtype, version in (
+        (RolloutConfig(), "bfloat16", "0.26.0"),
+        (warm, "float32", "0.26.0"),
+        (warm, "bfloat16", "0.32.0"),
+    ):
+        assert runner_environment(rollout, dtype, version) == {}
+
+
+def test_on_cpu_every_prompt_is_computed_in_one_step() -> None:
+    rollout = RolloutConfig(max_num_batched_tokens=256)
+    context: dict[str, Any] = {"rollout_tp": 1, "on_cuda": False, "executor": None, "transfer": None}
+    for length, step in ((100, 256), (1024, 1024)):
+        built = vllm_arguments(rollout, VllmOptions(), max_model_len=length, **context)
+        assert (built["enable_chunked_prefill"], built["max_num_batched_tokens"]) == (False, step)

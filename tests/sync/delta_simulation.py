@@ -116,7 +116,7 @@ class DeltaWorld:
             raise errors[0]
         if accepted:
             for sync in self.syncs:
-                sync.accept()
+                sync.accept(f"digest of {version}")
         return handed
 
     def attempt(self, version: int) -> tuple[list[dict[str, Tensor]], list[BaseException]]:

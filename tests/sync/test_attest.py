@@ -14,7 +14,9 @@ from grpo_megatron.models.sync_parameters import engine_tensors, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.attest import Expected, compare, expected_digests
 from grpo_megatron.sync.digest import part_digest
-from grpo_megatron.sync.shares import shares_of
+from grpo_megatron.sync.plan import SyncPlan
+from grpo_megatron.sync.rank_plan import RankPlan
+from grpo_megatron.sync.rounds import choose_rounds
 from grpo_megatron.sync.tensors import EngineTensors
 from tests.sync.architectures import FAMILIES, architecture
 
@@ -38,11 +40,13 @@ def expected_of(family: str, layout: tuple[int, ...], whole: Weights) -> tuple[E
     stages = {name: i * pp // len(rows) if is_layered(row) else 0 for i, (name, row) in enumerate(rows.items())}
     parameters = sync_parameters(arch, grid, stages)
     engine = engine_tensors(arch, rollout_tp, reads_shards=True)
+    plan = SyncPlan(parameters, engine.spans, grid)
+    rounds, _ = choose_rounds(plan, 1 << 20)
     total: Any = 0
     for rank in range(world):
         tables: list[torch.Tensor] = []
         read = lambda name, tp_rank=rank % tp: rows[name].shard(whole.__getitem__, arch, tp_rank, tp)  # noqa: E731
-        shares = shares_of(parameters, engine.spans, grid, rank)
+        shares = RankPlan(plan, rounds, rank).shares()
         expected_digests(shares, read, engine, lambda table: tables.append(table.clone()), torch.device("cpu"))  # noqa: B023
         total = total + tables[0]
     return expected_digests([], str, engine, lambda table: table.copy_(total), torch.device("cpu")), engine  # type: ignore[arg-type]

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.sync.delta import apply_patch, encode_patch, join_patches, patch_bytes, split_patches
 from grpo_megatron.sync.plan import NETWORK, NODE
 from tests.sync import simulation
@@ -314,3 +317,34 @@ def test_a_patch_of_another_history_names_ranks_and_numbers() -> None:
     assert "sequence number 3, expected 2" in text
     assert re.search(r"rank [013].*: a patch from rank 2 was refused", text)
     assert_exact(world, world.sync(3))
+
+
+# -- the config --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "rollout.sync=delta with rollout.engine_options.sleep_level=2 (the default): level 2 drops the weights"),
+        (
+            {"engine_options": {"sleep_level": 1}, "quantization": "mxfp8"},
+            "rollout.sync=delta with rollout.quantization",
+        ),
+        (
+            {"engine": "tests.rollout.toy_engine:ToyEngine", "engine_options": {"journal": "x"}},
+            "rollout.sync=delta with rollout.engine='tests.rollout.toy_engine:ToyEngine'",
+        ),
+    ],
+)
+def test_a_delta_without_a_base_is_refused(settings: dict[str, Any], expected: str) -> None:
+    assert list(engine_problems(RolloutConfig(**settings))) == []
+    [problem] = engine_problems(RolloutConfig(sync="delta", **settings))
+    assert problem.startswith(expected) and "set rollout." in problem and "rollout.sync=full" in problem
+
+
+def test_a_delta_is_allowed_where_the_engine_keeps_its_weights() -> None:
+    for settings in ({"engine_options": {"sleep_level": 1}}, {"free_cache_engine": False}):
+        assert list(engine_problems(RolloutConfig(sync="delta", **settings))) == []
+    for wrong in ({"delta_max_density": 0}, {"delta_max_density": 1.1}, {"delta_full_every": 0}, {"sync": "patch"}):
+        with pytest.raises(ValidationError):
+            RolloutConfig(**wrong)

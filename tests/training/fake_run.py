@@ -106,7 +106,7 @@ class FakeReference:
 class FakeResharding:
     bytes_received, density = 0, None
 
-    def accept(self) -> None:
+    def accept(self, weights_digest: str) -> None:
         pass
 
 
