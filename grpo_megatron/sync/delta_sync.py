@@ -8,7 +8,8 @@ A sync is full
 All ranks agree on this from one sum of four numbers.
 
 Each rank keeps two copies on the host: of the parts that its engine reads and other ranks send (the base of the patches),
-and of the parts that it sends itself. At most one engine shard and one training shard per rank, in the weights' dtype.
+and of the parts that it sends itself. At most one engine shard and one training shard per rank, in the weights' dtype. Not run
+on a GPU yet.
 """
 
 from __future__ import annotations

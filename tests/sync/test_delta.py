@@ -6,6 +6,7 @@ has a stamp of 48 bytes, and 8 bytes per part are sent ahead.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.sync.delta import apply_patch, encode_patch, join_patches, patch_bytes, split_patches
 from grpo_megatron.sync.plan import NETWORK, NODE
+from grpo_megatron.sync.stamp import Stamp, stamp_problem, stamped
 from tests.sync import simulation
 from tests.sync.architectures import architecture
 from tests.sync.delta_simulation import HANG_S, DeltaWorld, Fault
@@ -290,17 +292,34 @@ def test_a_wrong_patch_is_refused_and_the_next_sync_is_full(name: str, place: in
     assert len(messages) >= 3 and len(messages[1]) > 48 + 8, "the route from rank 0 to rank 2 is in use"
     change(world, 0.02)
     world.patience_s = 0.5  # of messages that never come
-    world.fault = FAULTS[name](world, (2, 0, 2, place), history)
+    seen, fault = [], FAULTS[name](world, (2, 0, 2, place), history)
+
+    def watched(key: tuple[int, ...], message: Tensor) -> list[Tensor]:
+        seen.append(key)
+        return fault(key, message)
+
+    world.fault = watched
     handed, errors = world.attempt(2)
     assert len(errors) == 4 and all(isinstance(error, RankError) for error in errors), errors
     assert "rank 2: a patch from rank 0 was refused and not applied" in str(errors[0])
     assert handed == [{}, {}, {}, {}], "nothing reaches an engine"
+    if place == 0 and name != "repeated":  # the counts are wrong, so sizes are unknown: no patch is sent
+        assert (2, 0, 2, 1) not in seen
     world.patience_s, world.fault = HANG_S, lambda _, message: [message]
     assert_exact(world, world.sync(3))
     assert {sync.is_full for sync in world.syncs} == {True}
     change(world, 0.02)
     assert_exact(world, world.sync(4))
     assert {sync.is_full for sync in world.syncs} == {False}
+
+
+@pytest.mark.parametrize("field", ["base", "version", "sequence", "place", "source"])
+def test_every_field_of_the_stamp_counts(field: str) -> None:
+    """Messages of equal bytes differ in nothing else."""
+    stamp, body = Stamp(-5, 7, 3, -1, 2), torch.arange(10, dtype=torch.uint8)
+    assert stamp_problem(stamped(body, stamp), stamp) is None
+    problem = stamp_problem(stamped(body, stamp), dataclasses.replace(stamp, **{field: 11}))
+    assert problem is not None and problem.count("expected") == 1 and "checksum" not in problem
 
 
 def test_a_patch_of_another_history_names_ranks_and_numbers() -> None:

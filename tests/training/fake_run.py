@@ -107,7 +107,7 @@ class FakeResharding:
     bytes_received, density = 0, None
 
     def accept(self, weights_digest: str) -> None:
-        pass
+        assert weights_digest.startswith("policy after"), "a delta must not build on another model"
 
 
 class FakeEngine:
