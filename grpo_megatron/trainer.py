@@ -256,11 +256,8 @@ class Trainer:
                 self.save_now(steps_done)
 
     def save_now(self, steps_done: int) -> Path:
-        run = {
-            "collector": self.collector.state(),
-            "kl": self.correction_step.kl.state(),
-            "weights_digests": self.colocation.provenance.state(),
-        }
+        run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
+        run["weights_digests"] = self.colocation.provenance.state()
         return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model])
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:

@@ -107,9 +107,16 @@ class Mesh:
         return self.rank + self.tp * (ep_rank - self.ep_rank)
 
     def agree(self, problem: str | None) -> None:
-        """Collective: if any rank has a problem, raise RankError with the problems of all ranks on every rank."""
+        """Collective: if any rank has a problem, raise RankError with the problems of all ranks on every rank.
+
+        If a rank has died, the others raise RankError with their own problems.
+        """
         flag = torch.tensor(0 if problem is None else 1)
-        dist.all_reduce(flag, group=self.control)
+        try:
+            dist.all_reduce(flag, group=self.control)
+        except RuntimeError as error:
+            lost = f"lost the connection to another rank ({str(error).partition('. ')[0]})"
+            raise RankError(lost if problem is None else f"{problem}; {lost}") from error
         if not flag:
             return
         ranks_with: dict[str, list[str]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +160,7 @@ def faulty(folder: Path, fault: str) -> dict[str, Any]:
         error = "none"
     except RankError as raised:
         error = str(raised)
-    if fault == "other_model":  # the probe fails; the stream itself was complete
+    if fault in ("stale", "other_model"):  # attestation or probe fails; the stream itself was complete
         return {"error": error, "refused": True}
     try:
         engine.generate(requests(0, 1.0), 1)
@@ -166,6 +168,25 @@ def faulty(folder: Path, fault: str) -> dict[str, Any]:
     except RuntimeError:
         refused = True
     return {"error": error, "refused": refused}
+
+
+def killed(folder: Path) -> None:
+    """A PP2 policy whose rank 1 dies in the middle of the second sync. The other rank raises what it is told."""
+    from grpo_megatron.observability.metrics import Metrics
+
+    mesh, policy, _, colocation = build(folder, 1, 2, False, rollout_tp=1)
+    with colocation.rollout(0, Metrics()):
+        pass
+    if mesh.rank == 1:
+        real = policy.engine_weights
+
+        def stream(resharding: Any, version: int) -> Any:
+            yield next(real(resharding, version))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        policy.engine_weights = stream
+    with colocation.rollout(1, Metrics()):
+        raise AssertionError("rank 0 has not noticed")
 
 
 def _break(policy: Any, engine: Any, fault: str) -> None:
@@ -188,6 +209,14 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
             raise KeyError("broken stream")
 
         policy.engine_weights = stream
-    else:  # the engine silently has other weights: only the probe can find this
+    elif fault == "stale":  # the engine keeps one tensor of an earlier step
+        current, old = (
+            policy.engine_weights,
+            {"model.layers.1.mlp.down_proj.weight": last.linear_fc2.weight.detach() / 2},
+        )
+        policy.engine_weights = lambda resharding, version: (
+            [(name, old.get(name, tensor)) for name, tensor in bucket] for bucket in current(resharding, version)
+        )
+    else:  # the engine computes something else: only the probe can find this
         logprobs = engine.logprobs
         engine.logprobs = lambda sequences: [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]

@@ -98,16 +98,24 @@ def test_a_delta_is_a_full_sync_bit_for_bit(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["missing", "nan", "exception", "other_model"])
+@pytest.mark.parametrize("fault", ["missing", "nan", "exception", "stale", "other_model"])
 def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: str) -> None:
     """On every rank the message names the rank and the tensor. Afterwards the engine refuses to generate."""
     expected = {
         "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
         "nan": "has non-finite values",
         "exception": "rank 1: KeyError: 'broken stream'",
+        "stale": "the weights that were sent, model.layers.1.mlp.down_proj.weight columns 0 to 112 on rank 1",
         "other_model": "the engine does not hold that model's weights",
     }[fault]
     results = worlds.run(sync_ranks.faulty, 2, folder=models["qwen2"], fault=fault)
     for result in results:
         assert expected in result["error"]
         assert result["refused"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_the_middle_is_named(models: dict[str, Path]) -> None:
+    with pytest.raises(AssertionError, match="the weight sync lost its connection to rank 1") as raised:
+        worlds.run(sync_ranks.killed, 2, folder=models["qwen2"])
+    assert "rank 1 ---\ndied with exit code -9" in str(raised.value)
