@@ -125,6 +125,13 @@ class Mesh:
                 ranks_with.setdefault(text, []).append(str(rank))
         raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_with.items()))
 
+    def total(self, values: list[int]) -> list[int]:
+        """Collective: the sums of the values over all ranks."""
+        sums = torch.tensor(values)
+        dist.all_reduce(sums, group=self.control)
+        totals: list[int] = sums.tolist()
+        return totals
+
     def all_gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, in rank order. Small host-side values: they are pickled."""
         return all_gather_values(value, self.control)

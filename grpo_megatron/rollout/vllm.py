@@ -43,6 +43,11 @@ class VllmEngine(RolloutEngine):
         """See RolloutEngine. Checks the installed versions and the names in `rollout.engine_kwargs`."""
         yield from vllm_versions.version_problems()
         yield from ENGINE_KWARGS.problems(rollout.engine_kwargs)
+        if rollout.sync == "delta" and rollout.free_cache_engine and options.sleep_level == 2:
+            yield (
+                "rollout.sync=delta with rollout.engine_options.sleep_level=2 (the default): level 2 drops the weights"
+                " that a delta builds on; set rollout.engine_options.sleep_level=1, or rollout.sync=full"
+            )
 
     def __init__(
         self,

@@ -87,6 +87,16 @@ class RankPlan:
             if self.holds(part) and self.plan.witness(index) == self.rank
         ]
 
+    def sent(self) -> list[int]:
+        """The parts that this rank sends from its own parameters, each once."""
+        messages = (m for current in self.rounds for phase in current.sends.values() for m in phase.values())
+        return sorted({part for m in messages for part in m.parts if self.holds(self.plan.parts[part])})
+
+    def received(self) -> list[int]:
+        """The parts that this rank receives."""
+        messages = (m for current in self.rounds for phase in current.receives.values() for m in phase.values())
+        return sorted(part for m in messages for part in m.parts)
+
     def _share(self, part: Part) -> Share:
         name, tensor = self.parameter(part.tensor).name, self.plan.tensors[part.tensor]
         readers = self.plan.kinds[part.kind].readers

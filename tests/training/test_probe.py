@@ -94,8 +94,8 @@ def healthy_and_faulty(folder: Path) -> dict[str, str]:
     for name, wrong in small_faults(
         {name: tensor for bucket in policy.hf_weights() for name, tensor in bucket}
     ).items():
-        policy.engine_weights = lambda resharding, wrong=wrong: (
-            [(n, wrong.get(n, t)) for n, t in bucket] for bucket in real(resharding)
+        policy.engine_weights = lambda resharding, version, wrong=wrong: (
+            [(n, wrong.get(n, t)) for n, t in bucket] for bucket in real(resharding, version)
         )
         with pytest.raises(RankError) as error:
             sync()
