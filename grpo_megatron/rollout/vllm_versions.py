@@ -90,8 +90,7 @@ def adapted(engine: Engine) -> Engine:
     """A class decorator for a WeightTransferEngine that is written for the newest series.
 
     In 0.26 the worker calls the engine without a current vLLM config. Layers that build their kernels while weights are
-    loaded ask for it and fail: `get_current_vllm_config` in `fused_moe/all2all_utils.py`, which FP8 and unquantised
-    experts reach through `process_weights_after_loading`.
+    loaded may ask for it, and fail without one: every `CustomOp` does when it is constructed.
     """
     series = installed_series()
     added: dict[str, Any] = {}
