@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -27,7 +28,9 @@ def build(
     lr: float = 1e-2,
     dtype: str = "float32",
     sync: str = "full",
+    ranks_per_node: int | None = None,
 ) -> Any:
+    """`ranks_per_node`: the ranks of this machine are taken for several nodes of that size."""
     from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
@@ -39,6 +42,8 @@ def build(
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
+    if ranks_per_node is not None:
+        mesh = dataclasses.replace(mesh, ranks_per_node=ranks_per_node)
     arch = read_architecture(folder)
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
     actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
@@ -78,12 +83,15 @@ def cycles(
     lr: float,
     temperature: float = 1.0,
     dtype: str = "float32",
+    ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
     """`num_cycles` times: sync, generate, compute the policy's logprobs of the same tokens, update."""
     from grpo_megatron.observability.metrics import Metrics
 
     _, tp, pp, sp = layout
-    mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, temperature, lr, dtype)
+    mesh, policy, engine, colocation = build(
+        folder, tp, pp, sp, rollout_tp, temperature, lr, dtype, ranks_per_node=ranks_per_node
+    )
     pairs = tiny.make_sequences(6)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = make_batch(pairs, [[list(range(len(rows)))]], rows)

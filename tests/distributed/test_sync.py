@@ -27,6 +27,17 @@ CASES = [
     ("qwen2", "DP2xTP2", 2),
     ("llama3", "DP2xTP2", 4),
 ]
+# (family, training layout, rollout tp, ranks per node): the ranks are taken for several nodes, so that parts are relayed
+NODES = [
+    ("qwen2-tied", "PP2", 2, 1),
+    ("llama3", "TP2xPP2+SP", 1, 2),
+    ("qwen2", "TP2xPP2+SP", 4, 2),
+    ("qwen3", "TP2xPP2+SP", 2, 1),
+    ("mistral", "DP2xTP2", 1, 2),
+    ("llama2", "DP2xTP2", 4, 1),
+    ("qwen2", "TP4", 2, 2),
+    ("qwen3", "TP4", 1, 2),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +47,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout", "rollout_tp"), CASES)
+@pytest.mark.parametrize(("family", "layout", "rollout_tp", "ranks_per_node"), [*((*c, None) for c in CASES), *NODES])
 def test_engine_and_policy_agree_after_every_sync(
-    models: dict[str, Path], family: str, layout: str, rollout_tp: int
+    models: dict[str, Path], family: str, layout: str, rollout_tp: int, ranks_per_node: int | None
 ) -> None:
-    """Bounds in float32: mean 1e-6, max 1e-5, over three cycles of sync and update that change the samples."""
+    """Bounds in float32: mean 1e-6, max 1e-5, over three cycles of sync and update that change the samples.
+
+    Every sync is attested: what the engine loaded equals the policy's weights bit for bit.
+    """
     shape = LAYOUTS[layout]
     results = worlds.run(
         sync_ranks.cycles,
@@ -51,6 +65,7 @@ def test_engine_and_policy_agree_after_every_sync(
         num_cycles=3,
         lr=1e-2,
         temperature=0.8,
+        ranks_per_node=ranks_per_node,
     )
     for result in results:
         assert max(result["mean"]) <= 1e-6
