@@ -3,7 +3,10 @@
 The measure is the mean |difference| over about 500 tokens. Two correct engines differ by rounding: 1e-6 in float32; 0.002
 to 0.012 in bfloat16 for models of 4 to 12 layers (measured on CPU). It depends on model and layout, so the bound is relative:
 
-    bound = FACTOR * max(FLOOR, the largest of the last healthy probes of this run and model)
+    bound = factor * max(FLOOR, the largest of the last healthy probes of this run and model)
+
+The factor is larger where an attestation has proven the weights: only an engine that computes something else is left to find,
+and a false alarm would end a healthy run.
 
 Measured in bfloat16, 4 to 12 layers: healthy probes of neighbouring steps vary by a factor of 1.3, with experts by 2. One
 wrong norm or value bias gives 2.9 to 35 times the healthy value, one wrong expert of 8 gives 2.7 to 6 times.
@@ -21,7 +24,7 @@ from grpo_megatron.types import Batch
 
 NUM_SEQUENCES, LENGTH = 8, 64
 NUM_HEALTHY = 8  # probes that are remembered
-FACTOR = 2.5
+FACTOR, FACTOR_ATTESTED = 2.5, 5.0
 FLOOR = {"float32": 1e-5, "bfloat16": 0.002}
 FIRST = {"float32": 1e-4, "bfloat16": 0.03}  # bound of a first probe
 FIRST_ATTESTED = {"float32": 1e-4, "bfloat16": 0.1}  # the same where the weights are known to be equal
@@ -41,7 +44,7 @@ class Probe:
             return self.tolerance
         if model not in self._healthy:
             return (FIRST_ATTESTED if is_attested else FIRST)[self.dtype]
-        return FACTOR * max(FLOOR[self.dtype], *self._healthy[model])
+        return _factor(is_attested) * max(FLOOR[self.dtype], *self._healthy[model])
 
     def problem(self, model: str, difference: Tensor, *, is_attested: bool) -> str | None:
         """What is wrong with the differences of the batch's log-probabilities. Remembers a healthy probe."""
@@ -51,12 +54,16 @@ class Probe:
             return None
         origin = "" if self.tolerance is None else "rollout.probe_tolerance="
         if self.tolerance is None and model in self._healthy:
-            origin = f"{FACTOR:g} times that of healthy probes of this run: "
+            origin = f"{_factor(is_attested):g} times that of healthy probes of this run: "
         return (
             "after the weight sync the engine's log-probabilities of fixed tokens differ from those of the model that was"
             f" sent by {mean:.3g} on average (at most {difference.abs().max().item():.3g}), more than {origin}{bound:.3g}: "
             "the engine does not hold that model's weights"
         )
+
+
+def _factor(is_attested: bool) -> float:
+    return FACTOR_ATTESTED if is_attested else FACTOR
 
 
 def fixed_tokens(vocab_size: int, length: int) -> Batch:

@@ -134,7 +134,8 @@ def started(folder: Path) -> list[dict[str, Any]]:
             held["gradients"] = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in policy.ddp.buffers)
             held["optimizer"] = sum(t.untyped_storage().nbytes() for t in moments)
             held["weights"] = sum(p.nbytes for p in policy.ddp.parameters() if p.untyped_storage().nbytes())
-            return SimpleNamespace(sleep=lambda: held.update(slept=policy._offloaded.is_offloaded))
+            sleep = lambda: held.update(slept=policy._offloaded.is_offloaded)  # noqa: E731
+            return SimpleNamespace(sleep=sleep, reads_shards=True)
 
         if beside_engine:
             config = Config.model_validate({"model": {"path": folder}, "actor": policy.actor.model_dump()})
@@ -203,7 +204,8 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
     policy: Any = Recorder("policy", calls, arch=SimpleNamespace(vocab_size=50), device=device)
     engine: Any = Recorder("engine", calls)
     nothing: Any = SimpleNamespace()
-    colocation = Colocation(policy, engine, nothing, nothing, probe=nothing, provenance=nothing)
+    resharding: Any = SimpleNamespace(accept=lambda digest: calls.append("accept"))
+    colocation = Colocation(policy, engine, nothing, resharding, probe=nothing, provenance=nothing)
     colocation._sync = lambda *args: calls.append("sync")  # type: ignore[method-assign,assignment,func-returns-value]
     colocation._probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
     assert calls == ["engine.sleep"]  # at construction: a warmup trains before the first rollout
@@ -212,7 +214,7 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
         calls.append("generate")
     assert calls == [
         *("policy.offload", "device.empty_cache", "engine.wake_weights", "sync"),
-        *("device.empty_cache", "engine.wake_kv_cache", "probe", "generate"),
+        *("device.empty_cache", "engine.wake_kv_cache", "probe", "accept", "generate"),
         *("engine.sleep", "device.empty_cache", "policy.onload"),
     ]
 

@@ -30,19 +30,21 @@ def difference(mean: float) -> torch.Tensor:
 def test_later_probes_are_held_to_the_healthy_ones() -> None:
     made = probe()
     for mean in (0.011, 0.012, 0.014, 0.018, 0.025, 0.04):  # growing weights: a bfloat16 forward rounds more
-        assert made.problem("policy", difference(mean), is_attested=True) is None
-    problem = str(made.problem("policy", difference(0.11), is_attested=True))
+        assert made.problem("policy", difference(mean), is_attested=False) is None
+    problem = str(made.problem("policy", difference(0.11), is_attested=False))
     assert "differ from those of the model that was sent by 0.11 on average (at most 0.11)" in problem
     assert "more than 2.5 times that of healthy probes of this run: 0.1: the engine does not hold" in problem
-    assert made.problem("policy", difference(0.09), is_attested=True) is None  # a wrong probe is not remembered
+    assert made.problem("policy", difference(0.09), is_attested=False) is None  # a wrong probe is not remembered
+    assert made.problem("policy", difference(0.44), is_attested=True) is None  # proven weights: 5 times
+    assert made.problem("policy", difference(2.3), is_attested=True)
 
 
 def test_old_probes_are_forgotten() -> None:
     made = probe()
     for mean in (0.02, *[0.004] * 8):
-        assert made.problem("policy", difference(mean), is_attested=True) is None
-    assert made.problem("policy", difference(0.011), is_attested=True)  # 2.5 * 0.004
-    assert made.problem("policy", difference(0.009), is_attested=True) is None
+        assert made.problem("policy", difference(mean), is_attested=False) is None
+    assert made.problem("policy", difference(0.011), is_attested=False)  # 2.5 * 0.004
+    assert made.problem("policy", difference(0.009), is_attested=False) is None
 
 
 @pytest.mark.parametrize(
