@@ -1,14 +1,21 @@
-"""One rank of `tools/benchmark.py sync`: a real Megatron shard, synced the old way, the new way, or copied, in turn.
+"""The ranks of one node for `tools/benchmark.py sync`: a real Megatron shard each, synced the old way and the new way in turn.
 
-Started by benchmark_sync.py with torchrun's environment and the path of a job (JSON). Writes its figures beside it.
+    python benchmark_sync_rank.py JOBS.json FIRST_RANK
+
+Started by benchmark_sync.py, once per node. It imports everything and forks the node's ranks, job by job. Every rank writes
+its figures beside the jobs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import sys
 import time
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+warnings.simplefilter("ignore", UserWarning)  # Megatron-Core lists the fused kernels that a CPU has not
+
+from grpo_megatron.child import die_with_parent
 from grpo_megatron.config import MegatronConfig, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import build_model
@@ -30,6 +40,8 @@ from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import stable_hash
+from grpo_megatron.rollout import vllm_process
+from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.types import WeightBucket
 
@@ -88,15 +100,16 @@ class Shard:
             memory.zero_()
 
 
-def fill(model: torch.nn.Module, seed: int) -> None:
-    """Random weights, equal on ranks with the same shard (`seed`)."""
-    noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+def fill(model: torch.nn.Module, mesh: Mesh) -> None:
+    """Random weights. Ranks with the same shard get the same ones."""
+    noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(mesh.pp_rank)).to(torch.bfloat16)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
+            is_cut = getattr(parameter, "tensor_model_parallel", False)
+            rolled = noise.roll(number * mesh.tp + (mesh.tp_rank if is_cut else 0))
             flat = parameter.view(-1)
             for start in range(0, flat.numel(), NOISE):
-                part = flat[start : start + NOISE]
-                part.copy_(noise.roll(number)[: part.numel()])
+                flat[start : start + NOISE].copy_(rolled[: flat.numel() - start])
 
 
 class Old:
@@ -186,63 +199,118 @@ def measured(mesh: Mesh, action: Callable[[], Any]) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin, "own": own, "processor": used}
 
 
-def main(path: Path) -> None:
-    job = json.loads(path.read_text())
+def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Resharding, float]:
+    """Mesh, model, architecture, plan, and the seconds that the plan took."""
     device, arch = Device("cpu"), architecture_of(job["config"])
     mesh = build_mesh(device, tp=job["tp"], pp=job["pp"], rollout_tp=job["rollout_tp"], timeout_s=300)
     sizes = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp}
     model = build_model(arch, MegatronConfig.model_validate(sizes), "bfloat16", device)
-    fill(model, seed=mesh.tp_rank + mesh.tp * mesh.pp_rank)
+    fill(model, mesh)
+    stage_of = stage_owners(model, arch, mesh)
     begin = time.perf_counter()
     resharding = Resharding(
         arch,
         mesh,
-        stage_owners(model, arch, mesh),
+        stage_of,
         engine_spans(arch, mesh.rollout_tp),
         dtype=torch.bfloat16,
         device=device.torch_device,
         bucket_megabytes=job["bucket_megabytes"],
     )
-    planned = time.perf_counter() - begin
-    ways: dict[str, Any] = {"old": Old(model, arch, mesh, job["bucket_megabytes"]), "new": New(model, resharding)}
-    ways = {name: way for name, way in ways.items() if name in job["ways"]}
-    copy = copies(model) if "memcpy" in job["ways"] else None
-    shard, engine = None, None
-    if job["engine"]:
-        rollout = RolloutConfig(tensor_model_parallel_size=mesh.rollout_tp, engine_options={"kv_cache_gib": 0.03})
-        options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 128, "eos_token_ids": [2]}
-        engine = build_engine(rollout, job["engine"], mesh, device, expected=hf_shapes(arch), **options)
-    else:
-        shard = Shard(resharding.plan)
-    rounds: list[dict[str, Any]] = []
-    checksums = {}
-    for _ in range(job["repeats"] + 1):  # the first one warms up
+    return mesh, model, arch, resharding, time.perf_counter() - begin
+
+
+def compare(job: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one rank: every way in turn, `repeats` times after one to warm up."""
+    mesh, model, arch, resharding, planned = build(job)
+    syncs = {"old": Old(model, arch, mesh, job["bucket_megabytes"]), "new": New(model, resharding)}
+    engine = built_engine(job, arch, mesh) if job["engine"] else None
+    shard = None if engine is not None else Shard(resharding.plan)
+    copy = copies(model)
+    repeats: list[dict[str, Any]] = []
+    checksums = set()
+    for _ in range(job["repeats"] + 1):
         figures: dict[str, Any] = {}
-        for name, way in ways.items():
+        for name in job["ways"]:
             shares = Shares()
-            if shard is not None:
-                shard.clear()
-                figures[name] = measured(mesh, lambda: load_shard(way.stream(shares), shard, shares))
-                checksums[name] = shard.checksum()
+            if name == "memcpy":
+                action = copy
+            elif shard is None:
+                action = functools.partial(load_engine, syncs[name].stream(shares), engine, shares)
             else:
-                figures[name] = measured(mesh, lambda: load_engine(way.stream(shares), engine, shares))
-            figures[name]["shares"] = dict(shares.seconds)
-        if copy is not None:
-            figures["memcpy"] = measured(mesh, copy)
-        rounds.append(figures)
-    received = [int(side.sum(axis=1)[mesh.rank]) * 2 for side in resharding.traffic.received.values()]
-    result = {"repeats": rounds[1:], "planned": planned, "received": received, "rounds": len(resharding.plan.rounds)}
-    result["operations"] = sum(current.messages() for current in resharding.plan.rounds)
-    result["same"] = len({tuple(values) for values in checksums.values()}) <= 1
-    path.with_suffix(f".{mesh.rank}").write_text(json.dumps(result))
+                shard.clear()
+                action = functools.partial(load_shard, syncs[name].stream(shares), shard, shares)
+            figures[name] = {**measured(mesh, action), "shares": dict(shares.seconds)}
+            if name != "memcpy" and shard is not None:
+                checksums.add(tuple(shard.checksum()))
+        repeats.append(figures)
+    if len(checksums) > 1:
+        raise SystemExit("the old and the new sync have loaded different weights")
     if engine is not None:
         engine.shutdown()
-    dist.barrier(group=mesh.control)
+    return {"repeats": repeats[1:], "planned": planned, **counted(resharding)}
+
+
+def counted(resharding: Resharding) -> dict[str, Any]:
+    """What the plan says about this rank's node and about the rank itself, in bytes of bfloat16."""
+    plan, rank, grid = resharding.plan, resharding.mesh.rank, resharding.plan.plan.grid
+    network, node = (resharding.traffic.received[phase].sum(axis=1) * 2 for phase in (NETWORK, NODE))
+    return {
+        "received": int(network[rank] + node[rank]),
+        "over_border": int(sum(network[r] for r in range(len(network)) if grid.node(r) == grid.node(rank))),
+        "rounds": len(plan.rounds),
+        "operations": sum(current.messages() for current in plan.rounds),
+        "buffers": int(resharding.traffic.buffers().max() * 2),
+        "model": 2 * sum(tensor.numel for tensor in plan.plan.tensors),
+    }
+
+
+def built_engine(job: dict[str, Any], arch: Any, mesh: Mesh) -> Any:
+    rollout = RolloutConfig(tensor_model_parallel_size=mesh.rollout_tp, engine_options={"kv_cache_gib": 0.03})
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 128, "eos_token_ids": [2]}
+    return build_engine(rollout, job["engine"], mesh, Device("cpu"), expected=hf_shapes(arch), **options)
+
+
+def run_rank(path: Path, number: int, job: dict[str, Any], rank: int) -> None:
+    os.environ |= {"RANK": str(rank), "MASTER_PORT": str(job["port"])}
+    os.environ["LOCAL_RANK"] = str(rank % int(os.environ["LOCAL_WORLD_SIZE"]))
+    result = compare(job)
+    path.with_suffix(f".{number}.{rank}").write_text(json.dumps(result))
+    dist.barrier()
+
+
+def fork_rank(path: Path, number: int, job: dict[str, Any], rank: int) -> int:
+    """The process id of the rank."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        die_with_parent(parent)
+        run_rank(path, number, job, rank)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process must not return into its parent's code
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # threads of vLLM and gloo would delay a normal exit
+
+
+def main(path: Path, first: int) -> int:
+    jobs = json.loads(path.read_text())
+    if any(job["engine"] for job in jobs):
+        vllm_process.preload()
+    ranks = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+    for number, job in enumerate(jobs):
+        children = {fork_rank(path, number, job, rank) for rank in ranks}
+        while children:
+            child, status = os.wait()
+            children.discard(child)
+            if status:
+                return 1  # the other ranks end with this process
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    import os
-
-    os._exit(0)  # threads of vLLM and gloo would delay a normal exit
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

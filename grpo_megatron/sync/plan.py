@@ -135,6 +135,8 @@ class SyncPlan:
         self.parameters = in_sync_order(parameters)
         self.tensors: list[SyncTensor] = [tensor for p in self.parameters for tensor in p.tensors]
         self.owner = [index for index, p in enumerate(self.parameters) for _ in p.tensors]  # tensor -> parameter
+        ends = itertools.accumulate(len(p.tensors) for p in self.parameters)
+        self.first = [end - len(p.tensors) for end, p in zip(ends, self.parameters, strict=True) for _ in p.tensors]
         self.kinds: list[Kind] = []
         self.routes: list[Routes] = []
         self.parts = self._make_parts()
@@ -196,7 +198,7 @@ class SyncPlan:
 
     def _atoms(self, tensor: int) -> Iterator[Atom]:
         parameter = self.parameters[self.owner[tensor]]
-        index = tensor - self.owner.index(self.owner[tensor], max(0, tensor - len(parameter.tensors)))
+        index = tensor - self.first[tensor]
         held = tuple(tuple((p.start, p.stop) for p in pieces if p.tensor == index) for pieces in parameter.pieces)
         for start, stop, holders, readers in _intervals(held, self.spans[self.tensors[tensor].name]):
             yield Atom(start, stop, Kind(parameter.stage, parameter.ep_rank, holders, readers))

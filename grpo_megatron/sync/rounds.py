@@ -15,7 +15,7 @@ from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
 PHASES = (NETWORK, NODE)
 # Rounds whose messages are in memory at the same time, by (phase, is receiver)
 DEPTH = {(NETWORK, False): 1, (NETWORK, True): 3, (NODE, False): 2, (NODE, True): 2}
-PARTS_PER_BUDGET = 32  # no part is larger than this fraction of the budget, so that rounds fill it evenly
+PARTS_PER_BUDGET = 64  # no part is larger than this fraction of the budget, so that rounds fill it evenly
 FEWEST_ROUNDS = 32  # fewer would not overlap: the first and the last are alone
 SMALLEST_ROUND = 1 << 20  # elements; below it, waiting takes longer than the transfer
 
