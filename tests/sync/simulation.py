@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.mapping import expand_table
-from grpo_megatron.models.sync_parameters import engine_spans, sync_parameters
+from grpo_megatron.models.sync_parameters import engine_spans, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan
@@ -23,19 +23,6 @@ from grpo_megatron.sync.rounds import PARTS_PER_BUDGET, Traffic, choose_rounds
 from grpo_megatron.sync.transport import Envelope
 
 HANG_S = 120.0
-
-
-def stages(arch: Architecture, sizes: list[int]) -> dict[str, int]:
-    """Megatron name -> stage, for stages with these numbers of layers."""
-    of_layer = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    assert len(of_layer) == arch.num_layers
-    out = {}
-    for row in expand_table(table_of(arch), arch):
-        if ".layers." in row.megatron:
-            out[row.megatron] = of_layer[int(row.megatron.split(".")[2])]
-        else:
-            out[row.megatron] = 0 if "embedding" in row.megatron else len(sizes) - 1
-    return out
 
 
 @dataclass
@@ -91,7 +78,7 @@ def world(
     arch: Architecture, grid: Grid, sizes: list[int], *, budget: int = 1 << 14, dtype: torch.dtype = torch.bfloat16
 ) -> World:
     spans = engine_spans(arch, grid.rollout_tp)
-    plan = SyncPlan(sync_parameters(arch, grid, stages(arch, sizes)), spans, grid, budget // PARTS_PER_BUDGET)
+    plan = SyncPlan(sync_parameters(arch, grid, stages_of_parameters(arch, sizes)), spans, grid, budget // PARTS_PER_BUDGET)
     rounds, traffic = choose_rounds(plan, budget)
     generator = torch.Generator().manual_seed(0)
     whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in hf_shapes(arch).items()}
