@@ -1,7 +1,8 @@
 # make quickstart   train a tiny model on this CPU (SEED=1 for another draw of everything)
 # make test         everything CI runs: linters and all tests
 # make test-fast    the tests without long runs, under two minutes
-# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); under 15 minutes
+# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 4: a quarter of
+#                   them, under ten minutes each (tests/gpu/conftest.py says what is in which)
 # All but test-gpu set up .venv first, once.
 
 PYTHON ?= python3.11
@@ -47,9 +48,9 @@ test: lint
 test-fast: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-# Not in .venv, whose torch is for the CPU: in an environment with pip install -e '.[gpu,dev]'.
+# Not in .venv, whose torch is for the CPU: in an environment with GPU builds of everything, and pytest.
 test-gpu:
-	$(GPU_PYTHON) -m pytest tests/gpu
+	$(GPU_PYTHON) -m pytest $(if $(GROUP),tests/gpu/test_$(GROUP)_*.py,tests/gpu)
 
 clean:
 	rm -rf $(VENV) outputs

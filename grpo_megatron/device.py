@@ -1,22 +1,19 @@
 """The only file that knows whether it runs on CPU or CUDA: backend, seeds, memory, and Megatron-Core on CPU.
 
 Megatron-Core calls CUDA functions in about twenty places even when every tensor is on the host. `Device.megatron()`
-replaces those calls with CPU ones inside a `with` block; on CUDA it does nothing. Enter it around build, forward, backward,
-optimizer step, save and load; never around vLLM.
+replaces those calls with CPU ones inside a `with` block; on CUDA it replaces nothing. Enter it around build, forward,
+backward, optimizer step, save and load; never around vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import os
 import random
-import re
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -24,20 +21,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from grpo_megatron.config import ConfigError
-
-Version = tuple[int, ...]
+from grpo_megatron.extensions import Version, examine_engine, parse_version
 
 
 @dataclass(frozen=True)
 class Hardware:
     """Optional device features. Versions are (major, minor); None: the machine does not have the feature.
 
-    `capability` is the device's compute capability, `cuda_version` the CUDA that torch was built with.
+    `capability` is the device's compute capability, `cuda_version` the CUDA that torch was built with. `engine_problem` is
+    the reason why Transformer Engine cannot be used, or None (see `extensions.examine_engine`).
     """
 
     capability: Version | None
     cuda_version: Version | None
-    transformer_engine: Version | None
+    engine_problem: str | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -45,21 +42,33 @@ class Hardware:
 
 
 def read_hardware(kind: Literal["auto", "cpu", "cuda"]) -> Hardware:
-    """The features of this machine, for a run with `trainer.device` = `kind`. Transformer Engine is not imported."""
-    transformer_engine = None
-    if importlib.util.find_spec("transformer_engine") is not None:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            transformer_engine = _version(importlib.metadata.version("transformer_engine"))
+    """The features of this machine, for a run with `trainer.device` = `kind`. Imports Transformer Engine if it is usable."""
+    _, engine_problem = examine_engine()
     if kind == "cpu" or not torch.cuda.is_available():
-        return Hardware(None, None, transformer_engine)
+        return Hardware(None, None, engine_problem)
     index = int(os.environ.get("LOCAL_RANK", "0"))
-    capability, cuda_version = torch.cuda.get_device_capability(index), _version(torch.version.cuda or "0")
-    return Hardware(capability, cuda_version, transformer_engine)
+    cuda_version = parse_version(torch.version.cuda or "0")
+    return Hardware(torch.cuda.get_device_capability(index), cuda_version, engine_problem)
 
 
-def _version(text: str) -> Version:
-    """The first two numbers of a version: "2.20.2+abc" -> (2, 20)."""
-    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
+def device_bytes(kind: Literal["auto", "cpu", "cuda"]) -> int | None:
+    """The memory of this rank's GPU, for a run with `trainer.device` = `kind`. None: the run is on the CPU."""
+    if kind == "cpu" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory)
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a GPU. `reserved` is what torch holds in this process, free or in use."""
+
+    free: int
+    total: int
+    reserved: int
+
+
+def count_cuda_devices() -> int:
+    """The CUDA devices that torch sees on this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 class Device:
@@ -99,6 +108,13 @@ class Device:
     def empty_cache(self) -> None:
         if self.is_cuda:
             torch.cuda.empty_cache()
+
+    def memory(self) -> DeviceMemory | None:
+        """None on the CPU, whose memory nothing here divides."""
+        if not self.is_cuda:
+            return None
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return DeviceMemory(free, total, torch.cuda.memory_reserved(self.torch_device))
 
     def memory_gib(self) -> dict[str, float]:
         """Peak memory of this rank in GiB (2**30 bytes). The metric names, with `_gb`, are verl's."""
@@ -141,7 +157,16 @@ class Device:
 
     def megatron(self) -> contextlib.AbstractContextManager[None]:
         """The context in which Megatron-Core's own code must run. Re-entrant."""
+        _define_router_product()
         return contextlib.nullcontext() if self.is_cuda else _megatron_on_cpu()
+
+
+def _define_router_product() -> None:
+    """Without Transformer Engine, the router of Megatron-Core 0.16 compares an undefined name with None: NameError."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 class _CudaToCpu(TorchFunctionMode):
@@ -225,7 +250,7 @@ def _megatron_on_cpu() -> Iterator[None]:
             mock.patch.multiple(torch.cuda, **cuda),
             mock.patch.multiple(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
             mock.patch.multiple(megatron_random, _get_cuda_rng_state=get_rng, _set_cuda_rng_state=set_rng),
-            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # read, but undefined without TE
+            mock.patch.object(moe_utils, "te_general_gemm", None),  # with Transformer Engine: a CUDA kernel
             mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
             mock.patch.object(torch.autograd, "_engine_run_backward", backward),
             _CudaToCpu(),

@@ -20,6 +20,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
@@ -35,7 +36,6 @@ from grpo_megatron.training.build import (
     build_report,
     build_reward_model,
     build_reward_pool,
-    build_rollout_engine,
     join_world,
 )
 from grpo_megatron.training.cadence import Cadence
@@ -75,16 +75,18 @@ class Trainer:
         self.first_step = 0 if checkpoint is None else _steps_done(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
-        # The engine is built while the device holds only the policy's weights and gradient buffers. It measures free
-        # memory, takes rollout.gpu_memory_utilization of the device, and then sleeps. Everything else that needs device
-        # memory comes after it: optimizer, reward model, reference.
+        # The engine is built while the device holds only the policy's weights. It requires
+        # rollout.gpu_memory_utilization of the device to be free, and then sleeps. Everything else that needs device memory
+        # comes after it: gradient buffers, optimizer, reward model, reference (checks/phases.py has the arithmetic).
         self.policy = Policy(
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
-        self.engine = build_rollout_engine(config, checked, self.mesh, self.device)
-        self.colocation = build_colocation(config, self.policy, self.engine, self.mesh)
+        self.colocation = build_colocation(config, checked, self.policy)
+        self.engine = self.colocation.engine
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
-        generator = Generator(self.engine, pool, checked.tokenizer, self.mesh, rollout.seed)
+        generator = Generator(
+            self.engine, pool, checked.tokenizer, self.mesh, rollout.seed, lambda: self.colocation.weights_digest
+        )
 
         # The models in their state before the first step: warmed up, or restored.
         self._write_config()
@@ -92,6 +94,7 @@ class Trainer:
             trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=config.model_dump(mode="json")
         )
         opened.enter_context(self.sinks)
+        self.sinks.note(f"kernels: {choose_kernels(self.actor.megatron, self.device, config.model.dtype).describe()}")
         if checkpoint is None and config.sft.steps:
             warm_up(self.policy, checked.supervised_rows, config.sft, self.actor, self.sinks.note)
             self._save_hf(self.output_dir / WARMUP_FOLDER)
@@ -157,6 +160,7 @@ class Trainer:
             self.collector.load_state(run["collector"])
         if run.get("kl"):
             self.correction_step.kl.load_state(run["kl"])
+        self.colocation.provenance.load_state(run.get("weights_digests", {}))
         self.summary.recall()
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -207,7 +211,9 @@ class Trainer:
             self.metrics.constant(name, value)
 
     def collect(self, step: int) -> list[Sample]:
-        return numbered_samples(self.collector.groups(step, self.data.train_batch_size, self.metrics))
+        samples = numbered_samples(self.collector.groups(step, self.data.train_batch_size, self.metrics))
+        self.colocation.provenance.check(step, samples)
+        return samples
 
     def rewards(self, step: int, samples: list[Sample]) -> GroupTable:
         table = gather_groups(samples, self.mesh)
@@ -250,7 +256,11 @@ class Trainer:
                 self.save_now(steps_done)
 
     def save_now(self, steps_done: int) -> Path:
-        run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
+        run = {
+            "collector": self.collector.state(),
+            "kl": self.correction_step.kl.state(),
+            "weights_digests": self.colocation.provenance.state(),
+        }
         return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model])
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:

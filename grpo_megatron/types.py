@@ -49,6 +49,7 @@ class Sample:
     rollout_logprobs: list[float]  # one per response token; not read where loss_mask is 0
     finish_reason: str  # "stop" | "length"
     version: int
+    weights_digest: str = field(default="", kw_only=True)  # of the weights that drew it; "": not drawn by an engine
     text: str = ""
     reward: float = float("nan")  # NaN: unscorable (the reward raised or timed out)
     reward_metrics: dict[str, float] = field(default_factory=dict)  # what the reward function also reports

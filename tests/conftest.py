@@ -6,15 +6,18 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # as in the Makefile: some tests fork, and OpenMP's threads do not survive it
 
-# Property tests have no time limit and draw the same values in every run: a slow machine or chance cannot fail them.
-settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("suite")
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # a GPU host may have pytest only, for tests/gpu
+    pass
+else:  # Property tests have no time limit and draw the same values in every run: neither a slow machine nor chance fails them.
+    settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("suite")
 
 SLOW = (  # all their tests get the mark: they start engines, jobs or many worlds
     "convert/test_layouts.py",

@@ -32,16 +32,18 @@ ROOMS: dict[str, set[str]] = {
     "passthrough": set(),
     "importing": set(),
     "child": set(),
+    "extensions": set(),
     "config": set(),
     "storage": set(),
     "rewards": {"registry", "child"},
     "algo": {"types", "registry", "config"},
     "data": {"types", "registry", "config", "rewards"},
-    "device": {"config"},
+    "device": {"extensions", "config"},
     "parallel": {"types", "storage", "device"},
+    "sync": {"types", "parallel"},
     "observability": {"types", "config", "storage", "algo"},
-    "models": {"types", "config", "storage", "algo", "device", "parallel", "observability"},
-    "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel"},
+    "models": {"types", "extensions", "config", "storage", "algo", "device", "parallel", "sync", "observability"},
+    "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},
     "convert": {"storage", "models"},
     "evaluation": {
         *("types", "config", "storage", "rewards", "data"),
@@ -49,12 +51,12 @@ ROOMS: dict[str, set[str]] = {
     },
     "checks": {
         *("types", "registry", "passthrough", "config", "rewards"),
-        *("algo", "data", "observability", "models", "rollout", "evaluation"),
+        *("algo", "data", "device", "observability", "models", "rollout", "evaluation"),
     },
     "sampling": {"types", "config", "rewards", "algo", "data", "parallel", "observability", "rollout"},
     "training": {
         *("types", "config", "storage", "rewards", "algo", "data"),
-        *("device", "parallel", "observability", "models", "rollout", "checks", "sampling"),
+        *("device", "parallel", "sync", "observability", "models", "rollout", "checks", "sampling"),
     },
     "trainer": {
         *("types", "config", "algo", "device", "parallel"),
@@ -65,6 +67,7 @@ ROOMS: dict[str, set[str]] = {
 }
 WITHOUT_TORCH = {
     "child",
+    "extensions",
     "types",
     "registry",
     "passthrough",
@@ -86,7 +89,7 @@ ENTRANCES = {  # module -> the rooms that may import it
 }
 THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the names of modules that may import it
     "megatron": ("models.", "parallel.mesh", "device"),
-    "transformer_engine": ("models.",),
+    "transformer_engine": ("extensions",),
     "vllm": ("rollout.vllm",),
     "safetensors": ("models.", "convert."),
     "sentencepiece": ("convert.",),

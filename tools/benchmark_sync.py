@@ -96,18 +96,34 @@ def described(ranks: list[dict[str, Any]]) -> str:
 
 
 def report(ways: Sequence[str], ranks: list[dict[str, Any]]) -> None:
-    """Medians; the ratios are those of measurements that followed each other. Shares are of rank 0."""
-    repeats = ranks[0]["repeats"]
+    """Medians of the seconds until all ranks have finished, with rank 0's shares, and of the processor time of all ranks.
+
+    A ratio is the median over pairs that followed each other. On a busy machine that of processor time says more.
+    """
+    numbers = range(len(ranks[0]["repeats"]))
+
+    def seconds(way: str, number: int, left_out: str = "nothing") -> float:
+        figures = ranks[0]["repeats"][number][way]
+        return float(figures["seconds"] - sum(s for name, s in figures["shares"].items() if left_out in name))
+
+    def processor(way: str, number: int, left_out: str = "nothing") -> float:
+        figures = [rank["repeats"][number][way] for rank in ranks]
+        return sum(f["processor"] - sum(s for name, s in f["used"].items() if left_out in name) for f in figures)
+
     for way in ways:
-        seconds = statistics.median(repeat[way]["seconds"] for repeat in repeats)
-        processor = statistics.median(sum(r["repeats"][i][way]["processor"] for r in ranks) for i in range(len(repeats)))
-        names = dict.fromkeys(name for repeat in repeats for name in repeat[way]["shares"])
-        shares = [f"{n} {statistics.median(r[way]['shares'].get(n, 0.0) for r in repeats):.3f}" for n in names]
-        print(f"  {way:7s}{seconds:7.3f} s  (processor {processor:6.3f} s on all ranks)  {', '.join(shares)}")
+        shares = [ranks[0]["repeats"][number][way]["shares"] for number in numbers]
+        names = dict.fromkeys(name for share in shares for name in share)
+        parts = [f"{name} {statistics.median(share.get(name, 0.0) for share in shares):.3f}" for name in names]
+        wall, used = (statistics.median(f(way, number) for number in numbers) for f in (seconds, processor))
+        print(f"  {way:7s}{wall:7.3f} s, processor {used:6.3f} s;  {', '.join(parts)}")
     for base in ("old", "memcpy"):
         if base in ways and "new" in ways:
-            ratio = statistics.median(repeat["new"]["seconds"] / repeat[base]["seconds"] for repeat in repeats)
-            print(f"  new / {base}: {ratio:.2f}")
+            wall, used, wall_alone, used_alone = (
+                statistics.median(f("new", number, left_out) / f(base, number) for number in numbers)
+                for left_out in ("nothing", "digests")
+                for f in (seconds, processor)
+            )
+            print(f"  new / {base}: {wall:.2f}, processor {used:.2f}; without digests {wall_alone:.2f} and {used_alone:.2f}")
 
 
 def machine() -> str:

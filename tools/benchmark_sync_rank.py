@@ -33,14 +33,16 @@ from grpo_megatron.child import die_with_parent
 from grpo_megatron.config import MegatronConfig, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import build_model
-from grpo_megatron.models.families import architecture_of, hf_shapes
+from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.optimizer import wrap_ddp
 from grpo_megatron.models.resharding import Resharding
-from grpo_megatron.models.sync_parameters import engine_spans
+from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import stable_hash
 from grpo_megatron.rollout import vllm_process
+from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.types import WeightBucket
@@ -49,23 +51,26 @@ NOISE = 1 << 20  # random elements that the weights are made of
 
 
 class Shares:
-    """Seconds of a sync by what they were spent on. Nested parts count for themselves only."""
+    """Seconds of a sync, and of processor time, by what they were spent on. Nested parts count for themselves only."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self._inner: list[float] = []
+        self.processor: Counter[str] = Counter()
+        self._inner: list[list[float]] = []
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        self._inner.append(0.0)
+        begin = time.perf_counter(), time.process_time()
+        self._inner.append([0.0, 0.0])
         try:
             yield
         finally:
-            spent = time.perf_counter() - begin
-            self.seconds[name] += spent - self._inner.pop()
+            spent = [time.perf_counter() - begin[0], time.process_time() - begin[1]]
+            inner = self._inner.pop()
+            self.seconds[name] += spent[0] - inner[0]
+            self.processor[name] += spent[1] - inner[1]
             if self._inner:
-                self._inner[-1] += spent
+                self._inner[-1] = [a + b for a, b in zip(self._inner[-1], spent, strict=True)]
 
     def buckets(self, stream: Iterator[WeightBucket], name: str) -> Iterator[WeightBucket]:
         while True:
@@ -82,6 +87,7 @@ class Shard:
 
     def __init__(self, plan: RankPlan) -> None:
         self._parts: dict[str, tuple[Tensor, int, int]] = {}
+        self._whole = {tensor.name: tensor for tensor in plan.plan.tensors}
         for tensor in plan.plan.tensors:
             start, stop = plan.plan.spans[tensor.name][plan.engine_rank]
             shape = (*tensor.shape[: tensor.axis], stop - start, *tensor.shape[tensor.axis + 1 :])
@@ -91,6 +97,11 @@ class Shard:
         for name, tensor in bucket:
             memory, axis, start = self._parts[name]
             memory.copy_(tensor.narrow(axis, start, memory.shape[axis]))
+
+    def digests(self) -> list[int]:
+        """As an engine computes them of its own memory."""
+        values = [part_digest(memory, self._whole[name], start) for name, (memory, _, start) in self._parts.items()]
+        return torch.stack(values).tolist()
 
     def checksum(self) -> list[int]:
         return [int(memory.view(torch.int16).sum()) for memory, _, _ in self._parts.values()]
@@ -145,7 +156,8 @@ class Old:
 
 
 class New:
-    """The planned sync. The ranks agree at the start (within `Resharding.stream`) and once at the end."""
+    """The planned sync. The ranks agree at the start (within `Resharding.stream`) and once at the end. Then the digests of
+    what each engine rank must hold are computed and added up over the ranks."""
 
     def __init__(self, model: torch.nn.Module, resharding: Resharding) -> None:
         self._model, self._resharding = model, resharding
@@ -154,26 +166,34 @@ class New:
         yield from shares.buckets(self._resharding.stream(self._model), "exchange")
         with shares.of("agreements"):
             self._resharding.mesh.agree(None)
+        with shares.of("expected digests"):
+            self._resharding.expected_digests(self._model)
 
 
-def load_shard(stream: Iterator[WeightBucket], shard: Shard, shares: Shares) -> None:
+def load_shard(stream: Iterator[WeightBucket], shard: Shard, is_attested: bool, shares: Shares) -> None:
     for bucket in stream:
         with shares.of("load"):
             shard.load(bucket)
         del bucket
+    if is_attested:
+        with shares.of("engine digests"):
+            shard.digests()
 
 
-def load_engine(stream: Iterator[WeightBucket], engine: Any, shares: Shares) -> None:
-    """Into vLLM, without the checks of VllmEngine.load_weights, which the streams have themselves."""
+def load_engine(stream: Iterator[WeightBucket], engine: Any, is_attested: bool, shares: Shares) -> None:
+    """Into vLLM, without the agreements of VllmEngine.load_weights, which the streams have themselves."""
     llm = engine._llm
     with shares.of("load"):
-        llm.start_weight_update()
+        engine._start_update()
     for bucket in stream:
         with shares.of("load"):
             llm.update_weights({"update_info": {"tensors": bucket}})
         del bucket
     with shares.of("load"):
         llm.finish_weight_update(weight_version="0")
+    if is_attested:
+        with shares.of("engine digests"):
+            engine.digests()
 
 
 def copies(model: torch.nn.Module) -> Callable[[], None]:
@@ -204,7 +224,8 @@ def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Resharding, 
     device, arch = Device("cpu"), architecture_of(job["config"])
     mesh = build_mesh(device, tp=job["tp"], pp=job["pp"], rollout_tp=job["rollout_tp"], timeout_s=300)
     sizes = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp}
-    model = build_model(arch, MegatronConfig.model_validate(sizes), "bfloat16", device)
+    megatron = MegatronConfig.model_validate(sizes)
+    model = wrap_ddp(build_model(arch, megatron, "bfloat16", device), megatron, device)  # as in Policy
     fill(model, mesh)
     stage_of = stage_owners(model, arch, mesh)
     begin = time.perf_counter()
@@ -212,7 +233,7 @@ def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Resharding, 
         arch,
         mesh,
         stage_of,
-        engine_spans(arch, mesh.rollout_tp),
+        engine_tensors(arch, mesh.rollout_tp, reads_shards=True),
         dtype=torch.bfloat16,
         device=device.torch_device,
         bucket_megabytes=job["bucket_megabytes"],
@@ -224,7 +245,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     """The figures of one rank: every way in turn, `repeats` times after one to warm up."""
     mesh, model, arch, resharding, planned = build(job)
     syncs = {"old": Old(model, arch, mesh, job["bucket_megabytes"]), "new": New(model, resharding)}
-    engine = built_engine(job, arch, mesh) if job["engine"] else None
+    engine = built_engine(job, mesh, resharding) if job["engine"] else None
     shard = None if engine is not None else Shard(resharding.plan)
     copy = copies(model)
     repeats: list[dict[str, Any]] = []
@@ -236,11 +257,11 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             if name == "memcpy":
                 action = copy
             elif shard is None:
-                action = functools.partial(load_engine, syncs[name].stream(shares), engine, shares)
+                action = functools.partial(load_engine, syncs[name].stream(shares), engine, name == "new", shares)
             else:
                 shard.clear()
-                action = functools.partial(load_shard, syncs[name].stream(shares), shard, shares)
-            figures[name] = {**measured(mesh, action), "shares": dict(shares.seconds)}
+                action = functools.partial(load_shard, syncs[name].stream(shares), shard, name == "new", shares)
+            figures[name] = {**measured(mesh, action), "shares": dict(shares.seconds), "used": dict(shares.processor)}
             if name != "memcpy" and shard is not None:
                 checksums.add(tuple(shard.checksum()))
         repeats.append(figures)
@@ -265,10 +286,10 @@ def counted(resharding: Resharding) -> dict[str, Any]:
     }
 
 
-def built_engine(job: dict[str, Any], arch: Any, mesh: Mesh) -> Any:
+def built_engine(job: dict[str, Any], mesh: Mesh, resharding: Resharding) -> Any:
     rollout = RolloutConfig(tensor_model_parallel_size=mesh.rollout_tp, engine_options={"kv_cache_gib": 0.03})
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 128, "eos_token_ids": [2]}
-    return build_engine(rollout, job["engine"], mesh, Device("cpu"), expected=hf_shapes(arch), **options)
+    return build_engine(rollout, job["engine"], mesh, Device("cpu"), tensors=resharding.tensors, **options)
 
 
 def run_rank(path: Path, number: int, job: dict[str, Any], rank: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import yaml
 
 from grpo_megatron.algo.needs import needs_reference
-from grpo_megatron.checks.memory import DTYPE_BYTES, count_parameters, is_counted_by_megatron, memory_of_stages
+from grpo_megatron.checks.machine import device_lines
+from grpo_megatron.checks.memory import StageParameters, count_parameters, is_counted_by_megatron, memory_of_stages
+from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
 
@@ -16,11 +19,14 @@ if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
 YAML_WIDTH = 60  # characters per line of the resolved configuration
-GIB = 2**30
 
 
-def describe_run(config: Config, checked: Checked, world_size: int) -> str:
-    """The plan of a validated config: layout, step, lengths, model, memory, data, then every key. Several lines."""
+def describe_run(config: Config, checked: Checked, world_size: int, device_gib: float | None = None) -> str:
+    """The plan of a validated config: layout, step, lengths, model, memory, data, then every key. Several lines.
+
+    `device_gib`: the memory of one device in GiB, to say which phases fit it.
+    """
+    policy, reward_model = count_models(config, checked, world_size)
     source = "parameters from the weight table; Megatron-Core is not installed here"
     if is_counted_by_megatron():
         source = "parameters counted in Megatron-Core's own modules"
@@ -29,9 +35,13 @@ def describe_run(config: Config, checked: Checked, world_size: int) -> str:
         "One step": _step_lines(config, world_size),
         "Lengths, in tokens": _length_lines(config, checked.arch),
         "Model": _model_lines(config, checked),
-        f"Memory of one rank, in GiB ({source})": _memory_lines(config, checked, world_size),
+        f"Memory of one rank, in GiB ({source})": _memory_lines(config, world_size, policy, reward_model),
         "Data": _data_lines(config, checked),
     }
+    if config.trainer.device != "cpu":
+        phases = memory_phases(config, checked.arch, world_size, policy, reward_model)
+        title = "Device memory of one rank in each phase, in GiB (~: estimated, checks/phases.py says how)"
+        sections[title] = _phase_lines(config, phases, device_gib)
     parts = [f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items()]
     resolved = yaml.safe_dump(
         config.model_dump(mode="json"), sort_keys=False, width=YAML_WIDTH, default_flow_style=None
@@ -64,6 +74,7 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
         training.append("distributed optimizer")
     yield _line("training", ", ".join([*training, config.model.dtype]))
     yield _line("rollout", f"{_counted(world_size // rollout_tp, 'engine')} of tp {rollout_tp}")
+    yield from (_line(name, text) for name, text in device_lines(config))
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:
@@ -145,12 +156,28 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
         yield _line("reward model", f"{checked.reward_folder.path}: {count:,} parameters, {kind}")
 
 
-def _memory_lines(config: Config, checked: Checked, world_size: int) -> Iterator[str]:
-    """One line per pipeline stage: what `memory.py` counts, and the sum."""
+def count_models(
+    config: Config, checked: Checked, world_size: int
+) -> tuple[list[StageParameters], list[StageParameters] | None]:
+    """Parameters of every stage of the policy, and of the reward model if there is one."""
     policy = count_parameters(checked.arch, config, world_size)
-    reward_model = None
-    if checked.reward_folder is not None:
-        reward_model = count_parameters(checked.reward_folder.arch, config, world_size, is_reward_model=True)
+    if checked.reward_folder is None:
+        return policy, None
+    return policy, count_parameters(checked.reward_folder.arch, config, world_size, is_reward_model=True)
+
+
+def plan_problems(config: Config, checked: Checked, world_size: int, device_gib: float) -> list[str]:
+    """The phases of the plan that cannot fit a GPU of `device_gib` GiB. None on the CPU."""
+    if config.trainer.device == "cpu":
+        return []
+    phases = memory_phases(config, checked.arch, world_size, *count_models(config, checked, world_size))
+    return list(phase_problems(config, checked.arch, phases, device_gib * GIB))
+
+
+def _memory_lines(
+    config: Config, world_size: int, policy: list[StageParameters], reward_model: list[StageParameters] | None
+) -> Iterator[str]:
+    """One line per pipeline stage: what `memory.py` counts, and the sum."""
     titles = ["weights", "gradients", "optimizer", "reference", "reward model", "together"]
     if reward_model is None:
         titles.remove("reward model")
@@ -164,9 +191,36 @@ def _memory_lines(config: Config, checked: Checked, world_size: int) -> Iterator
         columns = zip([*parts, memory.total], widths, strict=True)
         cells = " ".join(f"{part / GIB:>{width}.3f}" for part, width in columns)
         yield f"{number:>5} {policy[number].layers:>6} {policy[number].total:>15,} {cells}"
-    engine = checked.arch.num_parameters() * DTYPE_BYTES[config.model.dtype]
-    engine_gib = engine / config.rollout.tensor_model_parallel_size / GIB
-    yield f"engine weights: {engine_gib:.3f} more, while it is awake. Activations, logits and KV cache not counted."
+
+
+def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) -> Iterator[str]:
+    """A column per phase, a row per part; then the smallest device that fits, or whether `device_gib` does."""
+    yield _cells("", [phase.name for phase in phases])
+    if config.actor.megatron.pipeline_model_parallel_size > 1:
+        yield _cells("fullest stage", [str(phase.stage) for phase in phases])
+    for name in PARTS:
+        sizes = [phase.parts.get(name) for phase in phases]
+        if not any(sizes):
+            continue
+        label = f"~ {name}" if name in ESTIMATED else name
+        yield _cells(label, ["-" if size is None else f"{size / GIB:.2f}" for size in sizes])
+    if device_gib is None:
+        yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
+        yield _cells("a device of", [f"{phase.smallest_device / GIB:.2f}" for phase in phases])
+        yield "--gpu-memory GIB marks the phases that do not fit a device of that size."
+        return
+    shares = [phase.utilization * device_gib for phase in phases]
+    yield _cells("engine's share", [f"{share:.2f}" if share else "-" for share in shares])
+    yield _cells("together", [f"{p.total / GIB + share:.2f}" for p, share in zip(phases, shares, strict=True)])
+    device = device_gib * GIB
+    yield _cells(f"of {device_gib:g}", ["fits" if phase.fits(device) else "NO" for phase in phases])
+    for phase in phases:  # the others are errors
+        if not phase.fits(device) and not phase.is_impossible(device):
+            yield from textwrap.wrap(f"Estimated: {shortage(config, phase, device)}", 96, subsequent_indent="  ")
+
+
+def _cells(label: str, cells: list[str]) -> str:
+    return f"{label:<22}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def _data_lines(config: Config, checked: Checked) -> Iterator[str]:

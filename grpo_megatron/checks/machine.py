@@ -1,14 +1,18 @@
-"""What a run needs from this machine: an output folder that it can write, and installed packages."""
+"""What a run needs from this machine: an output folder that it can write, installed packages, and CUDA devices."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError, RolloutConfig
+from grpo_megatron.device import Device, count_cuda_devices
 from grpo_megatron.observability.sinks import check_loggers
 from grpo_megatron.rollout.build import engine_packages
+
+NO_DEVICE = "torch sees no CUDA device on this machine"
 
 
 def output_problems(config: Config) -> Problems:
@@ -30,3 +34,40 @@ def package_problems(rollout: RolloutConfig) -> Problems:
     for name, package in {"megatron": "megatron-core", **engine_packages(rollout)}.items():
         if importlib.util.find_spec(name) is None:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
+
+
+def device_problems(config: Config, world_size: int) -> Problems:
+    """This machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
+    device, count = config.trainer.device, count_cuda_devices()
+    if device == "cpu" or (device == "auto" and count == 0):
+        return
+    if count == 0:
+        yield f"trainer.device={device}, but {NO_DEVICE}; set trainer.device=cpu or auto"
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size if config.trainer.nnodes == 1 else 0))
+    if ranks > count:
+        yield (
+            f"{ranks} ranks on this machine need {ranks} CUDA devices, and torch sees {count}; set"
+            f" trainer.n_gpus_per_node={count}, or let every rank see all devices of its machine (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def device_lines(config: Config) -> Iterator[tuple[str, str]]:
+    """For the plan, (name, text): whether it is a plan for this machine, and the kernels that a rank would use here."""
+    device = config.trainer.device
+    if device != "cpu" and count_cuda_devices() == 0:
+        meaning = "cpu here" if device == "auto" else "a plan for another machine"
+        yield "device", f"{device}, and {NO_DEVICE}: {meaning}"
+        return
+    yield "kernels", _kernels(config)
+
+
+def _kernels(config: Config) -> str:
+    try:
+        from grpo_megatron.models.spec import choose_kernels
+    except ImportError:
+        return "unknown: Megatron-Core is not installed here"
+    try:
+        return choose_kernels(config.actor.megatron, Device(config.trainer.device), config.model.dtype).describe()
+    except ConfigError as error:
+        return f"not available on this machine: {error}"

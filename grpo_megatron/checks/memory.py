@@ -8,7 +8,7 @@ A model that learns has all three; a frozen one (the reference, a frozen reward 
 optimizer divides Adam's part by the number of ranks with the same parameters. For a dense parameter these are the
 dp x cp data-parallel ranks. An expert has only dp x cp / ep, because the other ranks hold other experts.
 
-Not counted: activations, logits, the engine's cache, and the h weights of a reward model's score head.
+Activations, logits and the engine are in phases.py. Not counted: the h weights of a reward model's score head.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ class StageParameters:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank of a pipeline stage; the first three are the policy's."""
+    """Bytes of one rank of a pipeline stage; the first three are the policy's.
+
+    `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if it is frozen.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     reference: float
     reward_model: float
+    reward_training: float
 
     @property
     def total(self) -> float:
@@ -114,19 +118,20 @@ def memory_of_stages(
     learns = config.algorithm.iteration_steps is not None
     out = []
     for number, stage in enumerate(policy):
-        reward_bytes = 0.0
+        reward_weights = reward_training = 0.0
         if reward_model is not None:
             reward_stage = reward_model[number]
-            reward_bytes = reward_stage.total * itemsize
+            reward_weights = reward_stage.total * itemsize
             if learns:
-                reward_bytes += reward_stage.total * GRADIENT_BYTES + _optimizer(config, world_size, reward_stage)
+                reward_training = reward_stage.total * GRADIENT_BYTES + _optimizer(config, world_size, reward_stage)
         out.append(
             StageMemory(
                 weights=stage.total * itemsize,
                 gradients=stage.total * GRADIENT_BYTES,
                 optimizer=_optimizer(config, world_size, stage),
                 reference=stage.total * itemsize if has_reference else 0,
-                reward_model=reward_bytes,
+                reward_model=reward_weights + reward_training,
+                reward_training=reward_training,
             )
         )
     return out

@@ -16,14 +16,17 @@ from grpo_megatron.checks.bounds import batch_problems, length_problems, samplin
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
-from grpo_megatron.checks.machine import output_problems, package_problems
+from grpo_megatron.checks.machine import device_problems, output_problems, package_problems
+from grpo_megatron.checks.memory import parameters_from_table
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.names import name_problems, task_problem
 from grpo_megatron.checks.passthrough import transformer_problems
-from grpo_megatron.checks.problems import ProblemList
+from grpo_megatron.checks.phases import memory_phases, phase_problems
+from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
+from grpo_megatron.device import device_bytes
 from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.precision import hardware_problems, precision_problems
@@ -74,6 +77,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems.add(inputs.missing_keys(config))
     if not dry_run:
         problems.add(package_problems(config.rollout))
+        problems.add(device_problems(config, world_size))
         problems.add(hardware_problems(config))
 
     has_weights = inputs.has_weights(config.model.path)
@@ -101,6 +105,9 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
 
     problems.raise_if_any()
     assert arch is not None
+    if not dry_run:
+        problems.add(phase_shortages(config, world_size, arch, reward_folder))
+        problems.raise_if_any()
     return Checked(
         arch,
         has_weights,
@@ -111,3 +118,17 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
         offline_groups or [],
         reward_folder,
     )
+
+
+def phase_shortages(
+    config: Config, world_size: int, arch: Architecture, reward_folder: RewardFolder | None
+) -> Problems:
+    """The phases of a valid config that cannot fit this rank's GPU. None on the CPU. Not run on a GPU yet."""
+    device = device_bytes(config.trainer.device)
+    if device is None:
+        return
+    megatron, reward_model = config.actor.megatron, None
+    if reward_folder is not None:
+        reward_model = parameters_from_table(reward_folder.arch, megatron, has_output_head=False)
+    phases = memory_phases(config, arch, world_size, parameters_from_table(arch, megatron), reward_model)
+    yield from phase_problems(config, arch, phases, device)

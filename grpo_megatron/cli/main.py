@@ -73,6 +73,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     train.add_argument(
         "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
     )
+    train.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
+    )
     args, rest = parser.parse_known_args(argv)
     for argument in rest:  # overrides after an option
         if argument.startswith("-"):
@@ -80,6 +83,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args.overrides.append(argument)
     if args.world_size is not None and (not args.dry_run or args.world_size < 1):
         train.error("--world-size N needs --dry-run and N >= 1; a run has trainer.nnodes x n_gpus_per_node ranks")
+    if args.gpu_memory is not None and (not args.dry_run or args.gpu_memory <= 0):
+        train.error("--gpu-memory GIB needs --dry-run and GIB > 0; a run reads the memory of its own GPU")
     return args
 
 
@@ -97,9 +102,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None)
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            from grpo_megatron.checks.dry_run import describe_run
-
-            print(describe_run(config, checked, world_size))
+            _print_plan(config, checked, world_size, args.gpu_memory)
         return 0
     if starts_ranks and config.trainer.nnodes > 1:
         raise ConfigError(_many_nodes(config, argv))
@@ -107,6 +110,16 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         del checked  # the ranks read the files themselves
         return ranks.start_ranks(main, world_size, argv, config.trainer.device)
     return _run(config, checked)
+
+
+def _print_plan(config: Config, checked: Checked, world_size: int, device_gib: float | None) -> None:
+    """Raises ConfigError, after the plan, if a phase cannot fit a device of `device_gib` GiB."""
+    from grpo_megatron.checks.dry_run import describe_run, plan_problems
+
+    print(describe_run(config, checked, world_size, device_gib))
+    problems = plan_problems(config, checked, world_size, device_gib) if device_gib is not None else []
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _run(config: Config, checked: Checked) -> int:

@@ -17,7 +17,7 @@ from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.prompting import cut_at_stop, stop_token_ids
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
-from grpo_megatron.models.families import hf_shapes
+from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
@@ -85,7 +85,7 @@ def _build_engine(
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         eos_token_ids=settings.eos_token_ids,
-        expected=hf_shapes(settings.source.arch),
+        tensors=engine_tensors(settings.source.arch, engine_options.tp, reads_shards=False),
     )
     try:
         stream = weights.stream_weights(settings.source, settings.dtype, device.torch_device, BUCKET_BYTES)

@@ -41,7 +41,10 @@ def engine_dtype(source: Source, requested: str | None) -> str:
 
 
 def stream_weights(source: Source, dtype: str, device: torch.device, bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Every tensor once, in `dtype` on `device`, in buckets of about `bucket_bytes`."""
+    """Every tensor once, in `dtype` on `device`, in buckets of about `bucket_bytes`.
+
+    Raises ConvertError at a tensor with non-finite values: no attestation follows, as it does in training.
+    """
     target = getattr(torch, dtype)
     bucket: WeightBucket = []
     size = 0
@@ -51,6 +54,8 @@ def stream_weights(source: Source, dtype: str, device: torch.device, bucket_byte
         for block in source.blocks(name, shape):
             whole[filled : filled + len(block)] = block.to(target)
             filled += len(block)
+        if not torch.stack(torch.aminmax(whole)).isfinite().all():  # aminmax passes NaN on
+            raise ConvertError(f"{name} has non-finite values")
         bucket.append((name, whole))
         size += whole.nbytes
         if size >= bucket_bytes:

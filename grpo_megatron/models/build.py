@@ -21,7 +21,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
 from grpo_megatron.models.precision import fp8_settings
-from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels
+from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels, engine_gradients
 from grpo_megatron.models.weights import global_parameters, load_hf, model_rows
 from grpo_megatron.parallel.mesh import Mesh
 
@@ -177,15 +177,20 @@ def build_model(
     dtype: str,
     device: Device,
     model_class: type[LogprobModel] = LogprobModel,
+    *,
+    has_gradients: bool = True,
 ) -> torch.nn.Module:
-    """This rank's shard of its stage, without weights. Collective over the model-parallel ranks."""
-    kernels = choose_kernels(megatron, device, dtype)
+    """This rank's shard of its stage, without weights. Collective over the model-parallel ranks.
+
+    `has_gradients` False: the model is frozen, and is never wrapped in DDP.
+    """
+    kernels = choose_kernels(megatron, device, dtype, has_gradients=has_gradients)
     config = transformer_config(arch, megatron, dtype, device.is_cuda, kernels)
     ep = parallel_state.get_expert_model_parallel_world_size()
     assert ep == megatron.expert_model_parallel_size, f"the mesh was built with ep={ep}"
     cp = parallel_state.get_context_parallel_world_size()
     assert cp == megatron.context_parallel_size, f"the mesh was built with cp={cp}"
-    with device.megatron():
+    with device.megatron(), engine_gradients(kernels):
         model = model_class(
             config=config,
             transformer_layer_spec=block_spec(config, kernels),
@@ -207,9 +212,16 @@ def build_model(
 
 
 def load_model(
-    folder: Path, arch: Architecture, megatron: MegatronConfig, dtype: str, mesh: Mesh, device: Device
+    folder: Path,
+    arch: Architecture,
+    megatron: MegatronConfig,
+    dtype: str,
+    mesh: Mesh,
+    device: Device,
+    *,
+    has_gradients: bool = True,
 ) -> torch.nn.Module:
     """This rank's shard of its stage, with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
-    model = build_model(arch, megatron, dtype, device)
+    model = build_model(arch, megatron, dtype, device, has_gradients=has_gradients)
     load_hf(model, folder, arch, mesh)
     return model

@@ -5,6 +5,7 @@ It knows layouts and optimizers, not algorithms: the loss is a function that the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from grpo_megatron.models.optimizer import (
 )
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.attest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 MetricSums = dict[str, MetricSum]
@@ -111,6 +113,20 @@ class Policy(LanguageModel):
             with self.device.megatron():
                 self.ddp.restore_grad_buffers()
 
+    @contextlib.contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Inside, the gradient buffers have no memory. Every update sets them to zero before it adds to them."""
+        if self._offloaded.is_offloaded:
+            yield
+            return
+        with self.device.megatron():
+            self.ddp.offload_grad_buffers()
+        try:
+            yield
+        finally:
+            with self.device.megatron():
+                self.ddp.restore_grad_buffers()
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
@@ -122,6 +138,11 @@ class Policy(LanguageModel):
         """See ShardedModel."""
         self._gather_parameters()
         return super().engine_weights(resharding)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        """See ShardedModel."""
+        self._gather_parameters()
+        return super().expected_digests(resharding)
 
     def _gather_parameters(self) -> None:
         """With `overlap_param_gather`, the next forward pass would gather what the last update has changed."""

@@ -1,7 +1,8 @@
 """FP8: the hardware that a recipe needs, the TransformerConfig fields that it sets, and the padding of tokens.
 
-Only the decoder's linear layers compute in FP8, through Transformer Engine. Embedding, attention core, output head and
-log-probabilities stay in bfloat16 or float32. With `first_last_layers_bf16` the first and last layers do so too. Recipes:
+Only the decoder's linear layers compute in FP8, through Transformer Engine. Embedding, attention core, router, output head and
+log-probabilities stay in bfloat16 or float32, so the vocabulary has no FP8 requirement. With `first_last_layers_bf16` the
+first and last layers stay in bfloat16 too. Recipes:
 
     delayed     one scale per tensor, from the largest values of the last steps (arXiv:2209.05433)
     tensorwise  one scale per tensor, from its current largest value
@@ -9,7 +10,7 @@ log-probabilities stay in bfloat16 or float32. With `first_last_layers_bf16` the
     mxfp8       one power-of-two scale per 32 values, in hardware (OCP microscaling, arXiv:2310.10537)
 
 The rules are data (`RECIPES`, `QUANTIZATIONS`), and the hardware is an argument, so that a machine without a GPU can check
-a config for a machine with one. Nothing here was run on a GPU yet.
+a config for a machine with one. The sizes are those that Transformer Engine 2.11 asserts. Nothing here was run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.config import Config, Fp8Config, MegatronConfig
-from grpo_megatron.device import Hardware, Version, read_hardware
+from grpo_megatron.device import Hardware, read_hardware
+from grpo_megatron.extensions import ENGINE_REQUIREMENT, INSTALL_ENGINE, Version
 from grpo_megatron.models.architecture import Architecture
 
 FP8 = "actor.megatron.fp8"
@@ -31,22 +33,29 @@ FP8 = "actor.megatron.fp8"
 
 @dataclass(frozen=True)
 class Recipe:
-    """The requirements of one way to compute in FP8. It runs on compute capabilities from `capability` to below `limit`."""
+    """The requirements of one way to compute in FP8. It runs on compute capabilities from `capability` to below `limit`.
+
+    `alignment`: the rows and the columns of every matrix product must be multiples of it. `gathered_alignment`: the same for
+    the local part of an activation that tensor-parallel ranks quantize and then gather (sequence parallelism); such a part
+    must hold whole scale blocks.
+    """
 
     capability: Version
     cuda_version: Version
-    transformer_engine: Version = (0, 0)
     limit: Version | None = None
-    alignment: int = 16  # rows and columns of every matrix product must be multiples of it
+    alignment: int = 16
+    gathered_alignment: int = 16
     format: Literal["e4m3", "hybrid"] = "hybrid"
     remedy: str = ""
 
 
 RECIPES: dict[str, Recipe] = {
-    "delayed": Recipe((8, 9), (12, 1), (2, 1)),
-    "tensorwise": Recipe((8, 9), (12, 1), (2, 2)),
-    "blockwise": Recipe((9, 0), (12, 9), (2, 3), limit=(10, 0), format="e4m3", remedy="mxfp8"),
-    "mxfp8": Recipe((10, 0), (12, 8), (2, 1), limit=(12, 0), alignment=32, format="e4m3", remedy="tensorwise"),
+    "delayed": Recipe((8, 9), (12, 1)),
+    "tensorwise": Recipe((8, 9), (12, 1)),
+    "blockwise": Recipe((9, 0), (12, 9), limit=(10, 0), gathered_alignment=128, format="e4m3", remedy="mxfp8"),
+    "mxfp8": Recipe(
+        (10, 0), (12, 8), limit=(12, 0), alignment=32, gathered_alignment=32, format="e4m3", remedy="tensorwise"
+    ),
 }
 # Requirements of vLLM to compute in FP8, per rollout.quantization. On older hardware it would only store weights in FP8.
 QUANTIZATIONS: dict[str, Recipe] = {
@@ -75,23 +84,30 @@ def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
     }
 
 
-def alignment(fp8: Fp8Config) -> int:
-    """The number of rows of a rank's activations must be a multiple of this."""
-    return 1 if fp8.recipe is None else RECIPES[fp8.recipe].alignment
+def row_alignment(megatron: MegatronConfig) -> int:
+    """The number of rows of a rank's activations must be a multiple of this. 1 without FP8."""
+    if megatron.fp8.recipe is None:
+        return 1
+    recipe = RECIPES[megatron.fp8.recipe]
+    return recipe.gathered_alignment if _gathers_activations(megatron) else recipe.alignment
+
+
+def _gathers_activations(megatron: MegatronConfig) -> bool:
+    return megatron.use_sequence_parallel and megatron.tensor_model_parallel_size > 1
 
 
 def token_multiple(megatron: MegatronConfig) -> int:
     """Packs are padded to a multiple of this many tokens. There is no other padding rule.
 
     Context parallelism cuts a pack into 2 cp chunks. Sequence parallelism cuts each rank's two chunks over tp ranks. FP8
-    needs whole blocks of the remaining rows. The result is cp * lcm(2 if cp > 1, tp * alignment), where tp is 1 without
-    sequence parallelism and the alignment is 1 without FP8.
+    needs whole blocks of the remaining rows. The result is cp * lcm(2 if cp > 1, tp * row_alignment), where tp is 1 without
+    sequence parallelism.
     (lcm(tp, 2 cp, alignment) would be too small with FP8. For tp 8, cp 1 and alignment 16 it is 16, which is two rows per
     rank, and Transformer Engine refuses fewer than 8.)
     """
     cp = megatron.context_parallel_size
-    rows = (megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1) * alignment(megatron.fp8)
-    return cp * math.lcm(2 if cp > 1 else 1, rows)
+    ways = megatron.tensor_model_parallel_size if _gathers_activations(megatron) else 1
+    return cp * math.lcm(2 if cp > 1 else 1, ways * row_alignment(megatron))
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -131,22 +147,27 @@ def precision_problems(config: Config, arch: Architecture | None) -> Iterator[st
 def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str]:
     """Every width on one rank must be a multiple of the alignment, and some layers must remain for FP8."""
     fp8, tp = megatron.fp8, megatron.tensor_model_parallel_size
-    unit = alignment(fp8)
+    assert fp8.recipe is not None
+    recipe = RECIPES[fp8.recipe]
+    gathers = _gathers_activations(megatron)
     qkv = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.head_dim
     widths = (
-        ("hidden_size", arch.hidden_size, 1),
-        ("query, key and value rows", qkv, tp),
-        ("attention width", arch.attention_size, tp),
-        ("MLP width", arch.ffn_hidden_size, tp),
+        ("hidden_size", arch.hidden_size, 1, row_alignment(megatron)),
+        ("query, key and value rows", qkv, tp, recipe.alignment),
+        ("attention width", arch.attention_size, tp, recipe.alignment),
+        ("MLP width", arch.ffn_hidden_size, tp, recipe.alignment),
     )
-    for name, size, ways in widths:
-        if size % ways == 0 and size // ways % unit:
-            cut = f"{size} / tp {ways} = {size // ways}" if ways > 1 else f"{size}"
-            remedy = "lower actor.megatron.tensor_model_parallel_size or leave" if ways > 1 else "leave"
-            yield (
-                f"{FP8}.recipe={fp8.recipe} needs widths that are multiples of {unit}; this model's {name}, {cut}, is"
-                f" not; {remedy} {FP8}.recipe out"
-            )
+    for name, size, ways, unit in widths:
+        if size % ways or size // ways % unit == 0:
+            continue
+        cut = f"{size} / tp {ways} = {size // ways}" if ways > 1 else f"{size}"
+        needs, remedy = f"widths that are multiples of {unit}", "leave"
+        if ways > 1:
+            remedy = "lower actor.megatron.tensor_model_parallel_size or leave"
+        elif gathers and size % recipe.alignment == 0:
+            needs = f"a hidden_size that is a multiple of {unit} under sequence parallelism"
+            remedy = "set actor.megatron.sequence_parallel=false or leave"
+        yield f"{FP8}.recipe={fp8.recipe} needs {needs}; this model's {name}, {cut}, is not; {remedy} {FP8}.recipe out"
     if fp8.first_last_layers_bf16:
         ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
         stage = arch.num_layers // megatron.pipeline_model_parallel_size
@@ -173,22 +194,28 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
         yield from _lacks(f"{FP8}.recipe={megatron.fp8.recipe}", RECIPES[megatron.fp8.recipe], hardware)
     if quantization is not None:
         yield from _lacks(f"rollout.quantization={quantization}", QUANTIZATIONS[quantization], hardware)
+    uses_fp8 = megatron.fp8.recipe is not None and hardware.is_cuda  # without CUDA it was reported above
     # With trainer.device=cpu, checks/layout.py reports context parallelism.
     uses_cp = megatron.context_parallel_size > 1 and config.trainer.device != "cpu"
     for key, is_set in (
+        (f"{FP8}.recipe={megatron.fp8.recipe}", uses_fp8),
         (f"actor.megatron.context_parallel_size={megatron.context_parallel_size}", uses_cp),
         ("actor.megatron.transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
     ):
         if is_set and not hardware.is_cuda:
-            yield f"{key} needs a CUDA device, and this run has none; leave it out"
-        elif is_set and hardware.transformer_engine is None:
-            yield f"{key} needs Transformer Engine, which is not installed; pip install 'grpo-megatron[gpu]', or leave it out"
+            yield _needs_cuda(key)
+        elif is_set and hardware.engine_problem is not None:
+            yield f"{key} needs {ENGINE_REQUIREMENT}, and {hardware.engine_problem}; {INSTALL_ENGINE}, or leave it out"
+
+
+def _needs_cuda(key: str) -> str:
+    return f"{key} needs a CUDA device, and this run has none; leave it out"
 
 
 def _lacks(key: str, recipe: Recipe, hardware: Hardware) -> Iterator[str]:
     remedy = f"set it to {recipe.remedy}, or leave it out" if recipe.remedy else "leave it out"
     if hardware.capability is None or hardware.cuda_version is None:
-        yield f"{key} needs a CUDA device, and this run has none; leave it out"
+        yield _needs_cuda(key)
         return
     if hardware.capability < recipe.capability:
         yield (
@@ -205,13 +232,6 @@ def _lacks(key: str, recipe: Recipe, hardware: Hardware) -> Iterator[str]:
             f"{key} needs CUDA {_dotted(recipe.cuda_version)}, torch was built with {_dotted(hardware.cuda_version)};"
             " install a newer torch, or leave it out"
         )
-    if recipe.transformer_engine == (0, 0):
-        return
-    wanted = f"{key} needs Transformer Engine {_dotted(recipe.transformer_engine)}"
-    if hardware.transformer_engine is None:
-        yield f"{wanted}, which is not installed; pip install 'grpo-megatron[gpu]', or leave it out"
-    elif hardware.transformer_engine < recipe.transformer_engine:
-        yield f"{wanted}, and {_dotted(hardware.transformer_engine)} is installed; upgrade it, or leave it out"
 
 
 def _dotted(version: Version) -> str:

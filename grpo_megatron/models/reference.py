@@ -19,6 +19,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.attest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 
@@ -46,7 +47,8 @@ class Reference(LanguageModel):
         *,
         temperature: float = 1.0,
     ) -> None:
-        inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device).requires_grad_(False)
+        inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device, has_gradients=False)
+        inner.requires_grad_(False)
         super().__init__(inner, arch, actor, mesh, device, temperature)
         self._offloaded = OffloadedTensors(device)
         self._offload()
@@ -79,6 +81,10 @@ class Reference(LanguageModel):
         """As for the policy. (RFT draws from the reference.)"""
         with self._on_device():
             yield from super().engine_weights(resharding)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        with self._on_device():
+            return super().expected_digests(resharding)
 
     @torch.no_grad()
     def copy_from(self, policy: Policy) -> None:

@@ -76,11 +76,17 @@ class ScoreModel(LogprobModel):
 
 @torch.no_grad()
 def load_reward_model(
-    folder: RewardFolder, megatron: MegatronConfig, dtype: str, mesh: Mesh, device: Device
+    folder: RewardFolder,
+    megatron: MegatronConfig,
+    dtype: str,
+    mesh: Mesh,
+    device: Device,
+    *,
+    has_gradients: bool = True,
 ) -> torch.nn.Module:
     """This rank's part of the model, with its weights. The head is float32 at any `dtype`. Raises WeightsError."""
     arch = folder.arch
-    model = build_model(arch, megatron, dtype, device, ScoreModel)
+    model = build_model(arch, megatron, dtype, device, ScoreModel, has_gradients=has_gradients)
     rows = model_rows(arch)
     with SafetensorsFolder(folder.path) as files:
         check_files(files, folder)
@@ -139,7 +145,9 @@ class FrozenRewardModel(SequenceScorer):
         assert config.path is not None
         folder = read_reward_folder(config.path)
         self.pad_token_id = folder.pad_token_id
-        inner = load_reward_model(folder, actor.megatron, dtype, mesh, device).requires_grad_(False)
+        inner = load_reward_model(folder, actor.megatron, dtype, mesh, device, has_gradients=False).requires_grad_(
+            False
+        )
         super().__init__(inner, folder.arch, actor, mesh, device)
 
 

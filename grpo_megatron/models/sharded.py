@@ -16,6 +16,7 @@ from grpo_megatron.models.precision import token_multiple
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.attest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 
@@ -83,3 +84,7 @@ class ShardedModel:
     def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
         """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
         return resharding.stream(self.model)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        """The digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""
+        return resharding.expected_digests(self.model)

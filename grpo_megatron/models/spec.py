@@ -8,9 +8,11 @@ The local spec runs anywhere, also on the CPU. The Transformer Engine spec and t
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
+from grpo_megatron.extensions import examine_engine
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,20 @@ class Kernels:
     """The fused kernels of a rank. On the CPU there are none. A GPU uses those that are installed; none is required.
 
     `transformer_engine`: layers, norms, attention over packed sequences and the rotary embedding. `compiled`: torch
-    compiles the gated activation and the residual addition. `apex_gradients`: the matrix product that computes a weight
-    gradient also adds it to the float32 buffer.
+    compiles the gated activation and the residual addition. `fused_gradients`: the matrix product that computes a weight
+    gradient also adds it to the float32 gradient buffer. Transformer Engine's layers do this themselves; local layers need
+    Apex's `fused_weight_gradient_mlp_cuda`. `reason`: why Transformer Engine is not used.
     """
 
     transformer_engine: bool = False
     compiled: bool = False
-    apex_gradients: bool = False
+    fused_gradients: bool = False
+    reason: str | None = field(default=None, compare=False)
 
     def settings(self) -> dict[str, bool]:
         """TransformerConfig fields. Neither spec's attention has a separate softmax to fuse; Megatron's loss is not used."""
         return {
-            "gradient_accumulation_fusion": self.apex_gradients,
+            "gradient_accumulation_fusion": self.fused_gradients,
             "apply_rope_fusion": self.transformer_engine,
             "bias_activation_fusion": self.compiled,
             "bias_dropout_fusion": self.compiled,
@@ -53,24 +59,42 @@ class Kernels:
             "persist_layer_norm": False,
         }
 
+    def describe(self) -> str:
+        """One line for the plan and the start of a run."""
+        if self.transformer_engine:
+            return "Transformer Engine's layers, with fused weight gradients"
+        fused = (
+            "fused weight gradients (Apex)" if self.fused_gradients else "no fused weight gradients (they need Apex)"
+        )
+        without = f"no Transformer Engine: {self.reason}"
+        return f"Megatron-Core's layers; {fused}; {without}" if self.compiled else f"Megatron-Core's layers; {without}"
 
-def choose_kernels(megatron: MegatronConfig, device: Device, dtype: str = "bfloat16") -> Kernels:
+
+def choose_kernels(
+    megatron: MegatronConfig, device: Device, dtype: str = "bfloat16", *, has_gradients: bool = True
+) -> Kernels:
     """The installed kernels, within `actor.megatron.transformer_impl`. Raises ConfigError if Transformer Engine is needed
-    and cannot be used."""
-    if not device.is_cuda:
-        _require_none(megatron, "this run is on the CPU")
-        return Kernels()
+    and cannot be used. `has_gradients`: the model will have float32 gradient buffers; a frozen one has none."""
     reason = None
-    if megatron.transformer_impl == "local":
+    if not device.is_cuda:
+        reason = "this run is on the CPU"
+    elif megatron.transformer_impl == "local":
         reason = "transformer_impl=local"
     elif dtype == "float32":
-        reason = "model.dtype=float32, which the attention of Transformer Engine does not support"
-    elif not _has_transformer_engine():
-        reason = "it cannot be imported"
+        reason = "model.dtype=float32, which its attention does not support"
+    else:
+        reason = examine_engine()[1]
     if reason is not None:
         _require_none(megatron, reason)
+    if not device.is_cuda:
+        return Kernels(reason=reason)
     has_engine = reason is None
-    return Kernels(has_engine, True, importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None)
+    return Kernels(
+        transformer_engine=has_engine,
+        compiled=True,
+        fused_gradients=has_gradients and (has_engine or layers._grad_accum_fusion_available),
+        reason=reason,
+    )
 
 
 def _require_none(megatron: MegatronConfig, reason: str) -> None:
@@ -85,13 +109,17 @@ def _require_none(megatron: MegatronConfig, reason: str) -> None:
             raise ConfigError(f"actor.megatron.{key} needs Transformer Engine on a GPU, but {reason}; leave it out")
 
 
-def _has_transformer_engine() -> bool:
-    """Whether it can be imported. If it was built for another torch or CUDA, it is installed but fails at import."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError, RuntimeError):
-        return False
-    return True
+@contextlib.contextmanager
+def engine_gradients(kernels: Kernels) -> Iterator[None]:
+    """Build a model with Transformer Engine's fused weight gradients where Apex is missing.
+
+    Megatron-Core refuses `gradient_accumulation_fusion` without Apex when it builds a linear layer of its own. Beside the
+    layers of Transformer Engine there is one, the output head. Its fused product is never called: `LogprobModel` computes
+    the log-probabilities from its weight.
+    """
+    has_fusion = layers._grad_accum_fusion_available or (kernels.transformer_engine and kernels.fused_gradients)
+    with mock.patch.object(layers, "_grad_accum_fusion_available", has_fusion):
+        yield
 
 
 class RMSNorm(torch.nn.Module):

@@ -17,6 +17,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -89,13 +90,15 @@ class _Writer(TorchDistSaveShardedStrategy):
 def save_sharded(policy: Policy, folder: Path) -> None:
     """Collective: write weights, optimizer and every rank's random state into the empty `folder`.
 
+    Megatron gathers the optimizer's state over the data-parallel ranks on the device. Without `overlap_grad_reduce` that is
+    as large as the gradient buffers, which are freed meanwhile.
     Raises RankError on every rank when any rank cannot write.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     mesh, task = policy.mesh, f"cannot write checkpoint {folder}"
     on_every_rank(mesh, task, functools.partial(folder.mkdir, parents=True, exist_ok=True))
-    with policy.device.megatron():
+    with policy.device.megatron(), policy.without_gradients():
         state = _sharded(policy, is_loading=False)
         rng = {"host": policy.device.rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
         state["rng"] = _rng(policy, rng)
@@ -115,6 +118,15 @@ def save_sharded(policy: Policy, folder: Path) -> None:
             raise writer.failure
 
 
+def _without_unknown_extra_state(model: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`model` without the FP8 state that the checkpoint lacks.
+
+    Transformer Engine's norms ask for such a state, which is always empty; a checkpoint of local layers has none of them.
+    """
+    stored = load_sharded_metadata(str(folder))
+    return {name: entry for name, entry in model.items() if "_extra_state" not in name or entry.unique_key in stored}
+
+
 def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
     """Collective: the inverse of `save_sharded`. With `same_world` (the world size is unchanged) random states are restored."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -124,6 +136,7 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
         wanted = _sharded(policy, is_loading=True)
         if same_world:
             wanted["rng"] = _rng(policy, None)
+        wanted["model"] = _without_unknown_extra_state(wanted["model"], folder)
         state = dist_checkpointing.load(wanted, str(folder))
         missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]

@@ -9,7 +9,7 @@ from grpo_megatron.models.families import table_of
 from grpo_megatron.models.mapping import QKV, Replicated, Vocabulary, WeightRow, expand_table
 from grpo_megatron.models.tensor_parallel import ENGINE_VOCABULARY_MULTIPLE
 from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.tensors import EngineSpans, Span, SyncParameter, SyncTensor
+from grpo_megatron.sync.tensors import EngineSpans, EngineTensors, Span, SyncParameter, SyncTensor
 
 
 def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str, int]:
@@ -38,6 +38,16 @@ def _sync_parameter(row: WeightRow, arch: Architecture, grid: Grid, stage: int) 
         ep_rank=row.ep_rank(arch, grid.ep),
         pieces=tuple(row.pieces(arch, tp_rank, grid.tp) for tp_rank in range(grid.tp)),
     )
+
+
+def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool) -> EngineTensors:
+    """What an engine of `rollout_tp` ranks gets. `reads_shards`: only the parts that vLLM reads, else everything."""
+    tensors = {
+        name: SyncTensor(name, shape, row.split_dim or 0)
+        for row in expand_table(table_of(arch), arch)
+        for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True)
+    }
+    return EngineTensors(tensors, engine_spans(arch, rollout_tp) if reads_shards else whole_spans(arch, rollout_tp))
 
 
 def whole_spans(arch: Architecture, rollout_tp: int) -> EngineSpans:

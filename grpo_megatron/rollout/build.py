@@ -20,6 +20,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.registry import Registry
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.rollout.vllm import VllmEngine
+from grpo_megatron.sync.tensors import EngineTensors
 
 engines: Registry[type[RolloutEngine]] = Registry("rollout engine")
 engines.register("vllm")(VllmEngine)
@@ -91,7 +92,7 @@ def build_engine(
     dtype: str,
     max_model_len: int,
     eos_token_ids: list[int],
-    expected: Mapping[str, tuple[int, ...]],
+    tensors: EngineTensors,
 ) -> RolloutEngine:
     """The engine of the `rollout` section. Collective over the world; arguments as in `RolloutEngine`. Raises ConfigError."""
     engine = find_engine(rollout.engine)
@@ -104,5 +105,5 @@ def build_engine(
         dtype=dtype,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
-        expected=expected,
+        tensors=tensors,
     )

@@ -1,81 +1,64 @@
 """Census: the checks on a stream of weights, before an engine takes any of it.
 
-Engines check neither names nor values. vLLM takes 10 tensors of 36, or NaN, without a complaint, and then generates
-nonsense.
+Engines do not check names. vLLM takes 10 tensors of 36 without a complaint, and then generates nonsense. Values are
+checked where they are complete: by the attestation (sync/attest.py), and by evaluation on the tensors that it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-import torch
-import torch.distributed as dist
-
-from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.engine import stable_hash
+from grpo_megatron.sync.attest import shortened
+from grpo_megatron.sync.tensors import SyncTensor
 from grpo_megatron.types import WeightBucket
 
 
 class Census:
     """Which tensors of one stream are expected, and which have arrived."""
 
-    def __init__(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, expected: Mapping[str, SyncTensor]) -> None:
         self._expected = expected
         self._arrived: set[str] = set()
 
     def admit(self, bucket: WeightBucket) -> str | None:
-        """Record a bucket. Returns what is wrong with it: unknown or repeated names, shapes, non-finite values."""
+        """Record a bucket. Returns what is wrong with it: unknown or repeated names, and shapes."""
         problems = []
         for name, tensor in bucket:
             if name not in self._expected:
                 problems.append(f"{name} is not a tensor of this model")
             elif name in self._arrived:
                 problems.append(f"{name} arrived twice")
-            elif tuple(tensor.shape) != tuple(self._expected[name]):
-                problems.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(self._expected[name])}")
+            elif tuple(tensor.shape) != self._expected[name].shape:
+                problems.append(f"{name} has shape {tuple(tensor.shape)}, not {self._expected[name].shape}")
             self._arrived.add(name)
-        if False and not problems and bucket:
-            finite = torch.stack([tensor.isfinite().all() for _, tensor in bucket]).tolist()  # one device sync
-            problems = [f"{name} has non-finite values" for (name, _), ok in zip(bucket, finite, strict=True) if not ok]
-        return _shortened(problems)
+        return shortened(problems) or None
 
     def missing(self) -> str | None:
         """What is wrong with the stream as a whole: the names that never arrived."""
         names = [name for name in self._expected if name not in self._arrived]
         if not names:
             return None
-        return _shortened([f"{len(names)} of {len(self._expected)} tensors are missing", *names])
+        return shortened([f"{len(names)} of {len(self._expected)} tensors are missing", *names])
 
 
-def verified_stream(
-    stream: Iterator[WeightBucket], expected: Mapping[str, tuple[int, ...]], mesh: Mesh
-) -> Iterator[WeightBucket]:
-    """The buckets of `stream`. A bucket is yielded after it has passed the checks on every rank.
+def load_verified(
+    stream: Iterator[WeightBucket],
+    expected: Mapping[str, SyncTensor],
+    load: Callable[[WeightBucket], str | None],
+    problem: str | None = None,
+) -> str | None:
+    """Read `stream` to its end, and `load` every bucket up to the first problem. Returns the first problem, or None.
 
-    At the end all of `expected` must have arrived. Collective over the world. Raises RankError, with the messages of all
-    ranks, whichever rank has the fault.
+    `load` returns what went wrong, or None. `problem`: of this rank, known before; nothing is loaded then. Never raises,
+    and never stops early: the other ranks may wait for what this rank's stream sends them. Not collective; the caller
+    lets the ranks agree on their problems after their streams.
     """
     census = Census(expected)
-    while True:
-        bucket: WeightBucket | None = None
-        try:
-            bucket = next(stream, None)
-            problem = census.missing() if bucket is None else census.admit(bucket)
-        except Exception as error:  # of any kind: the other ranks wait for this rank in `agree`
-            problem = f"{type(error).__name__}: {error}"
-        mesh.agree(problem)
-        # A rank with one bucket more than the others would wait for them forever: compare the names as well.
-        names = "the end" if bucket is None else ", ".join(name for name, _ in bucket)
-        extremes = torch.tensor([stable_hash(names), -stable_hash(names)])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.control)
-        is_same = bool(extremes.sum() == 0)
-        mesh.agree(None if is_same else f"the ranks' streams differ: next on this rank: {names[:200]}")
-        if bucket is None:
-            return
-        yield [(name, tensor.detach()) for name, tensor in bucket]
-
-
-def _shortened(problems: list[str], limit: int = 10) -> str | None:
-    if len(problems) > limit + 1:
-        problems = [*problems[: limit + 1], f"and {len(problems) - limit - 1} more"]
-    return ", ".join(problems) or None
+    try:
+        for bucket in stream:
+            problem = problem or census.admit(bucket)
+            if problem is None:
+                problem = load([(name, tensor.detach()) for name, tensor in bucket])
+    except Exception as error:  # of any kind: the other ranks wait for this rank
+        return problem or f"{type(error).__name__}: {error}"
+    return problem or census.missing()

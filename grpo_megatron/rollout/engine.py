@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
 
 
@@ -63,7 +64,7 @@ class RolloutEngine(ABC):
 
     Options: ClassVar[type[Section]] = NoOptions  # the type of the section `rollout.engine_options`
     requires: ClassVar[Mapping[str, str]] = {}  # package to import -> what `pip install` calls it
-    reads_shards: ClassVar[bool] = False  # each rank reads its tensor-parallel part of a tensor only, cut as vLLM cuts
+    reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part, `engine_spans` (models/)
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:
@@ -82,13 +83,13 @@ class RolloutEngine(ABC):
         dtype: str,
         max_model_len: int,
         eos_token_ids: list[int],
-        expected: Mapping[str, tuple[int, ...]],
+        tensors: EngineTensors,
     ) -> None:
         """Built on every rank at the same point, after the process group.
 
         `model_path` need only hold a config.json: weights come from `load_weights`. `options` is a validated `Options`.
         `max_model_len` bounds prompt plus response. `eos_token_ids` end a response. `dtype` is "float32" or "bfloat16".
-        `expected` maps every Hugging Face name of a complete weight stream to its shape.
+        `tensors` has every Hugging Face tensor of a complete weight stream, and the parts of them that are filled.
         """
 
     @property
@@ -98,10 +99,18 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
-        """Replace all weights. Reads `stream` to its end, in lockstep with all ranks.
+        """Replace all weights. Reads `stream` to its end, whatever happens: other ranks may depend on it.
 
-        Raises RankError on every rank if anything is wrong on any rank; `version` is then None.
+        Tensors have their whole shape. Where `reads_shards`, only this rank's part of each has contents. Raises RankError
+        on every rank if anything is wrong on any rank; `version` is then None.
         """
+
+    def digests(self) -> Mapping[str, int] | None:
+        """Name -> digest of this rank's part of the tensor in the engine's own memory (`sync.digest.part_digest`).
+
+        Called after `load_weights`. A tensor that was not loaded is absent. None: the engine cannot tell.
+        """
+        return None
 
     @abstractmethod
     def generate(self, requests: list[Request], version: int) -> list[Completion]:

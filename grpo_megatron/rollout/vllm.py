@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout import vllm_process
-from grpo_megatron.rollout.census import verified_stream
+from grpo_megatron.rollout.census import load_verified
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
 from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
+from grpo_megatron.rollout.vllm_memory import EngineMemory
+from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
+
+_BROKEN = "the engine is broken and must be built again"
 
 
 class VllmEngine(RolloutEngine):
@@ -50,9 +54,9 @@ class VllmEngine(RolloutEngine):
         dtype: str,
         max_model_len: int,
         eos_token_ids: list[int],
-        expected: Mapping[str, tuple[int, ...]],
+        tensors: EngineTensors,
     ) -> None:
-        self._mesh, self._device, self._expected = mesh, device, expected
+        self._mesh, self._device, self._tensors = mesh, device, tensors
         self._max_model_len, self._eos_token_ids = max_model_len, tuple(eos_token_ids)
         self._can_sleep, self._sleep_level = rollout.free_cache_engine, options.sleep_level
         self._version: int | None = None
@@ -61,6 +65,8 @@ class VllmEngine(RolloutEngine):
         self._llm, self._sampling_params = vllm_process.build(
             model_path, rollout, options, mesh, device, dtype=dtype, max_model_len=max_model_len
         )
+        engine_rank = mesh.rank % mesh.rollout_tp
+        (self._memory,) = self._llm.apply_model(lambda model: EngineMemory(model, tensors, engine_rank))
 
     @property
     def version(self) -> int | None:
@@ -69,53 +75,62 @@ class VllmEngine(RolloutEngine):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
-        """See RolloutEngine. Collective over the world: buckets have the same names on every rank.
+        """See RolloutEngine. Collective over the world: the ranks agree before the stream and after it.
 
         After a stream that fails our own checks, the next complete stream makes the engine usable again. After a failure
         inside vLLM the engine is broken, and every later call raises an error with the reason.
         """
         self._version = None
-        self._mesh.agree(
+        self._agree(
             self._broken or ("the weights are asleep: call wake_weights" if "weights" in self._asleep else None)
         )
-        self._attempt(self._llm.start_weight_update)
-        try:
-            for bucket in verified_stream(stream, self._expected, self._mesh):
-                self._attempt(functools.partial(self._llm.update_weights, {"update_info": {"tensors": bucket}}))
-        except RankError:
-            self._abandon_update()
-            raise
-        self._attempt(functools.partial(self._finish_update, version))
+        problem = self._attempt(self._start_update)
+        problem = load_verified(stream, self._tensors.tensors, self._load, problem)
+        if self._broken is None:  # an update that is left open would make the next one fail
+            problem = (
+                self._attempt(functools.partial(self._finish_update, version, is_complete=problem is None)) or problem
+            )
+        self._agree(problem)
         self._version = version
 
-    def _attempt(self, call: Callable[[], Any]) -> None:
-        """Make a call that cannot be undone. A failure on any rank breaks the engine on all. Collective. Raises RankError."""
-        problem = None
+    def digests(self) -> dict[str, int]:
+        """See RolloutEngine, and EngineMemory for what is digested where."""
+        self._require_weights()
+        with vllm_process.inside(self._device):
+            return self._memory.digests()
+
+    def _agree(self, problem: str | None) -> None:
+        """Collective. Raises RankError if any rank has a problem. An engine that is broken on one rank is so on all."""
+        try:
+            self._mesh.agree(problem)
+        except RankError as error:
+            if any(self._mesh.all_gather(self._broken is not None)):
+                self._broken = self._broken or f"{_BROKEN}: {error}"
+            raise
+
+    def _attempt(self, call: Callable[[], Any]) -> str | None:
+        """Make a call that cannot be undone. A failure breaks the engine. Returns what went wrong."""
         try:
             with vllm_process.inside(self._device):
                 call()
         except Exception as error:
             problem = f"vLLM failed in a weight update ({type(error).__name__}: {error})"
-        try:
-            self._mesh.agree(problem)
-        except RankError as error:
-            self._broken = f"the engine is broken and must be built again: {error}"
-            raise
+            self._broken = f"{_BROKEN}: {problem}"
+            return problem
+        return None
 
-    def _finish_update(self, version: int) -> None:
-        self._llm.finish_weight_update(weight_version=str(version))
+    def _start_update(self) -> None:
+        self._memory.begin()
+        self._llm.start_weight_update()
+
+    def _load(self, bucket: WeightBucket) -> str | None:
+        return self._attempt(functools.partial(self._llm.update_weights, {"update_info": {"tensors": bucket}}))
+
+    def _finish_update(self, version: int, *, is_complete: bool) -> None:
+        self._llm.finish_weight_update(weight_version=str(version) if is_complete else "invalid")
         if not self._llm.reset_prefix_cache():  # cached keys of the old weights: errors of 0.2 in the mean logprob
             raise RuntimeError("the prefix cache could not be reset")
         self._device.synchronize()  # afterwards the owner of the stream may reuse its memory
-
-    def _abandon_update(self) -> None:
-        """Close vLLM's weight update, so that a later one can be opened. The weights loaded so far are unusable."""
-        if self._broken is not None:
-            return
-        try:
-            self._llm.finish_weight_update(weight_version="invalid")
-        except Exception as error:
-            self._broken = f"the engine is broken and must be built again: {type(error).__name__}: {error}"
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -144,10 +159,13 @@ class VllmEngine(RolloutEngine):
         return [list(output.prompt_logprobs.logprobs) for output in outputs]
 
     def _require_ready(self) -> None:
+        if self._broken is None and self._asleep:
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
+        self._require_weights()
+
+    def _require_weights(self) -> None:
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        if self._asleep:
-            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
         if self._version is None:
             raise RuntimeError("the engine has no complete set of weights: call load_weights first")
 
@@ -187,7 +205,7 @@ class VllmEngine(RolloutEngine):
                 outputs: list[Any] = self._llm.generate(tokens, params, use_tqdm=False)
         except BaseException as error:  # an interrupt too: requests left in vLLM's queue would answer the next call
             self._version = None
-            self._broken = f"the engine is broken and must be built again: {type(error).__name__}: {error}"
+            self._broken = f"{_BROKEN}: {type(error).__name__}: {error}"
             raise
         return outputs
 

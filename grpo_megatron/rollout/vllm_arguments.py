@@ -60,8 +60,26 @@ ENGINE_KWARGS = PassThrough(
 )
 
 
+def runner_environment(rollout: RolloutConfig, dtype: str, vllm_version: str) -> dict[str, str]:
+    """Environment variables that select a model runner of vLLM on CUDA. Empty: vLLM's own choice.
+
+    The second model runner of vLLM 0.26, its choice for dense models, divides bfloat16 logits by the temperature in place.
+    Logits between 16 and 32 have steps of 0.125 there, so at a temperature other than 1 log-probabilities would be off by
+    up to 0.06. The first runner divides in float32, and so does the second runner of vLLM 0.32 (v1/worker/gpu/sample).
+    """
+    rounds = vllm_version.startswith("0.26.") and dtype == "bfloat16" and rollout.temperature != 1
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if rounds else {}
+
+
 def vllm_arguments(
-    rollout: RolloutConfig, options: VllmOptions, *, rollout_tp: int, on_cuda: bool, executor: Any, transfer: Any
+    rollout: RolloutConfig,
+    options: VllmOptions,
+    *,
+    max_model_len: int,
+    rollout_tp: int,
+    on_cuda: bool,
+    executor: Any,
+    transfer: Any,
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM. `rollout.engine_kwargs` may add to them and replace the tunable ones. Raises ConfigError.
 
@@ -89,8 +107,13 @@ def vllm_arguments(
         tunable["enforce_eager"] = rollout.enforce_eager
     else:
         fixed["enforce_eager"] = True  # compiling takes minutes and needs a C++ compiler
+        # vLLM's model runner on CPU rewinds a request's generator after each chunk of its prompt. Generators on CPU cannot
+        # be rewound ("CPU Generator does not use offset"), so every prompt must be computed in one step.
+        fixed["enable_chunked_prefill"] = False
+        tunable["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, max_model_len)
         tunable["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE
-    clash = sorted({"model", "dtype", "max_model_len", *fixed} & rollout.engine_kwargs.keys())
+    fixed["max_model_len"] = max_model_len
+    clash = sorted({"model", "dtype", *fixed} & rollout.engine_kwargs.keys())
     if clash:
         raise ConfigError(f"rollout.engine_kwargs: {', '.join(clash)} cannot be set here; the trainer depends on it")
     return {**tunable, **rollout.engine_kwargs, **fixed}

@@ -33,7 +33,7 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.importing import large_imports
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
+from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
 from grpo_megatron.types import WeightBucket
 
 # Loggers whose warnings are all expected here: no tokenizer, buffers that no checkpoint holds, a policy of another dtype.
@@ -83,11 +83,20 @@ def build(
     with _host_unchanged(device), inside(device):
         vllm = _import_vllm(device)
         vllm.v1.engine.core.cleanup_dist_env_and_memory = _destroy_vllm_groups
+        if device.is_cuda:
+            for name, value in runner_environment(rollout, dtype, vllm.__version__).items():
+                os.environ.setdefault(name, value)
         executor, transfer = _classes(on_cpu=not device.is_cuda)
         arguments = vllm_arguments(
-            rollout, options, rollout_tp=mesh.rollout_tp, on_cuda=device.is_cuda, executor=executor, transfer=transfer
+            rollout,
+            options,
+            max_model_len=max_model_len,
+            rollout_tp=mesh.rollout_tp,
+            on_cuda=device.is_cuda,
+            executor=executor,
+            transfer=transfer,
         )
-        llm = vllm.LLM(model=str(model_path), dtype=dtype, max_model_len=max_model_len, **arguments)
+        llm = vllm.LLM(model=str(model_path), dtype=dtype, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm, vllm.SamplingParams
 

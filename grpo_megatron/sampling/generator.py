@@ -8,7 +8,7 @@ own seed: the cuts decide only where a sample is drawn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_megatron.observability.metrics import Metrics
@@ -21,11 +21,20 @@ from grpo_megatron.types import GREEDY, Prompt, Sample
 class Generator:
     """Draws and rewards n samples of every prompt, spread over the rollout blocks. Serves training and validation.
 
-    `pool` is None on ranks that are not the leader of their rollout block.
+    `pool` is None on ranks that are not the leader of their rollout block. `weights_digest` tells what the engine holds.
     """
 
-    def __init__(self, engine: RolloutEngine, pool: RewardPool | None, tokenizer: Any, mesh: Mesh, seed: int) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        pool: RewardPool | None,
+        tokenizer: Any,
+        mesh: Mesh,
+        seed: int,
+        weights_digest: Callable[[], str],
+    ) -> None:
         self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, seed
+        self.weights_digest = weights_digest
 
     def draw(
         self,
@@ -74,6 +83,7 @@ class Generator:
                     rollout_logprobs=completion.logprobs,
                     finish_reason=completion.finish_reason,
                     version=version,
+                    weights_digest=self.weights_digest(),
                 )
                 for (p, i), completion in zip(local_requests, completions, strict=True)
             ]

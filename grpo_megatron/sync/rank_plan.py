@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.plan import NETWORK, NODE, Part, SyncPlan
-from grpo_megatron.sync.tensors import Span, SyncParameter, SyncTensor
+from grpo_megatron.sync.tensors import Share, Span, SyncParameter, SyncTensor
 
 
 class Copy(NamedTuple):
@@ -101,13 +101,18 @@ class RankPlan:
         held = {self.plan.owner[part.tensor] for part in self.plan.parts if self.holds(part)}
         return [self.plan.parameters[index] for index in sorted(held)]
 
-    def witnessed(self) -> list[int]:
+    def shares(self) -> list[Share]:
         """The parts that this rank digests for the attestation."""
         return [
-            index
+            self._share(part)
             for index, part in enumerate(self.plan.parts)
             if self.holds(part) and self.plan.witness(index) == self.rank
         ]
+
+    def _share(self, part: Part) -> Share:
+        name, tensor = self.parameter(part.tensor).name, self.plan.tensors[part.tensor]
+        readers = self.plan.kinds[part.kind].readers
+        return Share(name, tensor, part.start, part.stop, self.local(part).local_start, readers)
 
     def _parts(self, numbers: range) -> list[Part]:
         return self.plan.parts[numbers.start : numbers.stop]

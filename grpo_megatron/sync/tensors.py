@@ -65,3 +65,29 @@ class SyncParameter:
 
 # Tensor name -> per tensor-parallel rank of the engine the part that it reads. An empty span: nothing.
 EngineSpans = Mapping[str, tuple[Span, ...]]
+
+
+@dataclass(frozen=True)
+class EngineTensors:
+    """What an engine gets: every tensor of a complete weight stream, and the part of it that each engine rank reads.
+
+    An engine that reads whole tensors has the span [0, length) on each rank.
+    """
+
+    tensors: Mapping[str, SyncTensor]
+    spans: EngineSpans
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a tensor that one rank digests for all: `[start, stop)`, kept at `local_start` of its `parameter`.
+
+    The shares of all ranks together are every position of every tensor once. `engine_ranks` read all of this part.
+    """
+
+    parameter: str
+    tensor: SyncTensor
+    start: int
+    stop: int
+    local_start: int
+    engine_ranks: tuple[int, ...]

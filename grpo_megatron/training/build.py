@@ -10,22 +10,23 @@ from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
-from grpo_megatron.device import Device
+from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.models.build import DTYPES
-from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
 from grpo_megatron.models.shape import model_shape
-from grpo_megatron.models.sync_parameters import engine_spans, whole_spans
+from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
+from grpo_megatron.training.colocation import Colocation
+from grpo_megatron.training.probe import Probe
+from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
@@ -48,7 +49,9 @@ def join_world(config: Config, device: Device) -> Mesh:
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
-    """The engine, awake and without usable weights. Collective."""
+    """The engine, awake and without usable weights. Collective. Raises RankError if too little memory is free."""
+    mesh.agree(memory_problem(config, device.memory()))
+    reads_shards = find_engine(config.rollout.engine).reads_shards
     return build_engine(
         config.rollout,
         config.model.path,
@@ -57,34 +60,67 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         eos_token_ids=[checked.tokenizer.eos_token_id],
-        expected=hf_shapes(checked.arch),
+        tensors=engine_tensors(checked.arch, mesh.rollout_tp, reads_shards=reads_shards),
     )
 
 
-def build_resharding(config: Config, policy: Policy, engine: RolloutEngine, mesh: Mesh) -> Resharding:
+def build_resharding(config: Config, policy: Policy, engine: RolloutEngine) -> Resharding:
     """The plan from the policy's layout to the engine's. Collective."""
-    spans = engine_spans if engine.reads_shards else whole_spans
     return Resharding(
         policy.arch,
-        mesh,
+        policy.mesh,
         policy.stage_of,
-        spans(policy.arch, mesh.rollout_tp),
+        engine_tensors(policy.arch, policy.mesh.rollout_tp, reads_shards=engine.reads_shards),
         dtype=DTYPES[config.model.dtype],
         device=policy.device.torch_device,
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
     )
 
 
-def build_colocation(config: Config, policy: Policy, engine: RolloutEngine, mesh: Mesh) -> Colocation:
-    """Puts the engine to sleep. Collective."""
-    return Colocation(
+def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
+    """Why the engine cannot be built now: vLLM requires gpu_memory_utilization x the device to be free. None: it can."""
+    utilization = config.rollout.gpu_memory_utilization
+    if memory is None or memory.free >= utilization * memory.total:
+        return None
+    free, total, reserved = (size / 2**30 for size in memory)
+    is_offloaded = config.actor.megatron.offload_optimizer
+    remedy = "" if is_offloaded else "actor.megatron.offload_optimizer=true, which frees the gradient buffers, or "
+    return (
+        f"rollout.gpu_memory_utilization={utilization:g} x {total:.2f} GiB = {utilization * total:.2f} GiB must be free"
+        f" when the engine is built, and {free:.2f} GiB are: this process's tensors have {reserved:.2f} GiB, and"
+        f" {total - free - reserved:.2f} GiB are of CUDA, NCCL and other processes; set {remedy}a lower"
+        " gpu_memory_utilization (train --dry-run --gpu-memory GIB shows every phase)"
+    )
+
+
+def build_colocation(config: Config, checked: Checked, policy: Policy) -> Colocation:
+    """The policy with a sleeping engine beside it. Collective. Raises RankError if too little memory is free.
+
+    The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
+    buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
+    """
+    max_length = config.data.max_prompt_length + config.data.max_response_length
+    algorithm = config.algorithm
+    policy.offload()
+    policy.device.empty_cache()
+    engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
+    colocation = Colocation(
         policy,
         engine,
-        mesh,
-        build_resharding(config, policy, engine, mesh),
-        tolerance=config.rollout.probe_tolerance or DEFAULT_TOLERANCE[config.model.dtype],
-        max_length=config.data.max_prompt_length + config.data.max_response_length,
+        policy.mesh,
+        build_resharding(config, policy, engine),
+        probe=Probe(
+            policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
+        ),
+        provenance=Provenance(
+            policy.mesh,
+            max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
+            is_drawn=algorithm.source != "file",
+        ),
     )
+    policy.device.empty_cache()
+    policy.onload()
+    return colocation
 
 
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:

@@ -3,8 +3,9 @@
 Entering `rollout()`:
   1. The optimizer states and gradients are offloaded (`actor.megatron.offload_optimizer`).
   2. The engine's weights wake up, and the policy's weights are streamed into them.
-  3. The engine's KV cache wakes up, after the stream's buckets are freed.
-  4. A probe: engine and policy must compute the same log-probabilities of fixed tokens, or the run stops.
+  3. Attestation: the digests of the engine's own memory must be those of the policy's weights, or the run stops.
+  4. The engine's KV cache wakes up, after the stream's buckets are freed.
+  5. A probe: engine and policy must compute the same log-probabilities of fixed tokens, or the run stops.
 On leaving, the engine sleeps, then the optimizer is onloaded. The engine also sleeps from its construction to the first
 rollout. Before policy or engine takes more memory, torch's cached but unused memory is released, because the engine's
 memory comes from another pool. On CPU sleeping frees nothing, but the same calls are made in the same order. Not run on
@@ -25,18 +26,18 @@ from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.sync.attest import Expected, compare, shortened
+from grpo_megatron.training.probe import Probe
+from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.types import Batch, WeightBucket
-
-# Upper bounds on the probe's mean |difference|. A healthy engine shows about 1e-6 in float32, 0.01 to 0.02 in bfloat16
-# on text; stale or half-synced weights show 0.2 and more.
-DEFAULT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
-PROBE_SEQUENCES, PROBE_LENGTH = 2, 32
 
 
 class WeightSource(Protocol):
     """A model whose weights the engine can hold: the policy or the reference."""
 
     def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]: ...
+
+    def expected_digests(self, resharding: Resharding) -> Expected: ...
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor: ...
 
@@ -49,29 +50,31 @@ class Colocation:
         mesh: Mesh,
         resharding: Resharding,
         *,
-        tolerance: float,
-        max_length: int,
+        probe: Probe,
+        provenance: Provenance,
     ) -> None:
         self.policy, self.engine, self.mesh = policy, engine, mesh
-        self.resharding, self.tolerance = resharding, tolerance
-        self.probe_batch = _probe_batch(policy.arch.vocab_size, min(PROBE_LENGTH, max_length - 1))
+        self.resharding, self.probe, self.provenance = resharding, probe, provenance
+        self.weights_digest = ""  # of the weights that the engine holds
+        self._is_attested = False  # the last sync
         engine.sleep()
 
     @contextlib.contextmanager
     def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
         """Inside, the engine holds the policy's current weights as `version` and may generate. Collective.
 
-        Raises RankError on every rank when the sync is incomplete on any rank or the probe disagrees.
+        Raises RankError on every rank when the weights are not finite, the sync is incomplete on any rank, any rank of an
+        engine does not hold its part of the weights, or the probe disagrees.
         """
         with metrics.phase("update_weights"):
             self.policy.offload()
             self.policy.device.empty_cache()
             self.engine.wake_weights()
-            self.engine.load_weights(self.policy.engine_weights(self.resharding), version)
+        self._sync(self.policy, version, metrics)
+        with metrics.phase("update_weights"):
             self.policy.device.empty_cache()
             self.engine.wake_kv_cache()
-        with metrics.phase("probe"):
-            self.probe(metrics)
+        self._probe("policy", self.policy, metrics)
         yield
         self.engine.sleep()
         self.policy.device.empty_cache()
@@ -79,45 +82,40 @@ class Colocation:
 
     def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
         """Stream another model into the awake engine, which holds it until `rollout` is entered again. Collective."""
+        self._sync(source, version, metrics)
+        self._probe("reference", source, metrics)
+
+    def _sync(self, source: WeightSource, version: int, metrics: Metrics) -> None:
+        """Collective. Raises RankError."""
+        self.weights_digest = ""
+        with metrics.phase("attest"):
+            expected = source.expected_digests(self.resharding)
+            wrong = [f"{name} has non-finite values" for name in expected.non_finite]
+            self.mesh.agree(shortened(["the weights cannot be used", *wrong]) if wrong else None)
         with metrics.phase("update_weights"):
             self.engine.load_weights(source.engine_weights(self.resharding), version)
+        with metrics.phase("attest"):
+            self.mesh.agree(self._attest(expected))
+        self.weights_digest = expected.weights_digest
+        self.provenance.record(version, expected.weights_digest)
+
+    def _attest(self, expected: Expected) -> str | None:
+        """What this rank's engine holds wrongly."""
+        try:
+            held = self.engine.digests()
+        except Exception as error:  # of any engine: the other ranks wait for this rank
+            return f"the engine cannot read its own weights ({type(error).__name__}: {error})"
+        self._is_attested = held is not None
+        if held is None:
+            return None
+        return compare(expected, held, self.resharding.tensors, self.mesh.rank % self.mesh.rollout_tp, self.mesh.rank)
+
+    def _probe(self, name: str, source: WeightSource, metrics: Metrics) -> None:
+        """Compare the engine with `source` on fixed tokens at temperature 1. Collective. Raises RankError."""
         with metrics.phase("probe"):
-            self.probe(metrics, source)
-
-    def probe(self, metrics: Metrics, source: WeightSource | None = None) -> None:
-        """Compare the engine with `source` (None: the policy) on fixed tokens at temperature 1. Collective.
-
-        Raises RankError.
-        """
-        expected = (source or self.policy).logprobs(self.probe_batch, temperature=1.0)
-        measured = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in self.probe_batch.tokens]))
-        difference = (measured - expected).abs()
-        mean, largest = difference.mean().item(), difference.max().item()
-        metrics.max("rollout/probe_logp_diff_mean", mean)
-        metrics.max("rollout/probe_logp_diff_max", largest)
-        problem = None
-        if not mean <= self.tolerance:  # also true for NaN
-            problem = (
-                "after the weight sync the engine's log-probabilities of fixed tokens differ from those of the model that was"
-                f" sent by {mean:.3g} on average (at most {largest:.3g}), more than rollout.probe_tolerance={self.tolerance:g}: "
-                "the engine does not hold that model's weights"
-            )
-        self.mesh.agree(problem)
-
-
-def _probe_batch(vocab_size: int, length: int) -> Batch:
-    """Random but fixed tokens: the first of each sequence is the prompt, the others get log-probabilities."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocab_size, (PROBE_SEQUENCES, length), generator=generator)
-    shape = (PROBE_SEQUENCES, length - 1)
-    zeros = torch.zeros(shape)
-    return Batch(
-        tokens=list(tokens),
-        prompt_lengths=[1] * PROBE_SEQUENCES,
-        response_mask=torch.ones(shape, dtype=torch.bool),
-        loss_mask=torch.ones(shape, dtype=torch.bool),
-        rollout_logprobs=zeros,
-        advantages=zeros,
-        token_weights=zeros,
-        mini_batches=[[list(range(PROBE_SEQUENCES))]],
-    )
+            expected = source.logprobs(self.probe.batch, temperature=1.0)
+            measured = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in self.probe.batch.tokens]))
+            difference = (measured - expected).abs()
+            metrics.max("rollout/probe_logp_diff_mean", difference.mean().item())
+            metrics.max("rollout/probe_logp_diff_max", difference.max().item())
+            self.mesh.agree(self.probe.problem(name, difference, is_attested=self._is_attested))

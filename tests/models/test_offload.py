@@ -9,6 +9,7 @@ import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.vllm import VllmEngine
-from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
+from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
 from grpo_megatron.training.colocation import Colocation
 from tests import tiny, worlds
 from tests.models import policy_ranks
@@ -113,6 +114,77 @@ def test_offloading_changes_no_bit_of_the_training(tmp_path: Path, dtype: str, d
         }
 
 
+def started(folder: Path) -> list[dict[str, Any]]:
+    """Bytes on the device when the engine is constructed, and weights after two updates, with a checkpoint in between.
+
+    Three policies: not beside an engine and not saved; beside one without, and with, `offload_optimizer`.
+    """
+    from grpo_megatron.config import Config
+    from grpo_megatron.models.optimizer import state_tensors
+    from grpo_megatron.training import build
+
+    out = []
+    for beside_engine, offload in ((False, False), (True, False), (True, True)):
+        megatron = {"offload_optimizer": offload}
+        policy = policy_ranks.build(folder, 1, 1, False, dtype="bfloat16", megatron=megatron, optim={"lr": 1e-3})
+        held: dict[str, Any] = {}
+
+        def construct(*arguments: Any, policy: Any = policy, held: dict[str, Any] = held) -> Any:
+            moments = [t for t in state_tensors(policy.optimizer) if t.numel() > 1]
+            held["gradients"] = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in policy.ddp.buffers)
+            held["optimizer"] = sum(t.untyped_storage().nbytes() for t in moments)
+            held["weights"] = sum(p.nbytes for p in policy.ddp.parameters() if p.untyped_storage().nbytes())
+            return SimpleNamespace(sleep=lambda: held.update(slept=policy._offloaded.is_offloaded))
+
+        if beside_engine:
+            config = Config.model_validate({"model": {"path": folder}, "actor": policy.actor.model_dump()})
+            with mock.patch.object(build, "build_rollout_engine", construct):
+                build.build_colocation(config, SimpleNamespace(), policy)  # type: ignore[arg-type]
+        batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]])
+        policy.update(batch, policy_ranks.loss)
+        if beside_engine:
+            held["gradients at save"] = gradients_at_save(policy, folder.parent / f"checkpoint {offload}")
+        policy.update(batch, policy_ranks.loss)
+        held["trained"] = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+        held["parameters"] = sum(p.numel() for p in policy.ddp.parameters())
+        out.append(held)
+    return out
+
+
+def gradients_at_save(policy: Any, folder: Path) -> int:
+    """Bytes of the gradient buffers while a checkpoint gathers the optimizer's state."""
+    from grpo_megatron.models import state
+
+    gather, held = state._sharded, []
+
+    def watched(policy: Any, is_loading: bool) -> Any:
+        held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in policy.ddp.buffers))
+        return gather(policy, is_loading)
+
+    with mock.patch.object(state, "_sharded", watched):
+        state.save_sharded(policy, folder)
+    (size,) = held
+    return size
+
+
+def test_the_engine_is_constructed_while_only_weights_are_on_the_device(tmp_path: Path) -> None:
+    """And the policy is onloaded only when the engine sleeps; none of it changes a bit of the training.
+
+    Without `offload_optimizer` everything is still there: 4 bytes of gradients and 12 of optimizer per parameter.
+    """
+    (results,) = worlds.run(started, 1, folder=tiny.make_model(tmp_path / "model", "qwen2"))
+    plain, without, with_offload = results
+    numbers = plain["parameters"]
+    assert (with_offload["gradients"], with_offload["optimizer"]) == (0, 0)
+    assert without["gradients"] == pytest.approx(4 * numbers, rel=0.02)
+    assert without["optimizer"] == pytest.approx(12 * numbers, rel=0.02)
+    assert with_offload["weights"] == without["weights"] == 2 * numbers
+    assert (without["slept"], with_offload["slept"]) == (False, True)
+    assert without["gradients at save"] == with_offload["gradients at save"] == 0
+    for other in (without, with_offload):
+        assert all(torch.equal(plain["trained"][name], other["trained"][name]) for name in plain["trained"])
+
+
 class Recorder:
     """A stand-in for engine, policy or device, which records every call."""
 
@@ -130,14 +202,16 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
     device = Recorder("device", calls)
     policy: Any = Recorder("policy", calls, arch=SimpleNamespace(vocab_size=50), device=device)
     engine: Any = Recorder("engine", calls)
-    colocation = Colocation(policy, engine, SimpleNamespace(), tolerance=1, bucket_megabytes=1, max_length=8)  # type: ignore[arg-type]
-    colocation.probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
+    nothing: Any = SimpleNamespace()
+    colocation = Colocation(policy, engine, nothing, nothing, probe=nothing, provenance=nothing)
+    colocation._sync = lambda *args: calls.append("sync")  # type: ignore[method-assign,assignment,func-returns-value]
+    colocation._probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
     assert calls == ["engine.sleep"]  # at construction: a warmup trains before the first rollout
     calls.clear()
     with contextlib.suppress(KeyError), colocation.rollout(0, Metrics()):
         calls.append("generate")
     assert calls == [
-        *("policy.offload", "device.empty_cache", "engine.wake_weights", "policy.hf_weights", "engine.load_weights"),
+        *("policy.offload", "device.empty_cache", "engine.wake_weights", "sync"),
         *("device.empty_cache", "engine.wake_kv_cache", "probe", "generate"),
         *("engine.sleep", "device.empty_cache", "policy.onload"),
     ]
@@ -167,10 +241,31 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
 
 def test_what_vllm_is_built_with_on_a_gpu() -> None:
     rollout = RolloutConfig(quantization="fp8_per_block", free_cache_engine=True, gpu_memory_utilization=0.4)
-    context: dict[str, Any] = {"rollout_tp": 4, "on_cuda": True, "executor": None, "transfer": "transfer"}
+    context: dict[str, Any] = {"max_model_len": 64, "rollout_tp": 4, "executor": None, "transfer": "transfer"}
+    context["on_cuda"] = True
     built = vllm_arguments(rollout, VllmOptions(), **context)
     plain = vllm_arguments(RolloutConfig(), VllmOptions(), **context)
     assert built["quantization"] == "fp8_per_block" and plain["quantization"] is None
     assert built["enable_sleep_mode"] and built["gpu_memory_utilization"] == 0.4
     assert (built["distributed_executor_backend"], built["tensor_parallel_size"]) == ("external_launcher", 4)
     assert built["load_format"] == "dummy" and built["weight_transfer_config"] == "transfer"
+
+
+def test_which_model_runner_vllm_is_told_to_use() -> None:
+    """0.26 rounds bfloat16 logits after dividing them by a temperature."""
+    warm = RolloutConfig(temperature=0.7)
+    assert runner_environment(warm, "bfloat16", "0.26.0") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    for rollout, dtype, version in (
+        (RolloutConfig(), "bfloat16", "0.26.0"),
+        (warm, "float32", "0.26.0"),
+        (warm, "bfloat16", "0.32.0"),
+    ):
+        assert runner_environment(rollout, dtype, version) == {}
+
+
+def test_on_cpu_every_prompt_is_computed_in_one_step() -> None:
+    rollout = RolloutConfig(max_num_batched_tokens=256)
+    context: dict[str, Any] = {"rollout_tp": 1, "on_cuda": False, "executor": None, "transfer": None}
+    for length, step in ((100, 256), (1024, 1024)):
+        built = vllm_arguments(rollout, VllmOptions(), max_model_len=length, **context)
+        assert (built["enable_chunked_prefill"], built["max_num_batched_tokens"]) == (False, step)

@@ -1,4 +1,4 @@
-"""FP8, kernel and padding options: every TransformerConfig field that they set, and every refusal.
+"""FP8 and padding options: every TransformerConfig field that they set, and every refusal.
 
 Computing in FP8 needs a GPU (tests/gpu). These tests need none: they show that Megatron-Core accepts the settings, and
 that they mean the same there.
@@ -7,6 +7,7 @@ that they mean the same there.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.fp8_utils import get_fp8_align_size, is_first_last_bf16_layer
-from megatron.core.models.common.embeddings import rope_utils
 
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
@@ -25,6 +25,7 @@ from grpo_megatron.models import optimizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import transformer_config
 from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.forward import pack
 from grpo_megatron.models.precision import (
     QUANTIZATIONS,
     RECIPES,
@@ -35,16 +36,15 @@ from grpo_megatron.models.precision import (
     set_parameter,
     token_multiple,
 )
-from grpo_megatron.models.spec import Kernels, choose_kernels
 from tests import tiny
 from tests.runs import make_run
 
-A100 = Hardware((8, 0), (13, 0), (2, 20))
-L40S = Hardware((8, 9), (13, 0), (2, 20))
-H100 = Hardware((9, 0), (13, 0), (2, 20))
-B200 = Hardware((10, 0), (13, 0), (2, 20))
-RTX5090 = Hardware((12, 0), (13, 0), (2, 20))
-CPU = Hardware(None, None, None)
+A100 = Hardware((8, 0), (13, 0))
+L40S = Hardware((8, 9), (13, 0))
+H100 = Hardware((9, 0), (13, 0))
+B200 = Hardware((10, 0), (13, 0))
+RTX5090 = Hardware((12, 0), (13, 0))
+CPU = Hardware(None, None, "it is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -106,32 +106,6 @@ def test_the_alignment_equals_megatrons(recipe: str) -> None:
     assert RECIPES[recipe].alignment == get_fp8_align_size(recipe)
 
 
-FUSIONS = ("gradient_accumulation_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
-
-
-@pytest.mark.parametrize(
-    ("kernels", "on"),
-    [
-        (Kernels(), ()),
-        (Kernels(compiled=True), FUSIONS[2:]),
-        (Kernels(compiled=True, apex_gradients=True), (FUSIONS[0], *FUSIONS[2:])),
-        (Kernels(transformer_engine=True, compiled=True), FUSIONS[1:]),
-        (Kernels(transformer_engine=True, compiled=True, apex_gradients=True), FUSIONS),
-    ],
-)
-def test_fused_kernels_are_those_that_are_installed(arch: Architecture, kernels: Kernels, on: tuple[str, ...]) -> None:
-    with mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", object()):  # Megatron requires it
-        built = transformer_config(arch, MegatronConfig(), "bfloat16", True, kernels)
-    assert [name for name in FUSIONS if getattr(built, name)] == list(on)
-    assert not (built.masked_softmax_fusion or built.persist_layer_norm or built.cross_entropy_loss_fusion)
-    assert built.transformer_impl == ("transformer_engine" if kernels.transformer_engine else "local")
-
-
-def test_the_users_table_is_applied_last(arch: Architecture) -> None:
-    megatron = MegatronConfig(override_transformer_config={"bias_dropout_fusion": False})
-    assert not transformer_config(arch, megatron, "bfloat16", True, Kernels(compiled=True)).bias_dropout_fusion
-
-
 def test_context_parallelism_reaches_megatron(arch: Architecture) -> None:
     assert (
         transformer_config(arch, MegatronConfig(context_parallel_size=4), "bfloat16", True).context_parallel_size == 4
@@ -141,36 +115,61 @@ def test_context_parallelism_reaches_megatron(arch: Architecture) -> None:
 # -- the padding rule --------------------------------------------------------------------------------------------------
 
 
+TP, CP = (1, 2, 3, 4, 8), (1, 2, 3, 4, 8)
+# What Transformer Engine 2.11 asserts of the rows of a rank's part of an activation, without and with a gather:
+#   assert_dim_for_fp8_exec            rows % 8; the product of a weight gradient sums over the rows, which needs 16
+#   MXFP8Quantizer.make_empty          rows % 32
+#   assert_dim_for_all_gather          under sequence parallelism, by Quantizer.is_quantizable: blockwise rows % 128
+ROWS = {"delayed": (16, 16), "tensorwise": (16, 16), "blockwise": (16, 128), "mxfp8": (32, 32), None: (1, 1)}
+
+
+def fits(tokens: int, recipe: str | None, tp: int, cp: int, gathers: bool) -> bool:
+    """Whether every rank gets an equal part of a pack that it can compute with."""
+    if tokens % (2 * cp if cp > 1 else 1) or tokens // cp % (tp if gathers else 1):
+        return False
+    return tokens // cp // (tp if gathers else 1) % ROWS[recipe][gathers] == 0
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tokens_are_padded_to_the_smallest_multiple_that_fits(recipe: str | None, sequence_parallel: bool) -> None:
+    for tp, cp in itertools.product(TP, CP):
+        gathers = sequence_parallel and tp > 1
+        megatron = MegatronConfig.model_validate(
+            {
+                "tensor_model_parallel_size": tp,
+                "context_parallel_size": cp,
+                "sequence_parallel": gathers,
+                "fp8": {"recipe": recipe},
+            }
+        )
+        smallest = next(n for n in itertools.count(1) if fits(n, recipe, tp, cp, gathers))
+        assert token_multiple(megatron) == smallest, (tp, cp)
+        assert fits(3 * smallest, recipe, tp, cp, gathers)
+
+
 @pytest.mark.parametrize(
     ("tp", "cp", "recipe", "expected"),
     [
-        (1, 1, None, 1),
-        (4, 1, None, 4),
-        (1, 2, None, 4),
-        (2, 2, None, 4),
         (4, 2, None, 8),  # with lcm(4, 4) = 4 tokens, each of the 2 x 4 ranks would have half a row
-        (3, 2, None, 12),
-        (1, 1, "delayed", 16),
-        (1, 1, "blockwise", 16),
-        (1, 1, "mxfp8", 32),
-        (2, 1, "tensorwise", 32),
         (8, 1, "mxfp8", 256),
-        (2, 4, "tensorwise", 128),
+        (8, 1, "delayed", 128),
+        (1, 1, "blockwise", 16),
+        (8, 1, "blockwise", 1024),
+        (2, 4, "blockwise", 1024),
     ],
 )
-def test_tokens_are_padded_by_one_rule(tp: int, cp: int, recipe: str | None, expected: int) -> None:
-    megatron = MegatronConfig.model_validate(
-        {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "fp8": {"recipe": recipe}}
-    )
-    multiple, unit = token_multiple(megatron), 1 if recipe is None else RECIPES[recipe].alignment
-    assert multiple == expected
-    assert multiple % tp == multiple % unit == 0 and (cp == 1 or multiple % (2 * cp) == 0)
-    assert multiple // cp // tp % unit == 0  # a rank's rows
+def test_paddings_by_hand(tp: int, cp: int, recipe: str | None, expected: int) -> None:
+    megatron = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "fp8": {"recipe": recipe}}
+    assert token_multiple(MegatronConfig.model_validate(megatron)) == expected
 
 
-def test_without_sequence_parallelism_tensor_parallel_ranks_share_the_rows() -> None:
-    megatron = {"tensor_model_parallel_size": 4, "sequence_parallel": False, "fp8": {"recipe": "mxfp8"}}
-    assert token_multiple(MegatronConfig.model_validate(megatron)) == 32
+def test_a_padded_pack_has_the_multiple(recipe: str = "blockwise") -> None:
+    """What reaches a rank is cut from `Pack`: 2 x 128 rows at tp 2."""
+    megatron = MegatronConfig.model_validate({"tensor_model_parallel_size": 2, "fp8": {"recipe": recipe}})
+    batch = tiny.make_batch(tiny.make_sequences(3), [[[0, 1, 2]]])
+    built = pack(batch, [0, 1, 2], multiple=token_multiple(megatron), temperature=1.0, chunk=8, device=Device("cpu"))
+    assert len(built.tokens.flatten()) == 256
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -207,13 +206,14 @@ def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware)
         ),
         (
             {"megatron": {"fp8": {"recipe": "blockwise"}}},
-            dataclasses.replace(H100, transformer_engine=(2, 2)),
-            "needs Transformer Engine 2.3, and 2.2 is installed",
+            dataclasses.replace(H100, engine_problem="2.20.2 is installed"),
+            "recipe=blockwise needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed; pip install"
+            " --no-build-isolation 'grpo-megatron[gpu]', or leave it out",
         ),
         (
             {"megatron": {"fp8": {"recipe": "delayed"}}},
-            dataclasses.replace(H100, transformer_engine=None),
-            "needs Transformer Engine 2.1, which is not installed",
+            dataclasses.replace(H100, engine_problem="it is not installed"),
+            "recipe=delayed needs Transformer Engine >=2.9,<2.12, and it is not installed",
         ),
         ({"megatron": {"fp8": {"recipe": "delayed"}}}, CPU, "needs a CUDA device, and this run has none"),
         ({"rollout": {"quantization": "fp8_per_tensor"}}, CPU, "quantization=fp8_per_tensor needs a CUDA device"),
@@ -221,8 +221,8 @@ def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware)
         ({"megatron": {"context_parallel_size": 2}}, CPU, "context_parallel_size=2 needs a CUDA device"),
         (
             {"megatron": {"transformer_impl": "transformer_engine"}},
-            dataclasses.replace(H100, transformer_engine=None),
-            "transformer_impl=transformer_engine needs Transformer Engine, which is not installed",
+            dataclasses.replace(H100, engine_problem="it is not installed"),
+            "transformer_impl=transformer_engine needs Transformer Engine >=2.9,<2.12, and it is not installed",
         ),
     ],
 )
@@ -232,7 +232,7 @@ def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardwa
 
 
 def test_quantized_rollouts_need_no_transformer_engine() -> None:
-    without_engine = dataclasses.replace(B200, transformer_engine=None)
+    without_engine = dataclasses.replace(B200, engine_problem="it is not installed")
     for quantization in QUANTIZATIONS:
         assert not list(hardware_problems(config(rollout={"quantization": quantization}), without_engine))
 
@@ -254,7 +254,8 @@ def test_the_hardware_is_read_only_if_needed() -> None:
         ),
         ({"fp8": {"recipe": "mxfp8", "param_gather": True}}, "leave param_gather out"),
         ({"fp8": {"margin": 1}}, "fp8.margin=1 has no effect without actor.megatron.fp8.recipe"),
-        ({"fp8": {"recipe": "mxfp8"}, "tensor_model_parallel_size": 2}, "MLP width, 112 / tp 2 = 56, is not"),
+        ({"fp8": {"recipe": "mxfp8"}, "tensor_model_parallel_size": 2}, "MLP width, 112 / tp 2 = 56, is not; lower"),
+        ({"fp8": {"recipe": "mxfp8"}}, "needs widths that are multiples of 32; this model's MLP width, 112, is not"),
         (
             {"fp8": {"recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}},
             "in_bf16 = 4 leave none of 4 layers",
@@ -272,28 +273,23 @@ def test_contradictions_are_refused(arch: Architecture, changes: dict[str, Any],
     assert any(words in problem for problem in precision_problems(config(megatron=changes), arch))
 
 
+def test_blockwise_gathers_whole_blocks_of_the_hidden_size(arch: Architecture) -> None:
+    """hidden_size 192 = 1.5 blocks of 128. Only what is quantized before a gather must consist of whole blocks."""
+    narrow = dataclasses.replace(arch, hidden_size=192, ffn_hidden_size=256)
+    megatron: dict[str, Any] = {"fp8": {"recipe": "blockwise"}, "tensor_model_parallel_size": 2}
+    (problem,) = precision_problems(config(megatron=megatron), narrow)
+    assert "needs a hidden_size that is a multiple of 128 under sequence parallelism" in problem
+    assert "hidden_size, 192, is not; set actor.megatron.sequence_parallel=false or leave" in problem
+    assert not list(precision_problems(config(megatron={**megatron, "sequence_parallel": False}), narrow))
+    assert not list(precision_problems(config(megatron={**megatron, "fp8": {"recipe": "tensorwise"}}), narrow))
+
+
 def test_fp8_needs_a_bfloat16_model(arch: Architecture) -> None:
     wrong = config(megatron={"fp8": {"recipe": "delayed"}}, model={"path": "x", "dtype": "float32"})
     assert any(
         "needs model.dtype=bfloat16, and it is float32" in problem for problem in precision_problems(wrong, arch)
     )
     assert not list(precision_problems(config(megatron={"fp8": {"recipe": "delayed"}}), arch))
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"transformer_impl": "transformer_engine"}, "transformer_impl=transformer_engine"),
-        ({"fp8": {"recipe": "delayed"}}, "fp8.recipe=delayed"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2"),
-    ],
-)
-def test_a_cpu_rank_refuses_what_it_cannot_build(changes: dict[str, Any], key: str) -> None:
-    assert choose_kernels(MegatronConfig(), Device("cpu")) == Kernels()
-    with pytest.raises(
-        ConfigError, match=f"actor.megatron.{key} needs Transformer Engine on a GPU, but this run is on"
-    ):
-        choose_kernels(MegatronConfig.model_validate(changes), Device("cpu"))
 
 
 def test_a_quantized_engine_gets_a_wider_probe() -> None:

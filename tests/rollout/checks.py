@@ -60,6 +60,14 @@ def responses_end_with_their_stop_token(world: World) -> None:
     assert stopped_early == Completion(whole.response_ids[:cut], whole.logprobs[:cut], "stop")
 
 
+def prompts_may_be_more_than_a_step_computes(world: World) -> None:
+    """30 prompts of 300 tokens, 8192 tokens per step. vLLM cannot divide a prompt on CPU if its request has a seed."""
+    model = world.push(1, 0)
+    tokens = [tuple((5 * t + i * t) % tiny.VOCAB for t in range(300)) for i in range(30)]
+    some = [Request(ids, sample_seed(0, 0, "long", i), max_tokens=2) for i, ids in enumerate(tokens)]
+    world.assert_samples_from(model, some)
+
+
 def requests_that_vllm_would_alter_are_refused(world: World) -> None:
     world.push(1, 0)
     long = tuple([1] * (tiny.MAX_MODEL_LEN - 10))

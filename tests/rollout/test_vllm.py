@@ -45,6 +45,7 @@ WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
             *CORRECT,
             checks.requests_that_vllm_would_alter_are_refused,
             checks.generators_of_the_host_are_untouched,
+            checks.prompts_may_be_more_than_a_step_computes,
             checks.order_of_the_stream_does_not_matter,
             *REFUSALS,
             *faults.ON_ALL,

@@ -62,10 +62,6 @@ def weights(made: Any) -> dict[str, torch.Tensor]:
     return state
 
 
-def shapes(kind: str) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in weights(model(kind, 0)).items()}
-
-
 def buckets(made: Any, size: int = 5) -> list[list[tuple[str, torch.Tensor]]]:
     """The weights in buckets that separate q, k, v and gate, up. Every tensor owns its memory."""
     items = [(name, tensor.clone()) for name, tensor in weights(made).items()]

@@ -6,7 +6,7 @@ file that gets one line per call of the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.census import verified_stream
+from grpo_megatron.rollout.census import load_verified
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
+from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
 
 
@@ -47,13 +49,13 @@ class ToyEngine(RolloutEngine):
         dtype: str,
         max_model_len: int,
         eos_token_ids: list[int],
-        expected: Mapping[str, tuple[int, ...]],
+        tensors: EngineTensors,
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(model_path)
         self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-        self._mesh, self._options, self._expected = mesh, options, expected
+        self._mesh, self._options, self._tensors = mesh, options, tensors
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
         self._version: int | None = None
         self._note(f"build {max_model_len} {eos_token_ids}")
@@ -69,12 +71,18 @@ class ToyEngine(RolloutEngine):
     @torch.no_grad()
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
         self._version = None
-        parameters = self._model.state_dict()
-        for bucket in verified_stream(stream, self._expected, self._mesh):
-            for name, tensor in bucket:
-                parameters[name].copy_(tensor)
+        self._mesh.agree(load_verified(stream, self._tensors.tensors, self._load))
         self._version = version
         self._note(f"load {version}")
+
+    def _load(self, bucket: WeightBucket) -> None:
+        parameters = self._model.state_dict()
+        for name, tensor in bucket:
+            parameters[name].copy_(tensor)
+
+    def digests(self) -> dict[str, int]:
+        parameters = self._model.state_dict()
+        return {name: int(part_digest(parameters[name], tensor, 0)) for name, tensor in self._tensors.tensors.items()}
 
     def generate(self, requests: list[Request], version: int) -> list[Completion]:
         if version != self._version:

@@ -18,6 +18,8 @@ import torch
 
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
@@ -32,6 +34,7 @@ class World:
         self.device = Device("cpu")
         self.mesh = build_mesh(self.device, tp=1, pp=1, rollout_tp=tp)
         self.models = {seed: tiny.model(kind, seed) for seed in (1, 2)}
+        self.tensors = engine_tensors(read_architecture(Path(folder)), tp, reads_shards=True)
         own, foreign = leftover(os.environ["MASTER_PORT"]), leftover(f"1{os.environ['MASTER_PORT']}")
         before = host_state()
         facts["own_leftover_before"] = own.exists()
@@ -56,7 +59,7 @@ class World:
             dtype="float32",
             max_model_len=tiny.MAX_MODEL_LEN,
             eos_token_ids=tiny.EOS,
-            expected=tiny.shapes(self.kind),
+            tensors=self.tensors,
         )
 
     def push(self, seed: int, version: int) -> Any:

@@ -26,7 +26,7 @@ class FakeEngine:
 
 def draw(numbers: list[int], n: int = 2, mesh: Any = None, **changes: Any) -> tuple[list[Sample], FakeEngine]:
     engine: Any = FakeEngine()
-    generator = Generator(engine, None, None, mesh or LoneMesh(), seed=9)
+    generator = Generator(engine, None, None, mesh or LoneMesh(), seed=9, weights_digest=lambda: "d9")
     arguments: dict[str, Any] = {"draw_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7, **changes}
     return generator.draw([prompt(i) for i in numbers], n, metrics=Metrics(), **arguments), engine
 
@@ -47,6 +47,7 @@ def test_other_steps_other_rounds_and_repeated_prompts_draw_anew() -> None:
 def test_samples_carry_the_version_they_were_drawn_with() -> None:
     samples, _ = draw([3, 5], draw_id=-1, version=6)
     assert [(s.prompt_index, s.index, s.version) for s in samples] == [(0, 0, 6), (0, 1, 6), (1, 0, 6), (1, 1, 6)]
+    assert {s.weights_digest for s in samples} == {"d9"}
 
 
 def test_a_greedy_response_is_one_more() -> None:
@@ -89,7 +90,7 @@ class Letters:
 def steps_of(ids: list[int], steps: list[tuple[int, float]]) -> list[tuple[int, float]]:
     nothing: Any = None
     sample = Sample(Prompt("u", (1,), "", "", "s", "r"), 0, 0, ids, [0.0] * len(ids), "stop", 0)
-    return Generator(nothing, None, Letters(), nothing, 0)._step_tokens(sample, steps)
+    return Generator(nothing, None, Letters(), nothing, 0, str)._step_tokens(sample, steps)
 
 
 def test_a_step_ends_with_the_token_that_completes_it() -> None:

@@ -20,7 +20,8 @@ from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
-from grpo_megatron.training import references
+from grpo_megatron.sync.attest import Expected
+from grpo_megatron.training import build, references
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
 ARCH: dict[str, Any] = {
@@ -49,9 +50,10 @@ class FakePolicy:
 
     def __init__(self, events: list[Any], device: Any) -> None:
         self.events, self.device, self.mesh, self.updates = events, device, LoneMesh(), 0
-        self.arch, self.multiple = SimpleNamespace(**ARCH), 1
+        self.arch, self.multiple, self.is_offloaded = SimpleNamespace(**ARCH), 1, False
 
     def set_optimizer(self, optim: Any, total_steps: int) -> None:
+        assert not self.is_offloaded
         self.events.append(("optimizer", optim.lr, total_steps))
 
     def update(self, batch: Any, loss: Any, *, epochs: int = 1) -> Any:
@@ -65,9 +67,17 @@ class FakePolicy:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield f"policy after {self.updates}"
 
-    def offload(self) -> None: ...
+    def engine_weights(self, resharding: Any) -> Iterator[Any]:
+        return self.hf_weights(0)
 
-    def onload(self) -> None: ...
+    def expected_digests(self, resharding: Any) -> Expected:
+        return Expected({}, f"policy after {self.updates}", [])
+
+    def offload(self) -> None:
+        self.is_offloaded = True
+
+    def onload(self) -> None:
+        self.is_offloaded = False
 
 
 class FakeReference:
@@ -86,12 +96,23 @@ class FakeReference:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield self.weights
 
+    def engine_weights(self, resharding: Any) -> Iterator[Any]:
+        return self.hf_weights(0)
+
+    def expected_digests(self, resharding: Any) -> Expected:
+        return Expected({}, self.weights, [])
+
 
 class FakeEngine:
     """Holds the name of the weights that were streamed into it."""
 
     def __init__(self, events: list[Any]) -> None:
         self.events, self.held, self.version = events, "", -1
+
+    reads_shards = False
+
+    def digests(self) -> None:
+        return None
 
     def load_weights(self, stream: Iterator[Any], version: int) -> None:
         (self.held,), self.version = list(stream), version
@@ -123,7 +144,10 @@ class WatchedGenerator(FakeGenerator):
         self.engine.events.append(
             (kind, arguments["version"], [p.prompt_ids[0] for p in prompts], arguments["draw_id"])
         )
-        return super().draw(prompts, n, **arguments)
+        samples = super().draw(prompts, n, **arguments)
+        for sample in samples:
+            sample.weights_digest = self.engine.held
+        return samples
 
 
 class FakeRewardModel:
@@ -211,6 +235,15 @@ def run(
         offline_groups=[],
     )
     events: list[Any] = []
+    policies: list[FakePolicy] = []
+
+    def build_policy(*arguments: Any, **named: Any) -> FakePolicy:
+        policies.append(FakePolicy(events, arguments[4]))
+        return policies[-1]
+
+    def build_rollout_engine(config: Config, checked: Any, mesh: Any, device: Any) -> FakeEngine:
+        events.append(("engine", "policy offloaded" if policies[-1].is_offloaded else "policy on the device"))
+        return FakeEngine(events)
 
     def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any) -> None:
         (weights,) = stream
@@ -238,9 +271,8 @@ def run(
         trainer_module: {
             "join_world": lambda config, device: LoneMesh(),
             "destroy_mesh": lambda: events.append("destroy mesh"),
-            "Policy": lambda *arguments, **named: FakePolicy(events, arguments[4]),
+            "Policy": build_policy,
             "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
-            "build_rollout_engine": lambda config, checked, mesh, device: FakeEngine(events),
             "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
             "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
             "Generator": WatchedGenerator,
@@ -248,6 +280,7 @@ def run(
             "exchange": local_exchange,
             "save_hf": save_hf,
         },
+        build: {"build_rollout_engine": build_rollout_engine, "build_resharding": lambda *_: None},
         references: {"Reference": FakeReference},
     }
     with ExitStack() as stack:

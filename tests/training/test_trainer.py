@@ -211,6 +211,7 @@ def test_the_warm_up_comes_first_and_has_an_optimizer_of_its_own(tmp_path: Path)
     actor = {"ppo_mini_batch_size": 1, "ppo_epochs": 3, "optim": {"lr": 0.25}}
     events, rows = run(tmp_path, rows=ROWS, sft=SFT, actor=actor)
     assert events[: events.index(("draw", 0, [0, 1], 0))] == [
+        ("engine", "policy offloaded"),  # and no optimizer yet: vLLM requires free memory
         ("optimizer", 0.5, 3),
         *[("update", 2)] * 3,
         ("save hf", "warmup", "policy after 3"),

@@ -1,0 +1,87 @@
+"""Transformer Engine: whether this process can use it. That is decided before Megatron-Core is imported.
+
+Megatron-Core imports Transformer Engine if it is installed, and handles no error but ImportError. An installation that does
+not fit raises others: FileNotFoundError without its torch part, AssertionError if its parts have different versions, OSError
+if a library does not load. `import megatron` would then fail, although no layer of Transformer Engine was requested. So an
+unusable installation is hidden: the entry None in `sys.modules` turns every later import of it into an ImportError, and
+Megatron-Core runs as if it were not installed. `import grpo_megatron` installs the finder that does this in time.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+Version = tuple[int, ...]
+ENGINE = "transformer_engine"
+ENGINE_RANGE: tuple[Version, Version] = (
+    (2, 9),
+    (2, 12),
+)  # Megatron-Core 0.16's own: from the first to below the second
+ENGINE_REQUIREMENT = "Transformer Engine >=2.9,<2.12"
+INSTALL_ENGINE = "pip install --no-build-isolation 'grpo-megatron[gpu]'"
+
+
+def parse_version(text: str) -> Version:
+    """The first two numbers of a version: "2.20.2+abc" -> (2, 20)."""
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
+
+
+@functools.cache
+def examine_engine() -> tuple[Version | None, str | None]:
+    """The version of Transformer Engine and None, or None and why it cannot be used. Imports it, or hides it.
+
+    The reason completes a sentence: "it is not installed", "2.20 is installed", "2.11.0 is installed, but ...".
+    """
+    if importlib.util.find_spec(ENGINE) is None:
+        return None, "it is not installed"
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version(ENGINE)
+    except PackageNotFoundError:
+        installed = "an unknown version"
+    parsed = parse_version(installed)
+    lowest, limit = ENGINE_RANGE
+    problem = None
+    if not lowest <= parsed < limit:
+        problem = f"{installed} is installed"
+    else:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import transformer_engine.pytorch  # noqa: F401
+        except Exception as error:  # noqa: BLE001 - whatever it raises, it cannot be used
+            reason = str(error).partition("\n")[0]
+            problem = f"{installed} is installed, but its import raises {type(error).__name__}: {reason}"
+    if problem is None:
+        return parsed, None
+    _hide_engine()
+    return None, problem
+
+
+def _hide_engine() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in (ENGINE, f"{ENGINE}_torch")]:
+        del sys.modules[name]
+    sys.modules[ENGINE] = None  # type: ignore[assignment]
+
+
+class MegatronFinder(MetaPathFinder):
+    """Finds nothing itself. It sees the first import of Megatron-Core, whichever module makes it."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == "megatron.core":  # `megatron` alone is also looked up where nothing is imported
+            sys.meta_path.remove(self)
+            examine_engine()
+
+
+def examine_engine_before_megatron() -> None:
+    """Let the first `import megatron` of this process call `examine_engine`."""
+    if "megatron.core" not in sys.modules:
+        sys.meta_path.insert(0, MegatronFinder())

@@ -1,0 +1,110 @@
+"""Digests of tensors: 64 bits that add up over the parts of a tensor, in any order and for any cut.
+
+    digest(part) = sum over rows r and words w of  a[r] * b[w] * word[r, w]   mod 2^64
+
+r and w count within the whole tensor, so the digests of disjoint parts add up to that of the whole. A word is 8 bytes
+along the last dimension, as one integer; where a cut falls inside a word, each part has the word with zeros for the other
+part's bytes. a and b are odd pseudo-random numbers (splitmix64, Steele et al. 2014), the same for every tensor. A vector
+is one row.
+
+A change within one word is always noticed, because a and b are odd. A change of several words is missed with a probability
+of about 2^(t - 64), where t is the lowest bit that differs in any word. So only changes that are confined to the highest
+bits of words can escape, for example two flipped signs of a bfloat16 tensor, both in columns 3, 7, 11, ...
+
+torch.mv on int64 runs at the speed of a copy on CPU (measured). CUDA has none; the form used there was not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.sync.tensors import SyncTensor
+
+WORD_BYTES = 8
+_CHUNK_BYTES = 64 << 20  # temporary memory of a product on devices without an integer mv
+_ROWS, _WORDS = 1, 2  # seeds of a and b
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> dtype with the same bits
+
+
+@torch.no_grad()
+def part_digest(part: Tensor, tensor: SyncTensor, start: int) -> Tensor:
+    """The digest of `part`, which is `tensor` from position `start` of its axis on. int64 [], on the part's device.
+
+    Needs no contiguous memory, and does not wait for the device.
+    """
+    bits = part.detach().view(_INTEGERS[part.element_size()])
+    if bits.dim() == 1:
+        return _digest(bits[None], row=0, column=start)
+    return _digest(bits, row=start, column=0) if tensor.axis == 0 else _digest(bits, row=0, column=start)
+
+
+def _digest(bits: Tensor, row: int, column: int) -> Tensor:
+    """The digest of integers [R, C], whose first element is at (row, column) of the whole tensor."""
+    num_rows, num_columns = bits.shape
+    per_word = WORD_BYTES // bits.element_size()
+    head = min(-column % per_word, num_columns)  # elements before the first whole word
+    tail = head + (num_columns - head) // per_word * per_word  # end of the last whole word
+    sums = torch.zeros(num_rows, dtype=torch.int64, device=bits.device)
+    if tail > head:
+        sums += _product(_as_words(bits[:, head:tail]), (column + head) // per_word)
+    for first, last in ((0, head), (tail, num_columns)):
+        if last > first:
+            sums += _edge(bits[:, first:last], column + first, per_word)
+    return (sums * _numbers(_ROWS, row, row + num_rows, bits.device)).sum()
+
+
+def _as_words(bits: Tensor) -> Tensor:
+    """[R, C] -> [R, C * itemsize / 8] of int64. Copies where the rows are not aligned to words."""
+    per_word = WORD_BYTES // bits.element_size()
+    is_aligned = bits.stride(1) == 1 and bits.stride(0) % per_word == 0 and bits.storage_offset() % per_word == 0
+    if not is_aligned:
+        bits = bits.clone(memory_format=torch.contiguous_format)
+    return bits.view(torch.int64)
+
+
+def _product(words: Tensor, first: int) -> Tensor:
+    """Per row the sum of b[first + w] * word. [R]"""
+    factors = _numbers(_WORDS, first, first + words.shape[1], words.device)
+    return torch.mv(words, factors) if words.device.type == "cpu" else _product_in_chunks(words, factors)
+
+
+def _product_in_chunks(words: Tensor, factors: Tensor) -> Tensor:
+    """torch.mv for devices that have none for integers. Not run on a GPU yet."""
+    chunks = words.split(max(1, _CHUNK_BYTES // (words.shape[1] * WORD_BYTES)))
+    return torch.cat([(chunk * factors).sum(1) for chunk in chunks])
+
+
+def _edge(bits: Tensor, column: int, per_word: int) -> Tensor:
+    """`_product` of a few columns that are no whole word: elements without sign, at their places within the word. [R]"""
+    num_bits = 64 // per_word
+    values = bits.to(torch.int64) if per_word == 1 else bits.to(torch.int64) & ((1 << num_bits) - 1)
+    columns = torch.arange(column, column + bits.shape[1], device=bits.device)
+    first = column // per_word
+    factors = _numbers(_WORDS, first, (column + bits.shape[1] - 1) // per_word + 1, bits.device)
+    return (values * (factors[columns // per_word - first] << (columns % per_word * num_bits))).sum(1)
+
+
+def _numbers(seed: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """Numbers start to stop of a fixed sequence of odd numbers. [stop - start]"""
+    size = 1 << max(10, (stop - 1).bit_length())
+    return _table(seed, size, device)[start:stop]
+
+
+@functools.lru_cache(maxsize=64)
+def _table(seed: int, size: int, device: torch.device) -> Tensor:
+    """splitmix64 of `seed` in int64, whose arithmetic is that of 64-bit words. [size]"""
+
+    def shifted(values: Tensor, count: int) -> Tensor:  # logical: torch's own shift keeps the sign
+        return (values >> count) & ((1 << (64 - count)) - 1)
+
+    z = torch.arange(1, size + 1, device=device) * _signed(0x9E3779B97F4A7C15) + (seed << 40)
+    z = (z ^ shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return (z ^ shifted(z, 31)) | 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

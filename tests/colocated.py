@@ -1,0 +1,37 @@
+"""A policy and an engine as a Colocation, for the ranks of tests that build both themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def colocate(
+    policy: Any,
+    engine: Any,
+    *,
+    dtype: str = "float32",
+    max_length: int = 128,
+    tolerance: float | None = None,
+    bucket_megabytes: int = 1,
+) -> Any:
+    """Collective. The engine must read shards, and sleeps afterwards."""
+    from grpo_megatron.models.build import DTYPES
+    from grpo_megatron.models.resharding import Resharding
+    from grpo_megatron.models.sync_parameters import engine_tensors
+    from grpo_megatron.training.colocation import Colocation
+    from grpo_megatron.training.probe import Probe
+    from grpo_megatron.training.provenance import Provenance
+
+    mesh = policy.mesh
+    resharding = Resharding(
+        policy.arch,
+        mesh,
+        policy.stage_of,
+        engine_tensors(policy.arch, mesh.rollout_tp, reads_shards=True),
+        dtype=DTYPES[dtype],
+        device=policy.device.torch_device,
+        bucket_megabytes=bucket_megabytes,
+    )
+    probe = Probe(policy.arch.vocab_size, max_length, dtype=dtype, tolerance=tolerance)
+    provenance = Provenance(mesh, max_staleness=0, is_drawn=True)
+    return Colocation(policy, engine, mesh, resharding, probe=probe, provenance=provenance)

@@ -1,0 +1,146 @@
+"""What the ranks run that have a policy and an engine: cycles of update and sync, and the memory of each phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.colocated import colocate
+from tests.gpu.building import (
+    KIND,
+    MIB,
+    ON_CPU,
+    build_policy,
+    build_rollout,
+    free_mib,
+    likelihood,
+    mesh_of,
+    runner_name,
+    sequences,
+    total_mib,
+    whole_batch,
+)
+
+SEQUENCE = 1024
+
+
+def _gap(policy: Any, engine: Any, version: int) -> torch.Tensor:
+    """|policy - engine| of the log-probability of every token that the engine draws."""
+    from grpo_megatron.rollout.engine import Request, sample_seed
+
+    prompts = [p for p, _ in sequences(16, 16)]
+    length = 32 if ON_CPU else 256
+    requests = [Request(tuple(p), sample_seed(0, version, str(i), 0), max_tokens=length) for i, p in enumerate(prompts)]
+    drawn = engine.generate(requests, version)
+    scored = policy.logprobs(whole_batch([(p, c.response_ids) for p, c in zip(prompts, drawn, strict=True)]))
+    parts = [(scored[i, : len(c.logprobs)] - torch.tensor(c.logprobs)).abs() for i, c in enumerate(drawn)]
+    return torch.cat(parts)
+
+
+def cycles(
+    folder: Path, count: int, tolerance: float, megatron: dict[str, Any] | None = None, **rollout: Any
+) -> dict[str, Any]:
+    """`count` times: sync, probe, generate, compare, sleep, update. Then the same comparison with stale weights."""
+    from grpo_megatron.observability.metrics import Metrics
+
+    rollout_tp = rollout.get("tensor_model_parallel_size", 1)
+    policy = build_policy(folder, {"offload_optimizer": True, **(megatron or {})}, lr=3e-4, rollout_tp=rollout_tp)
+    batch = whole_batch(sequences(8, 200))
+    engine = build_rollout(folder, policy.mesh, policy.device, max_model_len=SEQUENCE, **rollout)
+    colocation = colocate(
+        policy, engine, dtype="bfloat16", max_length=SEQUENCE, tolerance=tolerance, bucket_megabytes=64
+    )
+    out: dict[str, Any] = {"runner": runner_name(engine), "gaps": [], "asleep": [], "awake": [], "sync_s": []}
+    for version in range(count):
+        metrics = Metrics(policy.device.synchronize)
+        with colocation.rollout(version, metrics):
+            out["awake"].append(free_mib())
+            differences = _gap(policy, engine, version)
+            out["gaps"].append((differences.mean().item(), differences.max().item()))
+        out["asleep"].append(free_mib())
+        out["sync_s"].append(metrics.reduce(policy.mesh.all_gather)["timing_s/update_weights"])
+        policy.update(batch, likelihood)
+    with colocation.rollout(count, Metrics()):
+        policy.onload()  # the policy goes on learning, and the engine keeps the old weights
+        for _ in range(5):
+            policy.update(batch, likelihood)
+        out["stale"] = _gap(policy, engine, count).mean().item()
+    return out
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+HELD = ("weights", "gradients", "optimizer")  # what stays between the passes
+
+
+def planned_mib(folder: Path, utilization: float) -> dict[str, float]:
+    """The plan's phases for one rank: what the policy holds in them, and what the engine may take."""
+    from grpo_megatron.checks.memory import count_parameters
+    from grpo_megatron.checks.phases import memory_phases
+    from grpo_megatron.config import Config
+    from grpo_megatron.models.families import read_architecture
+
+    raw: dict[str, Any] = {"model": {"path": str(folder)}, "rollout": {"gpu_memory_utilization": utilization}}
+    raw["actor"] = {"use_kl_loss": False, "megatron": {"offload_optimizer": True}}
+    config, arch = Config.model_validate(raw), read_architecture(folder)
+    phases = {phase.name: phase for phase in memory_phases(config, arch, 1, count_parameters(arch, config, 1), None)}
+    planned = {name: sum(phase.parts.get(part, 0.0) for part in HELD) / MIB for name, phase in phases.items()}
+    planned["peak of load"] = planned["load"] + phases["load"].parts["copy of weights"] / MIB
+    return {**planned, "engine": phases["rollout"].utilization * total_mib()}
+
+
+def _allocated_mib() -> float:
+    """What torch's tensors hold, without the workspace of cuBLAS, which torch keeps between calls."""
+    if ON_CPU:
+        return 0.0
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated() / MIB
+
+
+def phases(folder: Path, utilization: float, **rollout: Any) -> dict[str, Any]:
+    """MiB in each phase of a step, of torch's tensors (`tensors`) and free on the whole device (`free`)."""
+    from grpo_megatron.device import Device
+    from grpo_megatron.observability.metrics import Metrics
+
+    planned = planned_mib(folder, utilization)  # before the world exists: counting makes a fake one
+    device = Device(KIND)  # type: ignore[arg-type]
+    mesh_of(device)
+    free, tensors = {"empty": free_mib()}, {"empty": _allocated_mib()}
+
+    def note(phase: str) -> None:
+        free[phase], tensors[phase] = free_mib(), _allocated_mib() - tensors["empty"]
+
+    megatron = {"offload_optimizer": True, "transformer_impl": "local"}
+    policy = build_policy(folder, megatron, chunk=512, has_optimizer=False)
+    peak = 0.0 if ON_CPU else torch.cuda.max_memory_allocated() / MIB
+    batch = whole_batch(sequences(4, 100))
+    note("load")
+    policy.set_optimizer(policy.actor.optim, 10)
+    policy.update(batch, likelihood)  # the first step makes the optimizer's states
+    note("update")
+    policy.offload()
+    note("rollout")
+    engine = build_rollout(
+        folder, policy.mesh, device, max_model_len=SEQUENCE, gpu_memory_utilization=utilization, **rollout
+    )
+    free["engine built"] = free_mib()
+    colocation = colocate(policy, engine, dtype="bfloat16", max_length=SEQUENCE, bucket_megabytes=256)
+    free["asleep"] = free_mib()
+    for version in range(3):
+        with colocation.rollout(version, Metrics()):
+            free[f"awake {version}"] = free_mib()
+        policy.update(batch, likelihood)
+        note(f"asleep {version}")
+    cache = engine._llm.llm_engine.vllm_config.cache_config
+    return {
+        "runner": runner_name(engine),
+        "planned": planned,
+        "free": free,
+        "tensors": {**tensors, "peak of load": peak},
+        "cache_tokens": cache.num_gpu_blocks * cache.block_size,
+        "total": total_mib(),
+    }

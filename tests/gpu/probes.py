@@ -1,0 +1,198 @@
+"""Probes of the machine and of the installed packages: what the rest of the program takes for granted, one by one.
+
+Each is small and needs nothing of the others, so that the first that fails names the cause. Each returns figures. Those of
+Transformer Engine and of vLLM are in te_probes.py and vllm_probes.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.building import KIND, ON_CPU, free_mib, mesh_of
+from tests.gpu.reports import Check, Skipped
+
+PROBES: dict[str, Check] = {}
+
+
+def probe(check: Check) -> Check:
+    PROBES[check.__name__] = check
+    return check
+
+
+def needs_gpu() -> None:
+    if ON_CPU:
+        raise Skipped("needs a CUDA device")
+
+
+def needs_package(package: str, name: str) -> None:
+    needs_gpu()
+    if importlib.util.find_spec(package) is None:
+        raise Skipped(f"{name} is not installed")
+
+
+def _median_seconds(work: Callable[[], Any], repeats: int = 10) -> float:
+    work()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[repeats // 2]
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+@probe
+def device() -> dict[str, Any]:
+    needs_gpu()
+    capability = torch.cuda.get_device_capability()
+    free, total = torch.cuda.mem_get_info()
+    driver = "?"
+    if (tool := shutil.which("nvidia-smi")) is not None:
+        query = [tool, "--query-gpu=driver_version,compute_mode", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip().splitlines()[0]
+    assert capability >= (8, 0), f"compute capability {capability}: bfloat16 kernels need 8.0"
+    return {
+        "name": torch.cuda.get_device_name(),
+        "capability": ".".join(map(str, capability)),
+        "driver": driver,
+        "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "free": (free / 2**30, "GiB"),
+        "total": (total / 2**30, "GiB"),
+        "cores": os.cpu_count(),
+    }
+
+
+@probe
+def process_groups() -> dict[str, Any]:
+    """NCCL for tensors, gloo for messages, as the program builds them."""
+    from grpo_megatron.device import Device
+
+    mesh = mesh_of(Device(KIND))  # type: ignore[arg-type]
+    ones = torch.ones(1 << 20, device=KIND)
+    torch.distributed.all_reduce(ones)
+    assert float(ones.sum()) == mesh.world_size * 2**20
+    mesh.agree(None)
+    assert mesh.all_gather("here") == ["here"] * mesh.world_size
+    return {"backend": torch.distributed.get_backend(), "control": torch.distributed.get_backend(mesh.control)}
+
+
+@probe
+def matrix_products() -> dict[str, Any]:
+    needs_gpu()
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    figures = {"bf16": (2 * size**3 / _median_seconds(lambda: a @ b) / 1e12, "TFLOP/s")}
+    if torch.cuda.get_device_capability() >= (8, 9):
+        low, high = a.to(torch.float8_e4m3fn), b.T.contiguous().T.to(torch.float8_e4m3fn)
+        one = torch.ones((), device="cuda")
+
+        def product() -> Any:
+            return torch._scaled_mm(low, high, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+        figures["FP8"] = (2 * size**3 / _median_seconds(product) / 1e12, "TFLOP/s")
+    return figures
+
+
+@probe
+def host_copies() -> dict[str, Any]:
+    """Pinned memory to the device and back: the speed of offloading."""
+    needs_gpu()
+    host, there = (
+        torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True),
+        torch.empty(1 << 30, dtype=torch.uint8).cuda(),
+    )
+    onto = _median_seconds(lambda: there.copy_(host, non_blocking=True), 3)
+    back = _median_seconds(lambda: host.copy_(there, non_blocking=True), 3)
+    return {"to the device": (1.074 / onto, "GB/s"), "to the host": (1.074 / back, "GB/s")}
+
+
+# -- torch and Megatron-Core -------------------------------------------------------------------------------------------
+
+
+@probe
+def compiled_activation() -> dict[str, Any]:
+    """Megatron-Core's gated activation, compiled by torch on first use (on a GPU with Triton, which needs a C compiler)."""
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    x = torch.randn(64, 256, device=KIND, dtype=torch.bfloat16, requires_grad=True)
+    got = bias_swiglu_impl(x, None)
+    gate, up = x.float().chunk(2, dim=-1)
+    difference = float((got.float() - F.silu(gate) * up).abs().max())
+    got.float().sum().backward()
+    assert difference <= 0.1 and x.grad is not None and x.grad.isfinite().all()
+    return {"max |difference|": difference}
+
+
+@probe
+def packed_attention() -> dict[str, Any]:
+    """The local layers' attention in bf16, against exact attention, with gradients."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from grpo_megatron.models.spec import PackedAttention
+
+    cuts = torch.tensor([0, 100, 333, 640], dtype=torch.int32, device=KIND)
+    q, k, v = heads_of(64)
+    got = PackedAttention(None, 1)(q, k, v, None, packed_seq_params=PackedSeqParams(cu_seqlens_q=cuts))  # type: ignore[arg-type]
+    difference = float((got.float() - exact_attention(q, k, v, cuts.tolist())).abs().max())
+    got.float().sum().backward()
+    assert difference <= 0.05 and all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+    return {"max |difference|": difference}
+
+
+@probe
+def offloaded_tensors() -> dict[str, Any]:
+    """A tensor's storage shrunk to nothing and back: views stay valid, bits are the same, memory is free in between."""
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.offload import OffloadedTensors
+
+    moved = OffloadedTensors(Device(KIND))  # type: ignore[arg-type]
+    tensor = torch.arange(1 << 26, device=KIND, dtype=torch.int32)  # 256 MiB
+    view, expected = tensor[:: 1 << 20], tensor.cpu()
+    before = free_mib()
+    moved.offload([tensor])
+    freed = free_mib() - before
+    moved.onload()
+    assert torch.equal(tensor.cpu(), expected) and torch.equal(view.cpu(), expected[:: 1 << 20])
+    assert ON_CPU or freed >= 250, f"256 MiB were offloaded, and {freed:.0f} MiB more are free"
+    return {"freed": (freed, "MiB of 256")}
+
+
+@probe
+def optimizer_class() -> dict[str, Any]:
+    import megatron.core
+    import megatron.core.optimizer as optimizers
+
+    return {"megatron-core": megatron.core.__version__, "Adam": optimizers.Adam.__module__}
+
+
+def heads_of(head_dim: int) -> list[torch.Tensor]:
+    """Query of 16 heads, key and value of 4, [640, heads, head_dim]."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((640, heads, head_dim) for heads in (16, 4, 4))
+    made = [torch.randn(shape, generator=generator).to(KIND, torch.bfloat16) for shape in shapes]
+    return [x.requires_grad_() for x in made]
+
+
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """[640, 16, head_dim] in float32, one sequence at a time."""
+    out = []
+    for start, end in itertools.pairwise(cuts):
+        parts = (x[start:end].detach().float().transpose(0, 1)[None] for x in (q, k, v))
+        out.append(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(out)

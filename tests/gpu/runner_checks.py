@@ -1,0 +1,231 @@
+"""What the project relies on in vLLM's model runner, one check each. They hold for whichever runner vLLM has chosen.
+
+The tests on CPU only ever see the first runner (`v1/worker/gpu_model_runner.py`). On CUDA vLLM 0.26 takes the second
+(`v1/worker/gpu/`) for dense models, vLLM 0.32 for all. VLLM_USE_V2_MODEL_RUNNER=0 or 1 in the environment decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.gpu.building import ON_CPU
+from tests.gpu.runner_bench import EOS, Bench, long_prompt, requests, share_of_same
+
+CHECKS: dict[str, Callable[[Bench], Mapping[str, Any]]] = {}
+
+
+def check(function: Callable[[Bench], Mapping[str, Any]]) -> Callable[[Bench], Mapping[str, Any]]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+# -- draws -------------------------------------------------------------------------------------------------------------
+
+
+@check
+def seeds_alone_decide_the_draws(bench: Bench) -> Mapping[str, Any]:
+    """The same tokens again, alone, in another order and among other requests; other seeds draw other tokens."""
+    some = requests(16)
+    together = bench.draw(some)
+    crowd = bench.draw([*requests(48, temperature=0.9)[16:], *some])[-16:]
+    shares = {
+        "again": share_of_same(bench.draw(some), together),
+        "alone": share_of_same([bench.draw([request])[0] for request in some], together),
+        "in reverse": share_of_same(bench.draw(some[::-1])[::-1], together),
+        "in a crowd": share_of_same(crowd, together),
+    }
+    from grpo_megatron.rollout.engine import sample_seed
+
+    others = bench.draw([replace(some[11], seed=sample_seed(0, 0, "prompt 11", index)) for index in range(1, 8)])
+    assert len({tuple(c.response_ids) for c in [together[11], *others]}) == 8, "the same prompt with other seeds"
+    assert min(shares.values()) >= bench.bounds.same, shares
+    return shares
+
+
+@check
+def logprobs_are_of_the_distribution_drawn_from(bench: Bench) -> Mapping[str, Any]:
+    """`processed_logprobs`: after temperature, top_k and top_p, alone and mixed in one batch."""
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "temperature 0.7": {"temperature": 0.7},
+        "temperature 1.3": {"temperature": 1.3},
+        "top_k 5": {"top_k": 5},
+        "top_p 0.6": {"top_p": 0.6},
+        "all three": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    }
+    found: dict[str, Any] = {}
+    for name, settings in kinds.items():
+        found[name] = list(
+            bench.agree(0, requests(16, **settings), factor=1 if name == "plain" or "temp" in name else 3).values()
+        )
+    mixed = [replace(r, **list(kinds.values())[i % len(kinds)]) for i, r in enumerate(requests(24))]
+    mixed = [replace(r, temperature=0.0) if i % 8 == 7 else r for i, r in enumerate(mixed)]
+    found["mixed"] = list(bench.agree(0, mixed, factor=3).values())
+    return found
+
+
+@check
+def greedy_draws_are_the_most_probable(bench: Bench) -> Mapping[str, Any]:
+    some = requests(8, temperature=0.0, max_tokens=8)
+    completions = bench.draw(some)
+    gaps = []
+    with torch.no_grad():
+        for request, completion in zip(some, completions, strict=True):
+            ids = torch.tensor([[*request.prompt_ids, *completion.response_ids]], device=bench.models[0].device)
+            logits = bench.models[0](ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+            drawn = logits.gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
+            gaps.append(float((logits.max(-1).values - drawn).max()))
+    found = bench.compare(0, some, completions)
+    bench.require(found)
+    assert max(gaps) <= bench.bounds.worst, gaps
+    return {**found, "largest gap to the most probable token": max(gaps)}
+
+
+@check
+def responses_end_with_their_stop_token(bench: Bench) -> Mapping[str, Any]:
+    some = requests(32, max_tokens=60)
+    completions = bench.draw(some)
+    for completion in completions:
+        stops = [t for t, token in enumerate(completion.response_ids) if token in EOS]
+        stopped = completion.finish_reason == "stop"
+        assert stops == ([len(completion.response_ids) - 1] if stopped else []), completion
+        assert stopped or len(completion.response_ids) == 60, completion
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    # Each request with its own tenth token as a further stop token: the same draws up to there.
+    own = [
+        replace(r, stop_token_ids=(c.response_ids[min(9, len(c.response_ids) - 1)],))
+        for r, c in zip(some, completions, strict=True)
+    ]
+    same = 0
+    for request, whole, cut in zip(own, completions, bench.draw(own), strict=True):
+        (stop,) = request.stop_token_ids
+        assert stop not in cut.response_ids[:-1]
+        same += cut.response_ids == whole.response_ids[: whole.response_ids.index(stop) + 1]
+    assert same / len(some) >= bench.bounds.same
+    bench.push(0)  # directly after requests that ended at different times: nothing may still hold the cache
+    return {"stopped": sum(c.finish_reason == "stop" for c in completions), "same up to the stop": same / len(some)}
+
+
+@check
+def generators_of_the_host_are_untouched(bench: Bench) -> Mapping[str, Any]:
+    def states() -> list[bytes]:
+        state = bench.device.rng_state()
+        tensors = [state[name].numpy().tobytes() for name in ("torch", "cuda") if name in state]
+        return [repr(state["python"]).encode(), repr(state["numpy"]).encode(), *tensors]
+
+    before = states()
+    bench.draw(requests(4))
+    bench.engine.logprobs([[1, 2, 3]])
+    assert states() == before
+    return {}
+
+
+# -- given text --------------------------------------------------------------------------------------------------------
+
+
+@check
+def logprobs_of_given_text(bench: Bench) -> Mapping[str, Any]:
+    """`prompt_logprobs=0`: texts of one token, and of more than a step computes (256); also when the cache knows them."""
+    from grpo_megatron.rollout.engine import Request
+
+    texts = [list(long_prompt(length, start)) for start, length in enumerate((1, 2, 16, 17, 129, 300, 700))]
+
+    def difference() -> torch.Tensor:
+        got = bench.engine.logprobs(texts)
+        assert [len(row) for row in got] == [len(text) - 1 for text in texts]
+        exact = [bench.exact(0, Request((text[0],), 0, 1), text[1:]) for text in texts if len(text) > 1]
+        return (torch.tensor([value for row in got for value in row]) - torch.cat(exact)).abs()
+
+    first = difference()
+    bench.draw([Request(tuple(text), 1, max_tokens=4) for text in texts])  # their blocks are now in the prefix cache
+    second = difference()
+    for found in (first, second):
+        bench.require({"mean": found.mean().item(), "max": found.max().item(), "outside": 0.0})
+    return {"first": [first.mean().item(), first.max().item()], "cached": [second.mean().item(), second.max().item()]}
+
+
+@check
+def long_prompts_are_computed_in_chunks(bench: Bench) -> Mapping[str, Any]:
+    """Prompts of up to 700 tokens, 256 tokens per step, among short ones that already draw."""
+    some = requests(8)
+    lengths = (700, 257, 256, 255)
+    some = [*some[:4], *(replace(r, prompt_ids=long_prompt(n, n)) for r, n in zip(some[4:], lengths, strict=True))]
+    return bench.agree(0, some)
+
+
+# -- weights and cache -------------------------------------------------------------------------------------------------
+
+
+@check
+def an_update_forgets_cached_prefixes(bench: Bench) -> Mapping[str, Any]:
+    (request,) = [replace(r, prompt_ids=long_prompt(600)) for r in requests(1)]
+    first, second = (bench.raw([request])[0].num_cached_tokens for _ in range(2))
+    assert first == 0 and second >= 384, f"{first}, then {second} of 600 tokens were in the cache"
+
+    def error() -> float:
+        completion = bench.draw([request])[0]
+        return float(
+            (torch.tensor(completion.logprobs) - bench.exact(1, request, completion.response_ids)).abs().mean()
+        )
+
+    with mock.patch.object(bench.engine._llm, "reset_prefix_cache", lambda: True):
+        bench.push(1)
+    without = error()
+    bench.push(0)
+    bench.draw([request])
+    bench.push(1)
+    cached = bench.raw([request])[0].num_cached_tokens
+    bench.push(1)
+    left = error()
+    assert cached == 0, f"{cached} tokens of the old weights were used"
+    assert left <= bench.bounds.mean
+    assert without >= 5 * left, "without the reset the old weights' keys would not show: this check proves nothing"
+    return {"tokens from the cache": second, "error": left, "error without the reset": without}
+
+
+@check
+def updates_replace_all_weights_in_place(bench: Bench) -> Mapping[str, Any]:
+    """Layer-wise reload: other weights, in any order, in large or small buckets; CUDA graphs keep the addresses."""
+    some = requests(16)
+    before = bench.draw(some)
+    addresses = _addresses(bench)
+    found = {}
+    for name, size, backwards in (("small buckets", 1, False), ("one bucket", 1000, False), ("backwards", 5, True)):
+        bench.push(1, size, backwards)
+        found[name] = list(bench.agree(1, some).values())
+        assert share_of_same(bench.draw(some), before) < 0.5
+        bench.push(0)
+    assert ON_CPU or _addresses(bench) == addresses, "parameters have moved: CUDA graphs would read old memory"
+    for _ in range(8):
+        bench.push(0)
+    found["back"] = [share_of_same(bench.draw(some), before)]
+    assert found["back"][0] >= bench.bounds.same
+    return found
+
+
+def _addresses(bench: Bench) -> dict[str, int]:
+    (found,) = bench.engine._llm.apply_model(lambda model: {n: p.data_ptr() for n, p in model.named_parameters()})
+    return found
+
+
+@check
+def a_broken_stream_can_be_followed_by_a_whole_one(bench: Bench) -> Mapping[str, Any]:
+    from grpo_megatron.parallel.mesh import RankError
+
+    def broken() -> Any:
+        yield from bench.buckets(1)[:2]
+        raise KeyError("broken stream")
+
+    try:
+        bench.engine.load_weights(broken(), 99)
+    except RankError as error:
+        assert "broken stream" in str(error)
+    else:
+        raise AssertionError("the broken stream was accepted")
+    bench.push(1)
+    return bench.agree(1, requests(16))

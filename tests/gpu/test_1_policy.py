@@ -1,0 +1,56 @@
+"""The policy in bfloat16 on one GPU: against transformers on the same GPU, against float32, and whether it learns.
+
+Not run on a GPU yet. Bounds for dense models in bf16, as for engine and policy: mean |difference| of the log-probabilities
+0.012, k3 1e-3, mean exp|difference| 1.02. Two programs that round at different points cannot be closer than rounding:
+bfloat16 has a relative step of 2**-8 = 0.004.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import conftest, policy_ranks, training_ranks
+from tests.gpu.building import ON_CPU
+from tests.gpu.comparing import mean_error, worst_angle
+
+LOCAL = {"transformer_impl": "local"}
+
+
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+def test_policy_equals_transformers(medium: Path, record_figure: Callable[..., None], layers: str) -> None:
+    """As near to transformers in bf16 as bf16 allows, and at most twice as far from the exact values as transformers is."""
+    if layers == "transformer_engine":
+        conftest.needs_transformer_engine()
+    (got,) = conftest.run(policy_ranks.against_transformers, folder=medium, megatron={"transformer_impl": layers})
+    for name in ("layers", "tokens", "mean", "max", "k3", "mult_prob_error", "own_error", "their_error", "spread"):
+        record_figure(name, got[name])
+    assert got["layers"] == ("ColumnParallelLinear" if layers == "local" else "TELayerNormColumnParallelLinear")
+    assert got["tokens"] > 1000 and got["spread"] > 0.05  # the tokens differ, so that a shift by one would show
+    assert got["mean"] <= 0.012
+    assert got["k3"] <= 1e-3
+    assert got["mult_prob_error"] <= 1.02
+    assert got["own_error"] <= 2 * got["their_error"] + 1e-3
+
+
+def test_local_layers_in_bf16_follow_float32(medium: Path, record_figure: Callable[..., None]) -> None:
+    exact, local = (
+        conftest.run(training_ranks.logprobs_and_gradients, folder=medium, megatron=LOCAL, dtype=dtype)[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    error, (cosine, name) = mean_error(local, exact), worst_angle(local["gradients"], exact["gradients"])
+    record_figure("log-probabilities, mean error", error)
+    record_figure("gradients' least cosine", cosine)
+    assert local["layers"] == "ColumnParallelLinear"
+    assert error <= 0.02
+    assert cosine >= 0.98, name
+
+
+def test_bf16_learns(medium: Path, record_figure: Callable[..., None]) -> None:
+    (got,) = conftest.run(training_ranks.loss_curve, folder=medium, megatron={}, steps=30)
+    losses = got["losses"]
+    record_figure("layers", got["layers"])
+    record_figure("loss, first and last", [losses[0], losses[-1]])
+    assert got["finite"] and losses[-1] <= losses[0] - (0.01 if ON_CPU else 1.0)

@@ -1,0 +1,143 @@
+"""Steps of GRPO on one GPU in the shapes of Qwen2.5-0.5B and 1.5B: seconds of each phase, tokens/s, MFU.
+
+Not run on a GPU yet. A step is 32 prompts x 8 samples of 512 tokens, drawn with CUDA graphs, one update. The first step is
+left out, and the medians of the others are printed. TRL does the same work with its own vLLM where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config import Config
+from grpo_megatron.data.arithmetic import build_tokenizer, write_task
+from grpo_megatron.device import read_hardware
+from grpo_megatron.models.precision import hardware_problems
+from tests.gpu import conftest, run_ranks
+from tests.gpu.building import KIND, ON_CPU
+from tests.gpu.models import QWEN_HALF_B, QWEN_ONE_AND_A_HALF_B, write_random_model
+
+PROMPTS, SAMPLES, RESPONSE = (4, 2, 16) if ON_CPU else (32, 8, 512)
+STEPS = 4
+PHASES = ("step", "update_weights", "probe", "gen", "reward", "adv", "old_log_prob", "update_actor")
+LEAST_MFU = 0.1  # of the update, with Transformer Engine's layers
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A shape's folder, with the quickstart's tokenizer. The model's other tokens decode to nothing."""
+    root = tmp_path_factory.mktemp("speed")
+    (root / "data").mkdir()
+    write_task(root / "data", seed=0, num_train=PROMPTS * STEPS, num_val=1)
+    shapes = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_ONE_AND_A_HALF_B}
+
+    def folder(size: str) -> Path:
+        if not (root / size).exists():
+            write_random_model(root / size, shapes[size])
+            build_tokenizer().save_pretrained(root / size)
+        return root / size
+
+    return folder
+
+
+def settings(model: Path, out: Path, recipe: str | None) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "data": {
+            "task": "arithmetic",
+            "train_files": [str(model.parent / "data/train.jsonl")],
+            "apply_chat_template": False,
+            "train_batch_size": PROMPTS,
+            "max_prompt_length": 32,
+            "max_response_length": RESPONSE,
+        },
+        "actor": {
+            "use_kl_loss": False,
+            "optim": {"lr": 1e-6},
+            "megatron": {"offload_optimizer": True, "fp8": {"recipe": recipe}},
+        },
+        "rollout": {"n": SAMPLES, "gpu_memory_utilization": 0.4, "max_num_seqs": PROMPTS * SAMPLES},
+        "reward": {"function": "tests.e2e.rewards:length_reward"},
+        "trainer": {
+            "total_training_steps": STEPS,
+            "val_before_train": False,
+            "test_freq": -1,
+            "save_freq": -1,
+            "save_hf_at_end": False,
+            "n_gpus_per_node": 1,
+            "device": KIND,
+            "output_dir": str(out),
+            "logger": ["jsonl"],
+        },
+    }
+
+
+def median(rows: list[dict[str, float]], name: str) -> float | None:
+    values = sorted(row[name] for row in rows if name in row)
+    return values[len(values) // 2] if values else None
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("size", ["0.5B", "1.5B"])
+def test_step_time(
+    models: Callable[[str], Path], tmp_path: Path, record_figure: Callable[..., None], size: str, recipe: str | None
+) -> None:
+    conftest.needs_vllm()
+    if recipe is not None:
+        conftest.needs_transformer_engine()
+    raw = settings(models(size), tmp_path / "run", recipe)
+    if problems := list(hardware_problems(Config.model_validate(raw), read_hardware(KIND))):  # type: ignore[arg-type]
+        pytest.skip(problems[0])
+    conftest.run(run_ranks.train, raw=raw)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][1:]
+    assert len(rows) == STEPS - 1
+    times = {phase: median(rows, f"timing_s/{phase}") for phase in PHASES}
+    for phase, seconds in times.items():
+        if seconds is not None:
+            record_figure(phase, seconds, "s")
+    record_figure("tokens/s", median(rows, "perf/throughput"))
+    for name in ("perf/mfu/actor", "perf/mfu/actor_infer", "perf/tflops/actor", "perf/max_memory_allocated_gb"):
+        if (value := median(rows, name)) is not None:
+            record_figure(name.removeprefix("perf/"), value)
+    record_figure("log-probability gap", max(row["training/rollout_logp_diff_mean"] for row in rows))
+    whole = times.pop("step")
+    assert whole is not None
+    assert all(row["response_length/mean"] == RESPONSE for row in rows) or ON_CPU  # the work that was to be measured
+    assert sum(seconds or 0 for seconds in times.values()) >= 0.8 * whole or ON_CPU  # no phase is missing
+    mfu = median(rows, "perf/mfu/actor")
+    if mfu is not None and importlib.util.find_spec("transformer_engine") is not None:
+        assert mfu >= LEAST_MFU
+
+
+def test_trl_beside_it(models: Callable[[str], Path], tmp_path: Path, record_figure: Callable[..., None]) -> None:
+    """The 0.5B shape with TRL's GRPOTrainer and vLLM colocated: the same prompts, samples and lengths."""
+    conftest.needs_gpu("TRL with vLLM colocated")
+    for package in ("trl", "datasets", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    model = models("0.5B")
+    path = tmp_path / "results.jsonl"
+    record = conftest.run_checks(
+        run_ranks.run_trl,
+        ["trl"],
+        path,
+        folder=model,
+        rows=model.parent / "data/train.jsonl",
+        output=tmp_path / "trl",
+        prompts=PROMPTS,
+        samples=SAMPLES,
+        response=RESPONSE,
+        steps=STEPS,
+    )["trl"]
+    seconds = sorted(record["figures"].get("seconds", [])[1:])
+    if seconds:
+        record_figure("step", seconds[len(seconds) // 2], "s")
+        record_figure("responses/s", PROMPTS * SAMPLES / seconds[len(seconds) // 2])
+        record_figure("TRL", importlib.metadata.version("trl"))
+    conftest.report_check(record, record_figure)

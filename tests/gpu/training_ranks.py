@@ -1,0 +1,119 @@
+"""What the ranks of the GPU tests of training run. (Functions of a module: a spawned process can import them.)"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.building import MIB, build_policy, free_mib, layer_class, likelihood, sequences, whole_batch
+from tests.models.gradients import named_gradients
+from tests.tiny import make_batch
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def logprobs_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -> dict[str, Any]:
+    policy = build_policy(folder, {"use_distributed_optimizer": False, **megatron}, dtype=dtype)
+    batch = whole_batch(sequences(8, 400))
+    logprobs = policy.logprobs(batch)
+    policy.backward(batch, batch.mini_batches[0], likelihood, [])
+    gradients = {name: g.float().cpu() for name, g in named_gradients(policy).items()}
+    return {"layers": layer_class(policy), "logprobs": logprobs, "gradients": gradients, "mask": batch.response_mask}
+
+
+def loss_curve(folder: Path, megatron: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The loss of each step of memorising 8 sequences of random tokens, divided over the data-parallel ranks."""
+    policy = build_policy(folder, megatron, lr=3e-4)
+    mesh, pairs = policy.mesh, sequences(8, 400)
+    rows = list(range(len(pairs)))[mesh.dp_rank :: mesh.dp]
+    batch = make_batch(pairs, [[list(range(i, min(i + 4, len(rows)))) for i in range(0, len(rows), 4)]], rows)
+    losses = []
+    for _ in range(steps):
+        sums, _ = policy.update(batch, likelihood)
+        parts = mesh.all_gather(float(sums[0]["loss"].total))  # the same on all ranks of a replica
+        losses.append(sum(parts) * mesh.dp / mesh.world_size)
+    streamed = {name: bool(t.isfinite().all()) for bucket in policy.hf_weights() for name, t in bucket}
+    return {"losses": losses, "finite": all(streamed.values()), "names": len(streamed), "layers": layer_class(policy)}
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+
+
+def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[str, Any]:
+    """Two updates, save, two more updates; compared with a new policy that loads and makes the last two updates.
+
+    Local layers are deterministic with attention as plain matrix products and torch's deterministic algorithms.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from grpo_megatron.models import state
+    from grpo_megatron.models.optimizer import each_optimizer
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # saves time only
+    batch = whole_batch(sequences(8, 200))
+
+    def weights(policy: Any) -> dict[str, torch.Tensor]:
+        return {name: t.cpu() for bucket in policy.hf_weights() for name, t in bucket}
+
+    def inner_state(policy: Any) -> list[torch.Tensor]:
+        """Main parameters, moments and step counts, in the order of the parameter groups."""
+        out = []
+        for one in each_optimizer(policy.optimizer):
+            for group in one.optimizer.param_groups:
+                for parameter in group["params"]:
+                    held = {"step": group.get("step", 0), **one.optimizer.state[parameter]}  # torch: one per parameter
+                    out += [parameter.detach().cpu(), *(torch.as_tensor(held[name]).cpu() for name in sorted(held))]
+        return out
+
+    def two_updates(policy: Any) -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            for _ in range(2):
+                policy.update(batch, likelihood)
+
+    first = build_policy(folder, megatron)
+    two_updates(first)
+    checkpoint.mkdir()
+    state.save_sharded(first, checkpoint)
+    at_save = inner_state(first)
+    kind = type(each_optimizer(first.optimizer)[0].optimizer).__module__
+    second = build_policy(folder, megatron)
+    state.load_sharded(second, checkpoint, same_world=True)
+    second.load_state(first.state())
+    restored = inner_state(second)
+    out = {
+        "optimizer": kind,
+        "state": len(at_save) == len(restored) and all(map(torch.equal, at_save, restored)),
+        "saved_tensors": len(at_save),
+    }
+    for policy in (first, second):
+        two_updates(policy)
+    expected, resumed_weights = weights(first), weights(second)
+    out["weights"] = all(torch.equal(expected[name], resumed_weights[name]) for name in expected)
+    out["difference"] = max(float((expected[name] - resumed_weights[name]).abs().max()) for name in expected)
+    return out
+
+
+def offloaded(folder: Path) -> dict[str, float]:
+    """MiB that offloading the optimizer frees, and the size of its states and gradient buffers."""
+    policy = build_policy(folder, {"offload_optimizer": True})
+    batch = whole_batch(sequences(8, 200))
+    policy.update(batch, likelihood)
+    gradients = sum(buffer.grad_data.nbytes for buffer in policy.ddp.buffers) / MIB
+    before = free_mib()
+    start = time.monotonic()
+    policy.offload()
+    offload_s = time.monotonic() - start
+    freed, states = free_mib() - before, policy._offloaded.num_bytes / MIB
+    policy.logprobs(batch)  # needs neither optimizer states nor gradients
+    start = time.monotonic()
+    policy.onload()
+    onload_s = time.monotonic() - start
+    _, metrics = policy.update(batch, likelihood)
+    finite = float(metrics["actor/skipped_updates"] == 0)
+    return {"freed": freed, "held": states + gradients, "offload_s": offload_s, "onload_s": onload_s, "finite": finite}

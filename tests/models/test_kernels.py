@@ -1,0 +1,242 @@
+"""Which fused kernels a rank uses, and what it does without Transformer Engine or Apex. No kernel runs here.
+
+A rank with a GPU is a `Device("cpu")` that says it is CUDA; an installed Apex is Megatron-Core's own flag for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import moe_utils
+
+from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig, ModelConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models import build, spec, state
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.build import transformer_config
+from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.spec import Kernels, choose_kernels, engine_gradients
+from tests import tiny, worlds
+from tests.models import engine_ranks
+
+LOCAL, ENGINE = MegatronConfig(transformer_impl="local"), MegatronConfig(transformer_impl="transformer_engine")
+
+
+@pytest.fixture(scope="module")
+def arch() -> Architecture:
+    return architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
+
+
+@pytest.fixture
+def gpu() -> Device:
+    device = Device("cpu")
+    device.kind = "cuda"
+    return device
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *, engine: bool, apex: bool) -> None:
+    monkeypatch.setattr(spec, "examine_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed"))
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
+
+
+FUSIONS = ("gradient_accumulation_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "on"),
+    [
+        (Kernels(), ()),
+        (Kernels(compiled=True), FUSIONS[2:]),
+        (Kernels(compiled=True, fused_gradients=True), (FUSIONS[0], *FUSIONS[2:])),
+        (Kernels(transformer_engine=True, compiled=True), FUSIONS[1:]),
+        (Kernels(transformer_engine=True, compiled=True, fused_gradients=True), FUSIONS),
+    ],
+)
+def test_fused_kernels_are_those_that_are_installed(arch: Architecture, kernels: Kernels, on: tuple[str, ...]) -> None:
+    with mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", object()):  # Megatron requires it
+        built = transformer_config(arch, MegatronConfig(), "bfloat16", True, kernels)
+    assert [name for name in FUSIONS if getattr(built, name)] == list(on)
+    assert not (built.masked_softmax_fusion or built.persist_layer_norm or built.cross_entropy_loss_fusion)
+    assert built.transformer_impl == ("transformer_engine" if kernels.transformer_engine else "local")
+
+
+def test_the_users_table_is_applied_last(arch: Architecture) -> None:
+    megatron = MegatronConfig(override_transformer_config={"bias_dropout_fusion": False})
+    assert not transformer_config(arch, megatron, "bfloat16", True, Kernels(compiled=True)).bias_dropout_fusion
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "transformer_impl=transformer_engine"),
+        ({"fp8": {"recipe": "delayed"}}, "fp8.recipe=delayed"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2"),
+    ],
+)
+def test_a_cpu_rank_refuses_what_it_cannot_build(changes: dict[str, Any], key: str) -> None:
+    assert choose_kernels(MegatronConfig(), Device("cpu")) == Kernels()
+    with pytest.raises(
+        ConfigError, match=f"actor.megatron.{key} needs Transformer Engine on a GPU, but this run is on"
+    ):
+        choose_kernels(MegatronConfig.model_validate(changes), Device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("megatron", "dtype", "engine", "apex", "has_gradients", "expected", "words"),
+    [
+        (
+            MegatronConfig(),
+            "bfloat16",
+            True,
+            False,
+            True,
+            Kernels(True, True, True),
+            "Engine's layers, with fused weight",
+        ),
+        (MegatronConfig(), "bfloat16", True, False, False, Kernels(True, True, False), "Transformer Engine's layers"),
+        (MegatronConfig(), "bfloat16", True, True, False, Kernels(True, True, False), "Transformer Engine's layers"),
+        (
+            MegatronConfig(),
+            "bfloat16",
+            False,
+            True,
+            True,
+            Kernels(False, True, True),
+            "(Apex); no Transformer Engine: 2.20.2",
+        ),
+        (
+            MegatronConfig(),
+            "bfloat16",
+            False,
+            True,
+            False,
+            Kernels(False, True, False),
+            "no Transformer Engine: 2.20.2 is",
+        ),
+        (
+            MegatronConfig(),
+            "bfloat16",
+            False,
+            False,
+            True,
+            Kernels(False, True, False),
+            "no fused weight gradients (they",
+        ),
+        (MegatronConfig(), "float32", True, True, True, Kernels(False, True, True), "model.dtype=float32, which its"),
+        (
+            LOCAL,
+            "bfloat16",
+            True,
+            False,
+            True,
+            Kernels(False, True, False),
+            "no Transformer Engine: transformer_impl=local",
+        ),
+        (ENGINE, "bfloat16", True, False, True, Kernels(True, True, True), "Transformer Engine's layers"),
+    ],
+)
+def test_a_gpu_uses_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Device,
+    megatron: MegatronConfig,
+    dtype: str,
+    engine: bool,
+    apex: bool,
+    has_gradients: bool,
+    expected: Kernels,
+    words: str,
+) -> None:
+    """Fused weight gradients need a kernel, Transformer Engine's or Apex's, and gradient buffers."""
+    installed(monkeypatch, engine=engine, apex=apex)
+    kernels = choose_kernels(megatron, gpu, dtype, has_gradients=has_gradients)
+    assert kernels == expected
+    assert words in kernels.describe()
+    assert kernels.settings()["gradient_accumulation_fusion"] is expected.fused_gradients
+
+
+def test_a_rank_stops_if_the_requested_engine_is_unusable(monkeypatch: pytest.MonkeyPatch, gpu: Device) -> None:
+    installed(monkeypatch, engine=False, apex=True)
+    with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs .*, but 2.20.2 is installed"):
+        choose_kernels(ENGINE, gpu)
+
+
+def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> None:
+    """The policy and a learning reward model have them; the reference and a frozen reward model do not."""
+    from grpo_megatron.models import policy, reference, reward_model
+
+    class Stop(Exception):
+        pass
+
+    asked = mock.Mock(side_effect=Stop)
+    mesh: Any = None
+    model, actor, device = ModelConfig(path=Path("x")), ActorConfig(), Device("cpu")
+    with (
+        mock.patch.object(build, "choose_kernels", asked),
+        mock.patch.object(reward_model, "read_reward_folder", mock.Mock()),
+    ):
+        config: Any = mock.Mock(path="x", optim=actor.optim)
+        for make in (
+            lambda: policy.Policy(model, actor, mesh, mesh, device),
+            lambda: reward_model.RewardModel(config, "float32", actor, mesh, device),
+            lambda: reference.Reference(Path("x"), model, actor, mesh, mesh, device),
+            lambda: reward_model.FrozenRewardModel(config, "float32", actor, mesh, device),
+        ):
+            with pytest.raises(Stop):
+                make()
+    assert [call.kwargs["has_gradients"] for call in asked.call_args_list] == [True, True, False, False]
+
+
+def test_the_output_head_accepts_the_engines_fusion_without_apex() -> None:
+    """Megatron-Core's linear layers read the flag when they are built. Local layers without Apex stay refused."""
+    with mock.patch.object(layers, "_grad_accum_fusion_available", False):
+        with engine_gradients(Kernels(transformer_engine=True, fused_gradients=True)):
+            assert layers._grad_accum_fusion_available
+        for kernels in (Kernels(fused_gradients=True), Kernels(transformer_engine=True)):
+            with engine_gradients(kernels):
+                assert not layers._grad_accum_fusion_available
+
+
+@pytest.mark.slow
+def test_gradients_are_the_same_with_apex(tmp_path: Path) -> None:
+    """Fused products of the 4 layers' 4 linear layers, in 3 micro-batches; the output head's gradient is added by DDP."""
+    folder = tiny.make_model(tmp_path / "model", "qwen2-tied")
+    ((plain, fused, calls),) = worlds.run(engine_ranks.apex_gradients, 1, folder=folder, pairs=tiny.make_sequences(6))
+    assert calls == 4 * 4 * 3
+    for kind in ("gradients", "weights"):
+        for name, tensor in plain[kind].items():
+            torch.testing.assert_close(
+                fused[kind][name], tensor, rtol=0, atol=1e-6 * float(tensor.abs().max()), msg=name
+            )
+
+
+def test_fp8_state_that_a_checkpoint_lacks_is_not_asked_for(tmp_path: Path) -> None:
+    """A checkpoint of local layers has none for norms. A missing weight stays an error."""
+    names = ("norm._extra_state", "linear._extra_state", "norm.weight")
+    model = {name: SimpleNamespace(unique_key=f"decoder.{name}/shard_0_1") for name in names}
+    stored = {"decoder.linear._extra_state/shard_0_1": None}
+    with mock.patch.object(state, "load_sharded_metadata", lambda folder: stored):
+        assert list(state._without_unknown_extra_state(model, tmp_path)) == ["linear._extra_state", "norm.weight"]
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_router_runs_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Megatron-Core 0.16 leaves the name undefined: NameError in the first forward pass, on every device."""
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    device = Device("cpu")
+    device.kind = kind  # type: ignore[assignment]
+    tokens, weight = torch.randn(5, 8), torch.randn(4, 8)
+    with pytest.raises(NameError):
+        moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    with device.megatron():
+        logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    torch.testing.assert_close(logits, tokens @ weight.T)

@@ -1,0 +1,35 @@
+"""Digests of vLLM's own memory, with real engines: never a false alarm, and every wrong tensor is named with slice and rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.memory_ranks import attest
+from tests.worlds import run
+
+pytestmark = pytest.mark.slow
+
+# ranks = rollout tp -> (family, dtype, with all faults). Biases, q and k norms, a tied head, experts.
+CASES = {
+    1: [
+        ("qwen2", "float32", True),
+        ("mixtral", "bfloat16", True),
+        ("qwen3", "bfloat16", False),
+        ("llama-tied", "float32", False),
+        ("qwen3-moe", "float32", False),
+    ],
+    2: [
+        ("qwen3-moe", "bfloat16", True),
+        ("qwen2", "bfloat16", True),
+        ("llama-tied", "bfloat16", False),
+        ("qwen3", "float32", False),
+        ("mixtral", "float32", False),
+    ],
+}
+
+
+@pytest.mark.parametrize("tp", CASES)
+def test_wrong_weights_are_named_and_good_ones_never(tp: int, tmp_path: Path) -> None:
+    run(attest, tp, folder=tmp_path, tp=tp, cases=CASES[tp])

@@ -1,0 +1,119 @@
+"""Digests of parts: they add up over every cut, and no single change goes unnoticed.
+
+The reference is the definition itself, in Python's integers: words of 8 bytes, little-endian, zeros after the last column.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_megatron.sync import digest
+from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.tensors import SyncTensor
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def tensor_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def whole_digest(values: torch.Tensor) -> int:
+    return int(part_digest(values, SyncTensor("w", tuple(values.shape), 0), 0))
+
+
+def splitmix64(seed: int, index: int) -> int:
+    z = ((seed << 40) + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31 | 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 13), (3, 8), (9,), (1, 1), (0, 4)])
+def test_digest_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = tensor_of(shape, dtype)
+    rows = values[None] if len(shape) == 1 else values
+    total = 0
+    for r, row in enumerate(rows):
+        data = row.contiguous().view(torch.uint8).numpy().tobytes()
+        words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+        total += splitmix64(1, r) * sum(splitmix64(2, w) * word for w, word in enumerate(words))
+    assert whole_digest(values) % 2**64 == total % 2**64
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.one_of(st.tuples(st.integers(1, 40)), st.tuples(st.integers(1, 12), st.integers(1, 40))),
+    axis=st.integers(0, 1),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+def test_parts_add_up_to_the_whole(
+    shape: tuple[int, ...], axis: int, cuts: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    axis %= len(shape)
+    values, tensor = tensor_of(shape, dtype, seed), SyncTensor("w", shape, axis)
+    borders = [0, *sorted(min(cut, shape[axis]) for cut in cuts), shape[axis]]
+    parts = [(values.narrow(axis, a, b - a), a) for a, b in zip(borders, borders[1:], strict=False)]
+    digests = [part_digest(part, tensor, start) for part, start in parts]
+    assert sum(digests[::-1]) == whole_digest(values)
+    copies = [part_digest(part.clone(), tensor, start) for part, start in parts]  # contiguous, other alignment
+    assert copies == digests
+
+
+def test_memory_layout_does_not_matter() -> None:
+    values = tensor_of((6, 10), torch.bfloat16)
+    padded = torch.full((6, 13), 7.0, dtype=torch.bfloat16)
+    padded[:, 1:11] = values  # neither rows nor start are aligned to words
+    assert whole_digest(padded[:, 1:11]) == whole_digest(values)
+    assert whole_digest(values.t().contiguous().t()) == whole_digest(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 7), (11,)])
+def test_every_flipped_bit_is_noticed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = tensor_of(shape, dtype)
+    healthy = whole_digest(values)
+    data = values.view(-1).view(torch.uint8)
+    for byte in range(len(data)):
+        for bit in range(8):
+            data[byte] ^= 1 << bit
+            assert whole_digest(values) != healthy, (byte, bit)
+            data[byte] ^= 1 << bit
+    assert whole_digest(values) == healthy
+
+
+def test_swaps_are_noticed() -> None:
+    values = tensor_of((16, 24), torch.bfloat16)
+    seen = {whole_digest(values)}
+    swaps = 0
+    for axis, size in enumerate(values.shape):
+        for i in range(size):
+            for j in range(i):
+                order = list(range(size))
+                order[i], order[j] = j, i
+                seen.add(whole_digest(values.index_select(axis, torch.tensor(order))))
+                swaps += 1
+    assert len(seen) == 1 + swaps
+
+
+def test_a_part_at_another_place_has_another_digest() -> None:
+    values = tensor_of((4, 8), torch.float32)
+    for axis in (0, 1):
+        tensor = SyncTensor("w", (16, 32), axis)
+        assert len({int(part_digest(values, tensor, start)) for start in range(12)}) == 12
+
+
+def test_devices_without_an_integer_mv_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tensor_of((33, 24), torch.bfloat16)
+    healthy = whole_digest(values)
+    monkeypatch.setattr(digest, "_CHUNK_BYTES", 100)
+    words = digest._as_words(values.view(torch.int16))
+    factors = digest._numbers(digest._WORDS, 0, words.shape[1], words.device)
+    monkeypatch.setattr(digest, "_product", lambda w, first: digest._product_in_chunks(w, factors))
+    assert whole_digest(values) == healthy

@@ -1,0 +1,116 @@
+"""The bound of a probe: fixed where the config says so, else relative to the healthy probes of the same model."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.training.probe import Probe
+from tests import tiny, worlds
+from tests.distributed.sync_ranks import build
+from tests.models.policy_ranks import loss
+from tests.models.test_moe import MODELS
+from tests.tiny import make_batch, make_sequences
+
+
+def probe(dtype: str = "bfloat16", tolerance: float | None = None) -> Probe:
+    return Probe(101, 128, dtype=dtype, tolerance=tolerance)
+
+
+def difference(mean: float) -> torch.Tensor:
+    return torch.tensor([[mean, -mean]])
+
+
+def test_later_probes_are_held_to_the_healthy_ones() -> None:
+    made = probe()
+    for mean in (0.011, 0.012, 0.014, 0.018, 0.025, 0.04):  # growing weights: a bfloat16 forward rounds more
+        assert made.problem("policy", difference(mean), is_attested=True) is None
+    problem = str(made.problem("policy", difference(0.11), is_attested=True))
+    assert "differ from those of the model that was sent by 0.11 on average (at most 0.11)" in problem
+    assert "more than 2.5 times that of healthy probes of this run: 0.1: the engine does not hold" in problem
+    assert made.problem("policy", difference(0.09), is_attested=True) is None  # a wrong probe is not remembered
+
+
+def test_old_probes_are_forgotten() -> None:
+    made = probe()
+    for mean in (0.02, *[0.004] * 8):
+        assert made.problem("policy", difference(mean), is_attested=True) is None
+    assert made.problem("policy", difference(0.011), is_attested=True)  # 2.5 * 0.004
+    assert made.problem("policy", difference(0.009), is_attested=True) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attested", "bound"), [("bfloat16", False, 0.03), ("bfloat16", True, 0.1), ("float32", False, 1e-4)]
+)
+def test_a_first_probe_has_an_absolute_bound(dtype: str, attested: bool, bound: float) -> None:
+    made = probe(dtype)
+    assert made.problem("policy", difference(0.5 * bound), is_attested=attested) is None
+    assert made.problem("reference", difference(1.1 * bound), is_attested=attested)  # another model: a first probe
+    assert made.problem("reference", difference(float("nan")), is_attested=attested)
+
+
+def test_a_tolerance_of_the_config_is_absolute() -> None:
+    made = probe(tolerance=0.3)
+    for mean in (0.001, 0.29):
+        assert made.problem("policy", difference(mean), is_attested=False) is None
+    assert "more than rollout.probe_tolerance=0.3:" in str(made.problem("policy", difference(0.31), is_attested=False))
+
+
+def small_faults(weights: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Fault -> the tensors that differ from the right ones: each taken from another layer or expert."""
+    layer = "model.layers.{}.{}.weight".format
+    faults = {"norm": {layer(1, "input_layernorm"): weights[layer(2, "input_layernorm")]}}
+    if layer(1, "self_attn.v_proj").replace("weight", "bias") in weights:
+        bias = "model.layers.{}.self_attn.v_proj.bias".format
+        faults["bias"] = {bias(1): weights[bias(2)]}
+    expert = "model.layers.1.mlp.experts.{}.{}_proj.weight".format
+    if expert(0, "up") in weights:
+        faults["expert"] = {expert(0, kind): weights[expert(5, kind)] for kind in ("gate", "up", "down")}
+        faults["q norm"] = {layer(1, "self_attn.q_norm"): weights[layer(2, "self_attn.q_norm")]}
+    return faults
+
+
+def healthy_and_faulty(folder: Path) -> dict[str, str]:
+    """Real engine and policy in bfloat16, without attestation: healthy probes, small faults, and many syncs with updates.
+
+    Returns the error of each fault. A false alarm raises.
+    """
+    _, policy, engine, colocation = build(folder, 1, 1, False, 1, lr=3e-3, dtype="bfloat16")
+    engine.digests = lambda: None
+    real, found, versions = policy.hf_weights, {}, itertools.count()
+
+    def sync() -> None:
+        with colocation.rollout(next(versions), Metrics()):
+            pass
+
+    for _ in range(3):
+        sync()
+    for name, wrong in small_faults({name: tensor for bucket in real(64) for name, tensor in bucket}).items():
+        policy.hf_weights = lambda size, wrong=wrong: (
+            [(n, wrong.get(n, t)) for n, t in bucket] for bucket in real(size)
+        )
+        with pytest.raises(RankError) as error:
+            sync()
+        found[name] = str(error.value)
+    policy.hf_weights = real
+    batch = make_batch(make_sequences(6), [[list(range(6))]])
+    for _ in range(12):
+        sync()
+        policy.update(batch, loss)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_one_wrong_small_tensor_is_noticed_without_attestation(family: str, tmp_path: Path) -> None:
+    folder = tiny.make_model(tmp_path, "qwen2" if family == "qwen2" else "llama2", **MODELS.get(family, {}))
+    [found] = worlds.run(healthy_and_faulty, 1, folder=folder)
+    assert len(found) >= 2 and all(
+        "the engine does not hold that model's weights" in text for text in found.values()
+    ), found
