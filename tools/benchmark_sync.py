@@ -46,8 +46,8 @@ LAYOUTS = [
     {"name": "TP2 x DP2 -> TP2, layouts agree", "tp": 2, "pp": 1, "rollout_tp": 2, "ways": ["old", "new", "memcpy"]},
 ]
 ON_NETWORK = [  # two nodes of two ranks; a node holds one pipeline stage
-    {"name": "TP2 x PP2 -> TP2", "tp": 2, "pp": 2, "rollout_tp": 2, "ways": ["new"]},
-    {"name": "TP2 x PP2 -> TP1", "tp": 2, "pp": 2, "rollout_tp": 1, "ways": ["new"]},
+    {"name": "TP2 x PP2 -> TP2", "tp": 2, "pp": 2, "rollout_tp": 2, "ways": ["bare", "new"]},
+    {"name": "TP2 x PP2 -> TP1", "tp": 2, "pp": 2, "rollout_tp": 1, "ways": ["bare", "new"]},
 ]
 
 
@@ -116,14 +116,16 @@ def report(ways: Sequence[str], ranks: list[dict[str, Any]]) -> None:
         parts = [f"{name} {statistics.median(share.get(name, 0.0) for share in shares):.3f}" for name in names]
         wall, used = (statistics.median(f(way, number) for number in numbers) for f in (seconds, processor))
         print(f"  {way:7s}{wall:7.3f} s, processor {used:6.3f} s;  {', '.join(parts)}")
-    for base in ("old", "memcpy"):
+    for base in ("old", "memcpy", "bare"):
         if base in ways and "new" in ways:
             wall, used, wall_alone, used_alone = (
                 statistics.median(f("new", number, left_out) / f(base, number) for number in numbers)
                 for left_out in ("nothing", "digests")
                 for f in (seconds, processor)
             )
-            print(f"  new / {base}: {wall:.2f}, processor {used:.2f}; without digests {wall_alone:.2f} and {used_alone:.2f}")
+            print(
+                f"  new / {base}: {wall:.2f}, processor {used:.2f}; without digests {wall_alone:.2f} and {used_alone:.2f}"
+            )
 
 
 def machine() -> str:
@@ -155,8 +157,10 @@ def over_network(args: argparse.Namespace) -> int:
         floor = crossing / RATE
         seconds = statistics.median(repeat["new"]["seconds"] for repeat in ranks[0]["repeats"])
         print(f"\n{layout['name']}: {described(ranks)}")
-        print(f"  {crossing / 1e6:.1f} MB must enter a node: {floor:.2f} s; measured {seconds:.2f} s: {seconds / floor:.2f}")
-        report(["new"], ranks)
+        print(
+            f"  {crossing / 1e6:.1f} MB must enter a node: {floor:.2f} s; measured {seconds:.2f} s: {seconds / floor:.2f}"
+        )
+        report(layout["ways"], ranks)
     return 0
 
 
@@ -194,7 +198,7 @@ def run_jobs(
         path.write_text(json.dumps(jobs))
         world_size = per_node * len(prefixes)
         world = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": per_node, "MASTER_ADDR": address, "OMP_NUM_THREADS": 1}
-        env = {**os.environ, **{key: str(value) for key, value in world.items()}}
+        env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **{key: str(value) for key, value in world.items()}}
         nodes: list[subprocess.Popen[bytes]] = []
         try:
             for number, prefix in enumerate(prefixes):

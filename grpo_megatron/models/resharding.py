@@ -39,7 +39,8 @@ class Resharding:
         """`tensors`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together."""
         self.mesh, self.tensors, self.dtype, self.device = mesh, tensors, dtype, device
         grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
-        plan = SyncPlan(sync_parameters(arch, grid, stage_of), tensors.spans, grid, max(1, budget // PARTS_PER_BUDGET))
+        parameters, part = sync_parameters(arch, grid, stage_of), max(1, budget // PARTS_PER_BUDGET)
+        plan = SyncPlan(parameters, tensors.spans, grid, part, open_modules=budget // 2)
         rounds, self.traffic = choose_rounds(plan, budget)
         self.plan = RankPlan(plan, rounds, mesh.rank)
         self._shares = self.plan.shares()

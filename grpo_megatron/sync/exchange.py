@@ -4,8 +4,8 @@ Engines cut their own shard out of a whole tensor. They are handed tensors of th
 engine's fused layout needs to be known here; what is outside this rank's part is undefined. A part that this rank has
 itself, in one piece, is not copied: the tensor is a window on the parameter.
 
-    round          k        k+1      k+2
-    over network            ...      posted
+    round          k        k+1      k+2      k+3
+    over network                     posted   posted
     within nodes   waited   posted
     loaded         yielded
 
@@ -16,6 +16,7 @@ ranks agree at the end. Nothing on the host is exchanged between the rounds.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import Copy, Message, RankPlan, Slot
-from grpo_megatron.sync.rounds import DEPTH
+from grpo_megatron.sync.rounds import AHEAD, DEPTH
 from grpo_megatron.sync.tensors import SyncTensor
 from grpo_megatron.sync.transport import Envelope, Transport
 from grpo_megatron.types import WeightBucket
@@ -51,15 +52,15 @@ class Exchange:
     def stream(self) -> Iterator[WeightBucket]:
         """The buckets. After a local failure nothing more is yielded, and the failure is raised when all messages are through."""
         rounds = self._plan.rounds
-        over_network = self._post(NETWORK, 0)
+        over_network = deque(self._post(NETWORK, number) for number in range(min(AHEAD, len(rounds))))
         within_node: Callable[[], None] | None = None
         for number in range(len(rounds) + 1):
             following = None
             if number < len(rounds):
-                over_network()
+                over_network.popleft()()
                 following = self._post(NODE, number)
-                if number + 1 < len(rounds):
-                    over_network = self._post(NETWORK, number + 1)
+                if number + AHEAD < len(rounds):
+                    over_network.append(self._post(NETWORK, number + AHEAD))
             if within_node is not None:
                 within_node()
                 bucket = self._attempt(functools.partial(self._finish, number - 1)) or []

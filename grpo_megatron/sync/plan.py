@@ -125,12 +125,20 @@ def _tasks(kind: Kind, grid: Grid, holders: list[int]) -> Iterator[_Task]:
 
 
 class SyncPlan:
-    """`tensors` are in the order of the sync; `parts` cut all of them completely, in the same order."""
+    """`tensors` are in the order of the sync; `parts` cut all of them completely, in the order in which they travel."""
 
     def __init__(
-        self, parameters: Sequence[SyncParameter], spans: EngineSpans, grid: Grid, largest_part: int = 1 << 62
+        self,
+        parameters: Sequence[SyncParameter],
+        spans: EngineSpans,
+        grid: Grid,
+        largest_part: int = 1 << 62,
+        open_modules: int = 0,
     ) -> None:
-        """`largest_part`: elements."""
+        """`largest_part`: elements. `open_modules`: elements of modules that an engine may keep before they are complete.
+
+        If one module of every stage fits, the stages send side by side, part by part; else in turn, module by module.
+        """
         self.grid, self.spans, self.largest_part = grid, spans, largest_part
         self.parameters = in_sync_order(parameters)
         self.tensors: list[SyncTensor] = [tensor for p in self.parameters for tensor in p.tensors]
@@ -140,6 +148,8 @@ class SyncPlan:
         self.kinds: list[Kind] = []
         self.routes: list[Routes] = []
         self.parts = self._make_parts()
+        if _largest_modules(self.parameters) <= open_modules:
+            self.parts = self._side_by_side()
 
     @cached_property
     def parts_of(self) -> list[list[int]]:
@@ -184,6 +194,17 @@ class SyncPlan:
             for _, start, stop, kind, size in pieces:
                 parts.append(Part(number, start, stop, kind, rotation.turn(kind, size) % self.routes[kind].period))
         return parts
+
+    def _side_by_side(self) -> list[Part]:
+        """The parts of all stages, each stage in its order, so that all are equally far at any time."""
+        sent: Counter[int] = Counter()
+        places = []
+        for part in self.parts:
+            size, stage = self.numel(part), self.kinds[part.kind].stage
+            places.append(sent[stage] + size / 2)
+            sent[stage] += size
+        shares = [place / sent[self.kinds[part.kind].stage] for place, part in zip(places, self.parts, strict=True)]
+        return [self.parts[i] for i in sorted(range(len(self.parts)), key=shares.__getitem__)]
 
     def _limits(self, widths: list[int], by_tensor: list[list[Atom]], numbers: dict[Kind, int]) -> list[float]:
         """Elements that a part of each kind may have."""
@@ -245,6 +266,17 @@ def in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
     longest = max(len(queue) for queue in queues)
     ordered = [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
     return [parameter for module in ordered for parameter in module]
+
+
+def _largest_modules(parameters: Sequence[SyncParameter]) -> int:
+    """Elements of the largest module of every stage, together."""
+    modules: Counter[tuple[int, str]] = Counter()
+    for parameter in parameters:
+        modules[parameter.stage, _module(parameter.name)] += parameter.numel
+    largest: dict[int, int] = {}
+    for (stage, _), size in modules.items():
+        largest[stage] = max(size, largest.get(stage, 0))
+    return sum(largest.values())
 
 
 def _by_turns(module: list[SyncParameter]) -> list[SyncParameter]:

@@ -1,6 +1,7 @@
 """Rounds: which parts travel together, and the memory that this takes.
 
-Three rounds are in flight at a time: one is loaded, one travels within the nodes, one over the network.
+Four rounds are in flight at a time: one is loaded, one travels within the nodes, two over the network. (Of two, the
+network is busy with the first while the ranks agree on the second.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
 
 PHASES = (NETWORK, NODE)
 # Rounds whose messages are in memory at the same time, by (phase, is receiver)
-DEPTH = {(NETWORK, False): 1, (NETWORK, True): 3, (NODE, False): 2, (NODE, True): 2}
+AHEAD = 2  # rounds over the network
+DEPTH = {(NETWORK, False): AHEAD, (NETWORK, True): AHEAD + 2, (NODE, False): 2, (NODE, True): 2}
 PARTS_PER_BUDGET = 64  # no part is larger than this fraction of the budget, so that rounds fill it evenly
 FEWEST_ROUNDS = 32  # fewer would not overlap: the first and the last are alone
 SMALLEST_ROUND = 1 << 20  # elements; below it, waiting takes longer than the transfer

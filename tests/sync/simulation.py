@@ -7,13 +7,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
-from grpo_megatron.models.mapping import expand_table
+from grpo_megatron.models.mapping import WeightRow, expand_table
 from grpo_megatron.models.sync_parameters import engine_spans, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.exchange import Exchange
@@ -36,7 +37,7 @@ class Counts:
 class Queues:
     """The transport of one simulated rank."""
 
-    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.Queue[Tensor]], counts: Counts) -> None:
+    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]], counts: Counts) -> None:
         self._rank, self._queues, self._counts = rank, queues, counts
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Callable[[], None]:
@@ -63,23 +64,31 @@ class World:
     traffic: Traffic
     whole: dict[str, Tensor]
 
-    def shard(self, rank: int) -> dict[str, Tensor]:
+    @cached_property
+    def _rows(self) -> dict[str, WeightRow]:
+        return {row.megatron: row for row in expand_table(table_of(self.arch), self.arch)}
+
+    def shard(self, rank_plan: RankPlan) -> dict[str, Tensor]:
         """A rank's parameters, cut from the whole tensors by the weight table."""
-        rank_plan = RankPlan(self.plan, self.rounds, rank)
-        rows = {row.megatron: row for row in expand_table(table_of(self.arch), self.arch)}
-        tp_rank = rank % self.grid.tp
+        rows, tp_rank = self._rows, rank_plan.rank % self.grid.tp
         return {
             parameter.name: rows[parameter.name].shard(self.whole.__getitem__, self.arch, tp_rank, self.grid.tp)
             for parameter in rank_plan.parameters()
         }
 
 
+def planned(arch: Architecture, grid: Grid, sizes: list[int], budget: int) -> tuple[SyncPlan, list[range], Traffic]:
+    """As `Resharding` plans it. `budget`: elements."""
+    parameters = sync_parameters(arch, grid, stages_of_parameters(arch, sizes))
+    spans, part = engine_spans(arch, grid.rollout_tp), max(1, budget // PARTS_PER_BUDGET)
+    plan = SyncPlan(parameters, spans, grid, part, open_modules=budget // 2)
+    return plan, *choose_rounds(plan, budget)
+
+
 def world(
     arch: Architecture, grid: Grid, sizes: list[int], *, budget: int = 1 << 14, dtype: torch.dtype = torch.bfloat16
 ) -> World:
-    spans = engine_spans(arch, grid.rollout_tp)
-    plan = SyncPlan(sync_parameters(arch, grid, stages_of_parameters(arch, sizes)), spans, grid, budget // PARTS_PER_BUDGET)
-    rounds, traffic = choose_rounds(plan, budget)
+    plan, rounds, traffic = planned(arch, grid, sizes, budget)
     generator = torch.Generator().manual_seed(0)
     whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in hf_shapes(arch).items()}
     return World(arch, grid, plan, rounds, traffic, whole)
@@ -88,8 +97,8 @@ def world(
 def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
     """What every rank's engine is handed, and what it cost."""
     size = simulated.grid.world_size
-    queues: dict[tuple[int, int], queue.Queue[Tensor]] = {
-        (a, b): queue.Queue() for a in range(size) for b in range(size)
+    queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
+        (a, b): queue.SimpleQueue() for a in range(size) for b in range(size)
     }
     counts = [Counts() for _ in range(size)]
     handed: list[dict[str, Tensor]] = [{} for _ in range(size)]
@@ -98,8 +107,8 @@ def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
     def rank_main(rank: int) -> None:
         try:
             transport = Queues(rank, queues, counts[rank])
-            shard = simulated.shard(rank)
             rank_plan = RankPlan(simulated.plan, simulated.rounds, rank)
+            shard = simulated.shard(rank_plan)
             dtype = next(iter(simulated.whole.values())).dtype
             exchange = Exchange(rank_plan, shard.__getitem__, transport, dtype, torch.device("cpu"))
             for bucket in exchange.stream():

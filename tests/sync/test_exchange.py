@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.floor import floor_of
 from grpo_megatron.sync.plan import SyncPlan
 from tests.sync import simulation
 from tests.sync.architectures import FAMILIES, architecture
@@ -55,10 +56,15 @@ def test_there_are_at_least_200_layouts() -> None:
     assert len(LAYOUTS) >= 200, len(LAYOUTS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
-def test_every_engine_gets_its_part_with_the_fewest_bytes(layout: tuple[str, Grid, tuple[int, ...]]) -> None:
-    family, grid, sizes = layout
-    world = simulation.world(architecture(family), grid, list(sizes))
+def budget_of(number: int) -> int:
+    """Elements. Mostly few rounds; every tenth layout has a budget that every tensor exceeds."""
+    return 1 << (14 if number % 10 == 0 else 17 if number % 3 == 0 else 22)
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: _name(LAYOUTS[number]))
+def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
+    family, grid, sizes = LAYOUTS[number]
+    world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number))
     handed, counts = simulation.run(world)
     for rank in range(grid.world_size):
         assert handed[rank].keys() == world.whole.keys()
@@ -68,17 +74,24 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(layout: tuple[str, Gri
                 t[tensor.name].narrow(tensor.axis, start, stop - start) for t in (handed[rank], world.whole)
             )
             assert torch.equal(got, expected), (rank, tensor.name)
-    rank_floors, node_floors = _floors(world.plan)
-    received = [sum(c.received.values()) for c in counts]
-    assert received == rank_floors
+    floor = floor_of(world.plan.parameters, world.plan.spans, grid)
+    assert [sum(c.received.values()) for c in counts] == floor.ranks.tolist()
     over_borders = [0] * grid.num_nodes
     for rank, count in enumerate(counts):
         over_borders[grid.node(rank)] += sum(
             n for peer, n in count.received.items() if grid.node(peer) != grid.node(rank)
         )
-    assert over_borders == node_floors
+    assert over_borders == floor.nodes.tolist()
     bound = 2 * len(world.rounds) * (grid.world_size - 1)
     assert all(count.operations <= bound for count in counts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::20], ids=_name)
+def test_the_floor_is_what_counting_row_by_row_gives(layout: tuple[str, Grid, tuple[int, ...]]) -> None:
+    family, grid, sizes = layout
+    plan, _, _ = simulation.planned(architecture(family), grid, list(sizes), 1 << 22)
+    floor = floor_of(plan.parameters, plan.spans, grid)
+    assert (floor.ranks.tolist(), floor.nodes.tolist()) == _floors(plan)
 
 
 def _floors(plan: SyncPlan) -> tuple[list[int], list[int]]:
