@@ -198,7 +198,13 @@ def run_jobs(
         path.write_text(json.dumps(jobs))
         world_size = per_node * len(prefixes)
         world = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": per_node, "MASTER_ADDR": address, "OMP_NUM_THREADS": 1}
-        env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **{key: str(value) for key, value in world.items()}}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}  # kernels that a CPU has not, host names
+        env = {
+            **os.environ,
+            **quiet,
+            "PYTHONPATH": str(RANK.parents[1]),
+            **{key: str(value) for key, value in world.items()},
+        }
         nodes: list[subprocess.Popen[bytes]] = []
         try:
             for number, prefix in enumerate(prefixes):

@@ -15,19 +15,14 @@ import os
 import sys
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-warnings.simplefilter("ignore", UserWarning)  # Megatron-Core lists the fused kernels that a CPU has not
 
 from grpo_megatron.child import die_with_parent
 from grpo_megatron.config import MegatronConfig, RolloutConfig
@@ -39,9 +34,9 @@ from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
+from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import stable_hash
-from grpo_megatron.rollout import vllm_process
 from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.sync.rank_plan import RankPlan

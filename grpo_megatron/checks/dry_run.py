@@ -12,6 +12,7 @@ from grpo_megatron.algo.needs import needs_reference
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import StageParameters, count_parameters, is_counted_by_megatron, memory_of_stages
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
+from grpo_megatron.checks.weight_sync import weight_sync_lines
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
 
@@ -36,6 +37,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         "Lengths, in tokens": _length_lines(config, checked.arch),
         "Model": _model_lines(config, checked),
         f"Memory of one rank, in GiB ({source})": _memory_lines(config, world_size, policy, reward_model),
+        "Weight sync (estimated)": weight_sync_lines(config, checked.arch, world_size),
         "Data": _data_lines(config, checked),
     }
     if config.trainer.device != "cpu":

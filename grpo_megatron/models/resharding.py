@@ -14,9 +14,8 @@ from grpo_megatron.models.weights import global_parameters, model_rows
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.sync.attest import Expected, expected_digests
 from grpo_megatron.sync.exchange import Exchange
-from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import PARTS_PER_BUDGET, choose_rounds
+from grpo_megatron.sync.rounds import plan_rounds
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.sync.transport import PointToPoint
 from grpo_megatron.types import WeightBucket
@@ -39,9 +38,8 @@ class Resharding:
         """`tensors`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together."""
         self.mesh, self.tensors, self.dtype, self.device = mesh, tensors, dtype, device
         grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
-        parameters, part = sync_parameters(arch, grid, stage_of), max(1, budget // PARTS_PER_BUDGET)
-        plan = SyncPlan(parameters, tensors.spans, grid, part, open_modules=budget // 2)
-        rounds, self.traffic = choose_rounds(plan, budget)
+        parameters = sync_parameters(arch, grid, stage_of)
+        plan, rounds, self.traffic = plan_rounds(parameters, tensors.spans, grid, budget)
         self.plan = RankPlan(plan, rounds, mesh.rank)
         self._shares = self.plan.shares()
         rows = model_rows(arch)

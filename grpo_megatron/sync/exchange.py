@@ -28,7 +28,7 @@ from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import Copy, Message, RankPlan, Slot
 from grpo_megatron.sync.rounds import AHEAD, DEPTH
 from grpo_megatron.sync.tensors import SyncTensor
-from grpo_megatron.sync.transport import Envelope, Transport
+from grpo_megatron.sync.transport import Transport
 from grpo_megatron.types import WeightBucket
 
 T = TypeVar("T")

@@ -18,13 +18,13 @@ import hashlib
 import itertools
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.order import in_sync_order, largest_modules, module_of, side_by_side
 from grpo_megatron.sync.tensors import EngineSpans, Span, SyncParameter, SyncTensor
 
 NETWORK, NODE = 0, 1  # the two phases of a transfer
@@ -138,6 +138,7 @@ class SyncPlan:
         """`largest_part`: elements. `open_modules`: elements of modules that an engine may keep before they are complete.
 
         If one module of every stage fits, the stages send side by side, part by part; else in turn, module by module.
+        Expert-parallel ranks send side by side always, because an engine keeps all experts of a layer anyway.
         """
         self.grid, self.spans, self.largest_part = grid, spans, largest_part
         self.parameters = in_sync_order(parameters)
@@ -147,9 +148,12 @@ class SyncPlan:
         self.first = [end - len(p.tensors) for end, p in zip(ends, self.parameters, strict=True) for _ in p.tensors]
         self.kinds: list[Kind] = []
         self.routes: list[Routes] = []
-        self.parts = self._make_parts()
-        if _largest_modules(self.parameters) <= open_modules:
-            self.parts = self._side_by_side()
+        modules = itertools.groupby(self._make_parts(), key=self._module_of)
+        self.parts = [p for _, parts in modules for p in side_by_side(list(parts), self._ep_rank_of, self.numel)]
+        kept = largest_modules(self.parameters)
+        self.open_modules = kept if kept <= open_modules else 0
+        if self.open_modules:
+            self.parts = side_by_side(self.parts, self._stage_of, self.numel)
 
     @cached_property
     def parts_of(self) -> list[list[int]]:
@@ -195,16 +199,15 @@ class SyncPlan:
                 parts.append(Part(number, start, stop, kind, rotation.turn(kind, size) % self.routes[kind].period))
         return parts
 
-    def _side_by_side(self) -> list[Part]:
-        """The parts of all stages, each stage in its order, so that all are equally far at any time."""
-        sent: Counter[int] = Counter()
-        places = []
-        for part in self.parts:
-            size, stage = self.numel(part), self.kinds[part.kind].stage
-            places.append(sent[stage] + size / 2)
-            sent[stage] += size
-        shares = [place / sent[self.kinds[part.kind].stage] for place, part in zip(places, self.parts, strict=True)]
-        return [self.parts[i] for i in sorted(range(len(self.parts)), key=shares.__getitem__)]
+    def _module_of(self, part: Part) -> tuple[int, str]:
+        parameter = self.parameters[self.owner[part.tensor]]
+        return parameter.stage, module_of(parameter.name)
+
+    def _stage_of(self, part: Part) -> int:
+        return self.kinds[part.kind].stage
+
+    def _ep_rank_of(self, part: Part) -> int | None:
+        return self.kinds[part.kind].ep_rank
 
     def _limits(self, widths: list[int], by_tensor: list[list[Atom]], numbers: dict[Kind, int]) -> list[float]:
         """Elements that a part of each kind may have."""
@@ -251,43 +254,3 @@ def _intervals(
         readers = tuple(rank for rank, (low, high) in enumerate(read) if low <= start < high)
         out.append((start, stop, holders, readers))
     return out
-
-
-def in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
-    """Stages take turns, module by module, so that all stages send at the same time; experts of all ranks take turns too.
-
-    A module (attention input with its bias, all experts of a layer) is never interrupted: an engine keeps what it has of
-    a module until all of it has arrived.
-    """
-    stages: dict[int, dict[str, list[SyncParameter]]] = {}
-    for parameter in parameters:
-        stages.setdefault(parameter.stage, {}).setdefault(_module(parameter.name), []).append(parameter)
-    queues = [[_by_turns(module) for module in stages[stage].values()] for stage in sorted(stages)]
-    longest = max(len(queue) for queue in queues)
-    ordered = [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
-    return [parameter for module in ordered for parameter in module]
-
-
-def _largest_modules(parameters: Sequence[SyncParameter]) -> int:
-    """Elements of the largest module of every stage, together."""
-    modules: Counter[tuple[int, str]] = Counter()
-    for parameter in parameters:
-        modules[parameter.stage, _module(parameter.name)] += parameter.numel
-    largest: dict[int, int] = {}
-    for (stage, _), size in modules.items():
-        largest[stage] = max(size, largest.get(stage, 0))
-    return sum(largest.values())
-
-
-def _by_turns(module: list[SyncParameter]) -> list[SyncParameter]:
-    """One parameter of each expert-parallel rank, then the second of each."""
-    seen: Counter[int | None] = Counter()
-    places = []
-    for parameter in module:
-        places.append(seen[parameter.ep_rank])
-        seen[parameter.ep_rank] += 1
-    return [module[i] for i in sorted(range(len(module)), key=places.__getitem__)]
-
-
-def _module(name: str) -> str:
-    return name.split(".experts.")[0] if ".experts." in name else name.rpartition(".")[0]

@@ -20,7 +20,7 @@ from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import PARTS_PER_BUDGET, Traffic, choose_rounds
+from grpo_megatron.sync.rounds import Traffic, plan_rounds
 from grpo_megatron.sync.transport import Envelope
 
 HANG_S = 120.0
@@ -69,20 +69,24 @@ class World:
         return {row.megatron: row for row in expand_table(table_of(self.arch), self.arch)}
 
     def shard(self, rank_plan: RankPlan) -> dict[str, Tensor]:
-        """A rank's parameters, cut from the whole tensors by the weight table."""
+        """A rank's parameters, cut from the whole tensors by the weight table. Odd ranks have them in one buffer, as with
+        Megatron's distributed optimizer."""
         rows, tp_rank = self._rows, rank_plan.rank % self.grid.tp
-        return {
+        shard = {
             parameter.name: rows[parameter.name].shard(self.whole.__getitem__, self.arch, tp_rank, self.grid.tp)
             for parameter in rank_plan.parameters()
         }
+        if rank_plan.rank % 2 and shard:
+            sizes = [parameter.numel() for parameter in shard.values()]
+            pieces = torch.cat([parameter.reshape(-1) for parameter in shard.values()]).split(sizes)
+            shard = {n: piece.view(p.shape) for (n, p), piece in zip(shard.items(), pieces, strict=True)}
+        return shard
 
 
 def planned(arch: Architecture, grid: Grid, sizes: list[int], budget: int) -> tuple[SyncPlan, list[range], Traffic]:
     """As `Resharding` plans it. `budget`: elements."""
     parameters = sync_parameters(arch, grid, stages_of_parameters(arch, sizes))
-    spans, part = engine_spans(arch, grid.rollout_tp), max(1, budget // PARTS_PER_BUDGET)
-    plan = SyncPlan(parameters, spans, grid, part, open_modules=budget // 2)
-    return plan, *choose_rounds(plan, budget)
+    return plan_rounds(parameters, engine_spans(arch, grid.rollout_tp), grid, budget)
 
 
 def world(

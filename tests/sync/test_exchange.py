@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.floor import floor_of
 from grpo_megatron.sync.plan import SyncPlan
+from grpo_megatron.sync.pool import Pool
+from grpo_megatron.sync.rank_plan import RankPlan
 from tests.sync import simulation
 from tests.sync.architectures import FAMILIES, architecture
 
@@ -84,6 +87,31 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
     assert over_borders == floor.nodes.tolist()
     bound = 2 * len(world.rounds) * (grid.world_size - 1)
     assert all(count.operations <= bound for count in counts)
+
+
+def test_own_parts_are_windows_on_the_parameters() -> None:
+    """Where the layouts agree. The shard of rank 1 is one buffer, so that there is room around nearly all parameters."""
+    grid = Grid(2, tp=2, rollout_tp=2, ranks_per_node=2)
+    world = simulation.world(architecture("llama-groups"), grid, [4], budget=1 << 22)
+    plan = RankPlan(world.plan, world.rounds, rank=1)
+    shard = world.shard(plan)
+    transport = simulation.Queues(1, {}, simulation.Counts())
+    stream = Exchange(plan, shard.__getitem__, transport, torch.bfloat16, torch.device("cpu")).stream()
+    address = next(iter(shard.values())).untyped_storage().data_ptr()
+    own = [name for bucket in stream for name, tensor in bucket if tensor.untyped_storage().data_ptr() == address]
+    in_pieces = [name for name in world.whole if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")]
+    at_an_end = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert set(world.whole) - set(in_pieces) - at_an_end <= set(own)
+
+
+def test_the_pool_gives_no_memory_that_a_tensor_refers_to() -> None:
+    pool = Pool(torch.bfloat16, torch.device("cpu"))
+    first = pool.empty((256, 256))
+    address, view = first.data_ptr(), first[3:5].t()
+    del first
+    assert pool.empty((256, 256)).data_ptr() != address
+    del view
+    assert address in [tensor.data_ptr() for tensor in [pool.empty((256, 256)) for _ in range(2)]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[::20], ids=_name)
