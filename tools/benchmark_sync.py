@@ -211,7 +211,8 @@ def run_jobs(
                 command = [*prefix, sys.executable, str(RANK), str(path), str(number * per_node)]
                 nodes.append(subprocess.Popen(command, env=env))
             deadline = time.monotonic() + HANG_S
-            if any([node.wait(max(0.0, deadline - time.monotonic())) for node in nodes]):
+            codes = [node.wait(max(0.0, deadline - time.monotonic())) for node in nodes]
+            if any(codes):
                 raise SystemExit("a rank has failed; its message is above")
         finally:
             for node in nodes:

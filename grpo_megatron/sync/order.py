@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from grpo_megatron.sync.tensors import SyncParameter
 
-P = TypeVar("P")
+_P = TypeVar("_P")
 
 
 def in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
@@ -26,7 +26,7 @@ def in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
     return [parameter for module in ordered for parameter in module]
 
 
-def side_by_side(parts: list[P], stream_of: Callable[[P], Hashable], numel: Callable[[P], int]) -> list[P]:
+def side_by_side(parts: list[_P], stream_of: Callable[[_P], Hashable], numel: Callable[[_P], int]) -> list[_P]:
     """Several streams of parts as one, each in its order, so that all are equally far at any time."""
     streams = [stream_of(part) for part in parts]
     if len(set(streams)) == 1:

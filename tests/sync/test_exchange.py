@@ -92,7 +92,7 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
 def test_own_parts_are_windows_on_the_parameters() -> None:
     """Where the layouts agree. The shard of rank 1 is one buffer, so that there is room around nearly all parameters."""
     grid = Grid(2, tp=2, rollout_tp=2, ranks_per_node=2)
-    world = simulation.world(architecture("llama-groups"), grid, [4], budget=1 << 22)
+    world = simulation.world(architecture("llama-groups", vocab_size=128), grid, [4], budget=1 << 22)
     plan = RankPlan(world.plan, world.rounds, rank=1)
     shard = world.shard(plan)
     transport = simulation.Queues(1, {}, simulation.Counts())
