@@ -1,12 +1,16 @@
 # make quickstart   train a tiny model on this CPU (SEED=1 for another draw of everything)
-# make test         everything CI runs: linters and all tests
+# make test         everything CI runs: linters and all tests, and the tests of make test-vllm026
 # make test-fast    the tests without long runs, under two minutes
+# make test-vllm026 the fast tests and a training run with vLLM 0.26, torch 2.11 and Python 3.12, in .venv-vllm026
 # make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 4: a quarter of
 #                   them, under ten minutes each (tests/gpu/conftest.py says what is in which)
-# All but test-gpu set up .venv first, once.
+# All but test-gpu set up their environment first, once.
 
 PYTHON ?= python3.11
+PYTHON312 ?= python3.12
+HAS_PYTHON312 = $(shell command -v $(PYTHON312) || ls $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12 2>/dev/null)
 VENV := .venv
+VENV026 := .venv-vllm026
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= python3
@@ -17,13 +21,17 @@ QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 
-.PHONY: test-gpu setup quickstart test test-fast lint clean
+.PHONY: test-gpu setup quickstart test test-fast test-vllm026 lint clean
 
 setup: $(INSTALLED)
 
 # --no-deps: the locks are complete, and the resolver would add CUDA builds that break vLLM on CPU (see cpu.lock).
 $(INSTALLED): requirements/cpu.lock requirements/dev.lock requirements/install.sh
 	@bash requirements/install.sh $(PYTHON) $(VENV)
+	@touch $@
+
+$(VENV026)/.installed: requirements/cpu-vllm026.lock requirements/dev.lock requirements/install.sh
+	@bash requirements/install.sh $(PYTHON312) $(VENV026) requirements/cpu-vllm026.lock
 	@touch $@
 
 $(QUICKSTART)/seed-$(SEED): | $(INSTALLED)
@@ -44,13 +52,17 @@ lint: $(INSTALLED)
 
 test: lint
 	$(BIN)/python $(PYTEST)
+	$(if $(HAS_PYTHON312),$(MAKE) test-vllm026,@echo "make test-vllm026 is left out: there is no $(PYTHON312) here")
 
 test-fast: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-# Not in .venv, whose torch is for the CPU: in an environment with GPU builds of everything, and pytest.
+test-vllm026: $(VENV026)/.installed
+	$(VENV026)/bin/python $(PYTEST) -m "not slow or both_stacks"
+
+# Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:
 	$(GPU_PYTHON) -m pytest $(if $(GROUP),tests/gpu/test_$(GROUP)_*.py,tests/gpu)
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) $(VENV026) outputs

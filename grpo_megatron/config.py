@@ -178,7 +178,10 @@ class RolloutConfig(Section):
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # of the engine
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: int = Field(512, ge=1)  # MiB of weights sent to the engine at a time
-    probe_tolerance: float | None = Field(None, gt=0)  # mean |logprob difference| after a sync; null: by model.dtype
+    sync: Literal["full", "delta"] = "full"  # delta: after a full sync, only elements whose bits have changed are sent
+    delta_full_every: int = Field(50, ge=1)  # every so many syncs is full all the same
+    delta_max_density: float = Field(0.1, gt=0, le=1)  # a sync is full if a larger share of the elements has changed
+    probe_tolerance: float | None = Field(None, gt=0)  # mean |logprob difference| after a sync; null: training/probe.py
     engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors
     val_kwargs: ValKwargs = ValKwargs()
 

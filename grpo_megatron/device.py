@@ -204,6 +204,28 @@ _depth = 0  # of nested contexts; the patches are process-wide, and only the out
 
 
 @contextlib.contextmanager
+def _plain_optimizers() -> Iterator[None]:
+    """What Megatron-Core uses without Transformer Engine and Apex, whose optimizers and norms are CUDA kernels."""
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer import optimizer as base
+
+    scale = {
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+    }
+    flags: dict[str, Any] = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"), False)
+    plain: dict[str, Any] = {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True}
+    with (
+        mock.patch.multiple(optimizer, **plain),
+        mock.patch.multiple(distrib_optimizer, Adam=torch.optim.Adam, **flags),
+        mock.patch.multiple(clip_grads, l2_norm_impl=utils.local_multi_tensor_l2_norm, **scale),
+        mock.patch.multiple(base, **scale),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _megatron_on_cpu() -> Iterator[None]:
     global _depth
     if _depth:
@@ -248,6 +270,7 @@ def _megatron_on_cpu() -> Iterator[None]:
     try:
         with (
             mock.patch.multiple(torch.cuda, **cuda),
+            _plain_optimizers(),
             mock.patch.multiple(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
             mock.patch.multiple(megatron_random, _get_cuda_rng_state=get_rng, _set_cuda_rng_state=set_rng),
             mock.patch.object(moe_utils, "te_general_gemm", None),  # with Transformer Engine: a CUDA kernel

@@ -75,9 +75,8 @@ class Trainer:
         self.first_step = 0 if checkpoint is None else _steps_done(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
-        # The engine is built while the device holds only the policy's weights. It requires
-        # rollout.gpu_memory_utilization of the device to be free, and then sleeps. Everything else that needs device memory
-        # comes after it: gradient buffers, optimizer, reward model, reference (checks/phases.py has the arithmetic).
+        # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
+        # device memory comes after it: gradient buffers, optimizer, reward model, reference (see checks/phases.py).
         self.policy = Policy(
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
@@ -256,11 +255,8 @@ class Trainer:
                 self.save_now(steps_done)
 
     def save_now(self, steps_done: int) -> Path:
-        run = {
-            "collector": self.collector.state(),
-            "kl": self.correction_step.kl.state(),
-            "weights_digests": self.colocation.provenance.state(),
-        }
+        run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
+        run["weights_digests"] = self.colocation.provenance.state()
         return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model])
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:

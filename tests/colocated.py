@@ -13,6 +13,7 @@ def colocate(
     max_length: int = 128,
     tolerance: float | None = None,
     bucket_megabytes: int = 1,
+    delta: Any = None,
 ) -> Any:
     """Collective. The engine must read shards, and sleeps afterwards."""
     from grpo_megatron.models.build import DTYPES
@@ -31,6 +32,7 @@ def colocate(
         dtype=DTYPES[dtype],
         device=policy.device.torch_device,
         bucket_megabytes=bucket_megabytes,
+        delta=delta,
     )
     probe = Probe(policy.arch.vocab_size, max_length, dtype=dtype, tolerance=tolerance)
     provenance = Provenance(mesh, max_staleness=0, is_drawn=True)

@@ -158,7 +158,7 @@ class New:
         self._model, self._resharding = model, resharding
 
     def stream(self, shares: Shares) -> Iterator[WeightBucket]:
-        yield from shares.buckets(self._resharding.stream(self._model), "exchange")
+        yield from shares.buckets(self._resharding.stream(self._model, version=0), "exchange")
         with shares.of("agreements"):
             self._resharding.mesh.agree(None)
         with shares.of("expected digests"):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import yaml
 
 from grpo_megatron.algo.needs import needs_reference
 from grpo_megatron.checks.machine import device_lines
-from grpo_megatron.checks.memory import StageParameters, count_parameters, is_counted_by_megatron, memory_of_stages
+from grpo_megatron.checks.memory import (
+    DTYPE_BYTES,
+    StageParameters,
+    count_parameters,
+    is_counted_by_megatron,
+    memory_of_stages,
+)
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
 from grpo_megatron.checks.weight_sync import weight_sync_lines
 from grpo_megatron.config import Config
@@ -36,7 +43,9 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         "One step": _step_lines(config, world_size),
         "Lengths, in tokens": _length_lines(config, checked.arch),
         "Model": _model_lines(config, checked),
-        f"Memory of one rank, in GiB ({source})": _memory_lines(config, world_size, policy, reward_model),
+        f"Memory of one rank, in GiB ({source})": chain(
+            _memory_lines(config, world_size, policy, reward_model), _host_lines(config, checked.arch, policy)
+        ),
         "Weight sync (estimated)": weight_sync_lines(config, checked.arch, world_size),
         "Data": _data_lines(config, checked),
     }
@@ -193,6 +202,19 @@ def _memory_lines(
         columns = zip([*parts, memory.total], widths, strict=True)
         cells = " ".join(f"{part / GIB:>{width}.3f}" for part, width in columns)
         yield f"{number:>5} {policy[number].layers:>6} {policy[number].total:>15,} {cells}"
+
+
+def _host_lines(config: Config, arch: Architecture, policy: list[StageParameters]) -> Iterator[str]:
+    """What `rollout.sync=delta` keeps on the host (sync/delta_sync.py)."""
+    if config.rollout.sync != "delta":
+        return
+    itemsize = DTYPE_BYTES[config.model.dtype]
+    engine = arch.num_parameters() * itemsize / config.rollout.tensor_model_parallel_size / GIB
+    sent = max(stage.total for stage in policy) * itemsize / GIB
+    yield (
+        f"rollout.sync=delta, on the host: at most {engine + sent:.3f} = {engine:.3f} of the engine's shard +"
+        f" {sent:.3f} sent (engine_options.sleep_level=1 keeps the engine's shard there, too)"
+    )
 
 
 def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) -> Iterator[str]:

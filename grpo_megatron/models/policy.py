@@ -134,10 +134,10 @@ class Policy(LanguageModel):
         self._gather_parameters()
         return super().hf_weights(bucket_megabytes)
 
-    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """See ShardedModel."""
         self._gather_parameters()
-        return super().engine_weights(resharding)
+        return super().engine_weights(resharding, version)
 
     def expected_digests(self, resharding: Resharding) -> Expected:
         """See ShardedModel."""

@@ -77,10 +77,10 @@ class Reference(LanguageModel):
         with self._on_device():
             yield from super().hf_weights(bucket_megabytes)
 
-    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """As for the policy. (RFT draws from the reference.)"""
         with self._on_device():
-            yield from super().engine_weights(resharding)
+            yield from super().engine_weights(resharding, version)
 
     def expected_digests(self, resharding: Resharding) -> Expected:
         with self._on_device():

@@ -13,6 +13,7 @@ from grpo_megatron.models.sync_parameters import sync_parameters
 from grpo_megatron.models.weights import global_parameters, model_rows
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.sync.attest import Expected, expected_digests
+from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.rounds import plan_rounds
@@ -34,8 +35,12 @@ class Resharding:
         dtype: torch.dtype,
         device: torch.device,
         bucket_megabytes: int,
+        delta: DeltaLimits | None = None,
     ) -> None:
-        """`tensors`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together."""
+        """`tensors`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together.
+
+        `delta`: changes are sent where possible (see `DeltaSync`); None: every sync is full.
+        """
         self.mesh, self.tensors, self.dtype, self.device = mesh, tensors, dtype, device
         grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
         parameters = sync_parameters(arch, grid, stage_of)
@@ -46,22 +51,55 @@ class Resharding:
         self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
         if len(set(mesh.all_gather(plan.digest))) > 1:
             raise RankError("the ranks have planned different weight syncs: their configs or their versions differ")
+        self._delta = None if delta is None else self._build_delta(delta)
 
-    def stream(self, model: torch.nn.Module) -> Iterator[WeightBucket]:
+    def _build_delta(self, limits: DeltaLimits) -> DeltaSync:
+        problem, delta = None, None
+        try:
+            delta = DeltaSync(self.plan, PointToPoint(), self.mesh, dtype=self.dtype, device=self.device, limits=limits)
+        except RuntimeError as error:  # out of memory
+            problem = f"no memory on the host for what rollout.sync=delta keeps there: {error}; set rollout.sync=full"
+        self.mesh.agree(problem)
+        assert delta is not None
+        return delta
+
+    @property
+    def bytes_received(self) -> int:
+        """By this rank in the last sync."""
+        if self._delta is not None:
+            return self._delta.bytes_received
+        plan = self.plan.plan
+        return sum(plan.numel(plan.parts[part]) for part in self.plan.received()) * self.dtype.itemsize
+
+    @property
+    def density(self) -> float | None:
+        """The share of elements that had changed at the last sync. None: they were not compared."""
+        return None if self._delta is None else self._delta.density
+
+    def accept(self, weights_digest: str) -> None:
+        """The engine holds what was streamed last, as attested. Only after this may the next sync send changes."""
+        if self._delta is not None:
+            self._delta.accept(weights_digest)
+
+    def stream(self, model: torch.nn.Module, version: int) -> Iterator[WeightBucket]:
         """Full-shaped tensors, of which this rank's part is filled (see `Exchange`). Collective. Raises RankError.
 
         The parameters must not change before the stream has ended: some of them are handed over as they are.
         """
         parameters = global_parameters(model)
-        problem, exchange = None, None
+        read, problem, exchange = _reader(parameters), None, None
         try:
             self._check(parameters)
-            exchange = Exchange(self.plan, _reader(parameters), PointToPoint(), self.dtype, self.device)
+            if self._delta is None:
+                exchange = Exchange(self.plan, read, PointToPoint(), self.dtype, self.device)
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
             problem = f"cannot send weights: {error}"
         self.mesh.agree(problem)
-        assert exchange is not None
-        yield from exchange.stream()
+        if self._delta is not None:
+            yield from self._delta.stream(read, version)
+        else:
+            assert exchange is not None
+            yield from exchange.stream()
 
     def expected_digests(self, model: torch.nn.Module) -> Expected:
         """The digests of the model's current weights, for each rank of the engine. Collective. Raises RankError."""

@@ -81,9 +81,9 @@ class ShardedModel:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
         return hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
 
-    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]:
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
-        return resharding.stream(self.model)
+        return resharding.stream(self.model, version)
 
     def expected_digests(self, resharding: Resharding) -> Expected:
         """The digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""

@@ -107,9 +107,16 @@ class Mesh:
         return self.rank + self.tp * (ep_rank - self.ep_rank)
 
     def agree(self, problem: str | None) -> None:
-        """Collective: if any rank has a problem, raise RankError with the problems of all ranks on every rank."""
+        """Collective: if any rank has a problem, raise RankError with the problems of all ranks on every rank.
+
+        If a rank has died, the others raise RankError with their own problems.
+        """
         flag = torch.tensor(0 if problem is None else 1)
-        dist.all_reduce(flag, group=self.control)
+        try:
+            dist.all_reduce(flag, group=self.control)
+        except RuntimeError as error:
+            lost = f"lost the connection to another rank ({str(error).partition('. ')[0]})"
+            raise RankError(lost if problem is None else f"{problem}; {lost}") from error
         if not flag:
             return
         ranks_with: dict[str, list[str]] = {}
@@ -117,6 +124,13 @@ class Mesh:
             if text is not None:
                 ranks_with.setdefault(text, []).append(str(rank))
         raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_with.items()))
+
+    def total(self, values: list[int]) -> list[int]:
+        """Collective: the sums of the values over all ranks."""
+        sums = torch.tensor(values)
+        dist.all_reduce(sums, group=self.control)
+        totals: list[int] = sums.tolist()
+        return totals
 
     def all_gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, in rank order. Small host-side values: they are pickled."""

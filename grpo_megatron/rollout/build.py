@@ -73,6 +73,21 @@ def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         yield from str(error).splitlines()
         return
     yield from engine.problems(rollout, options)
+    if rollout.sync == "delta":
+        yield from _delta_problems(rollout, engine)
+
+
+def _delta_problems(rollout: RolloutConfig, engine: type[RolloutEngine]) -> Iterator[str]:
+    if not engine.reads_shards:
+        yield (
+            f"rollout.sync=delta with rollout.engine={rollout.engine!r}: a delta is sent for the part of each tensor that"
+            " a rank's engine reads, and this engine reads whole tensors (reads_shards=False); set rollout.sync=full"
+        )
+    if rollout.quantization is not None:
+        yield (
+            f"rollout.sync=delta with rollout.quantization={rollout.quantization}: a delta builds on the weights as they"
+            " were loaded, and the engine keeps quantised ones; set rollout.sync=full, or leave rollout.quantization out"
+        )
 
 
 def engine_packages(rollout: RolloutConfig) -> dict[str, str]:

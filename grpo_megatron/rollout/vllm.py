@@ -1,7 +1,7 @@
 """VllmEngine: vLLM as a RolloutEngine inside the training process. Every rank runs one worker of its block's engine.
 
 There is no server. Weights never come from a file: the engine is built with dummy weights, and cannot be used before
-`load_weights`. vLLM 0.32 has silent and fatal failures, and this class raises an error before any of them can happen:
+`load_weights`. vLLM has silent and fatal failures, and this class raises an error before any of them can happen:
 - it samples from incomplete weights and from NaN;
 - it hangs forever if `generate` is called while it sleeps, or after an interrupted weight update;
 - it cannot be repaired after an exception inside a weight update.
@@ -19,7 +19,7 @@ from typing import Any
 from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.rollout import vllm_process
+from grpo_megatron.rollout import vllm_process, vllm_versions
 from grpo_megatron.rollout.census import load_verified
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
 from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
@@ -40,8 +40,14 @@ class VllmEngine(RolloutEngine):
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:
-        """See RolloutEngine. Checks the names in `rollout.engine_kwargs`."""
+        """See RolloutEngine. Checks the installed versions and the names in `rollout.engine_kwargs`."""
+        yield from vllm_versions.version_problems()
         yield from ENGINE_KWARGS.problems(rollout.engine_kwargs)
+        if rollout.sync == "delta" and rollout.free_cache_engine and options.sleep_level == 2:
+            yield (
+                "rollout.sync=delta with rollout.engine_options.sleep_level=2 (the default): level 2 drops the weights"
+                " that a delta builds on; set rollout.engine_options.sleep_level=1, or rollout.sync=full"
+            )
 
     def __init__(
         self,
@@ -127,7 +133,7 @@ class VllmEngine(RolloutEngine):
         return self._attempt(functools.partial(self._llm.update_weights, {"update_info": {"tensors": bucket}}))
 
     def _finish_update(self, version: int, *, is_complete: bool) -> None:
-        self._llm.finish_weight_update(weight_version=str(version) if is_complete else "invalid")
+        vllm_versions.finish_weight_update(self._llm, str(version) if is_complete else "invalid")
         if not self._llm.reset_prefix_cache():  # cached keys of the old weights: errors of 0.2 in the mean logprob
             raise RuntimeError("the prefix cache could not be reset")
         self._device.synchronize()  # afterwards the owner of the stream may reuse its memory

@@ -28,6 +28,7 @@ _FUSED = {  # last part of a module's Hugging Face name -> vLLM's module, the te
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", ("q_proj", "k_proj", "v_proj"))),
     **dict.fromkeys(("gate_proj", "up_proj"), ("gate_up_proj", ("gate_proj", "up_proj"))),
 }
+_EXPERTS = ".experts"
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
 _KEEP_BITS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # if they keep the shape
@@ -147,12 +148,14 @@ class EngineMemory:
 
 def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterator[_Place]:
     modules = dict(model.named_modules())
+    for name, module in list(modules.items()):
+        if hasattr(module, "w13_weight"):  # some module within `experts`, or this itself
+            modules[name.partition(_EXPERTS)[0] + _EXPERTS] = module
     for name, tensor in engine.tensors.items():
         start, stop = engine.spans[name][engine_rank]
-        if start == stop:
-            continue
-        layer, parameter, expert, offset = _find(modules, name, engine, engine_rank)
-        yield _Place(layer, parameter, expert, offset, stop - start, tensor, start)
+        if start < stop:
+            layer, parameter, expert, offset = _find(modules, name, engine, engine_rank)
+            yield _Place(layer, parameter, expert, offset, stop - start, tensor, start)
 
 
 def _find(
@@ -178,12 +181,11 @@ def _find(
 
 def _find_expert(modules: dict[str, nn.Module], match: re.Match[str]) -> tuple[nn.Module, str, int, int | None]:
     """w13_weight [E, 2 * I / R, H] holds gate and up of every expert, w2_weight [E, H, I / R] down."""
-    for name in (f"{match['experts']}.routed_experts", match["experts"]):
-        layer = modules.get(name)
-        if layer is None or not hasattr(layer, "w13_weight"):
-            continue
-        kind, expert = _EXPERT_KINDS[match["kind"]], int(match["expert"])
-        if kind == 2:
-            return layer, "w2_weight", expert, 0
-        return layer, "w13_weight", expert, None if kind else 0
-    raise RuntimeError(f"vLLM's model has no experts {match['experts']}: their memory cannot be compared")
+    layer = modules.get(match["experts"])
+    if not hasattr(layer, "w13_weight"):
+        raise RuntimeError(
+            f"vLLM's model has no {match['experts']}: its memory cannot be compared with the weights sent"
+        )
+    assert layer is not None
+    kind, expert = _EXPERT_KINDS[match["kind"]], int(match["expert"])
+    return layer, "w2_weight" if kind == 2 else "w13_weight", expert, None if kind == 1 else 0

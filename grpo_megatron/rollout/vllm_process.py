@@ -1,4 +1,5 @@
-"""Starts and stops vLLM 0.32 inside a training process, without output and side effects. Only this file imports vllm.
+"""Starts and stops vLLM inside a training process, without output and side effects. Only this file imports vllm, beside
+`vllm_versions.py`, which has what differs between its versions.
 
 vLLM is imported late: `import vllm` takes seconds and changes the environment. There is one worker per process
 (external_launcher). Weights arrive through a WeightTransferEngine of this file, which takes Hugging Face tensors by
@@ -33,6 +34,7 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.importing import large_imports
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.rollout import vllm_versions
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
 from grpo_megatron.types import WeightBucket
 
@@ -128,10 +130,7 @@ def preload() -> None:
     with large_imports():
         for name in _CPU_MODULES:
             importlib.import_module(name)
-        from vllm.platforms.cpu import CpuPlatform
-
-        CpuPlatform.register_triton_kernel_overrides()
-        CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+        vllm_versions.replace_triton_kernels()
     # At a normal exit Triton's bindings print a list of leaked objects. Ranks do not exit this way.
     atexit.register(os._exit, 0)
 
@@ -164,6 +163,7 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
     class Tensors(base.WeightTransferUpdateInfo):
         tensors: WeightBucket
 
+    @vllm_versions.adapted
     class InProcess(base.WeightTransferEngine[Nothing, Tensors]):
         """Takes whole Hugging Face tensors by reference. Each worker cuts out its own shard, layer by layer."""
 

@@ -102,12 +102,23 @@ class RankPlan:
         return [self.plan.parameters[index] for index in sorted(held)]
 
     def shares(self) -> list[Share]:
-        """The parts that this rank digests for the attestation."""
-        return [
-            self._share(part)
+        """The parts that this rank digests for the attestation, those of a parameter next to each other."""
+        parts = [
+            part
             for index, part in enumerate(self.plan.parts)
             if self.holds(part) and self.plan.witness(index) == self.rank
         ]
+        return [self._share(part) for part in sorted(parts)]
+
+    def sent(self) -> list[int]:
+        """The parts that this rank sends from its own parameters, each once."""
+        messages = (m for current in self.rounds for phase in current.sends.values() for m in phase.values())
+        return sorted({part for m in messages for part in m.parts if self.holds(self.plan.parts[part])})
+
+    def received(self) -> list[int]:
+        """The parts that this rank receives."""
+        messages = (m for current in self.rounds for phase in current.receives.values() for m in phase.values())
+        return sorted(part for m in messages for part in m.parts)
 
     def _share(self, part: Part) -> Share:
         name, tensor = self.parameter(part.tensor).name, self.plan.tensors[part.tensor]

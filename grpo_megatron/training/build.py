@@ -23,6 +23,7 @@ from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation
 from grpo_megatron.training.probe import Probe
@@ -66,6 +67,7 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
 
 def build_resharding(config: Config, policy: Policy, engine: RolloutEngine) -> Resharding:
     """The plan from the policy's layout to the engine's. Collective."""
+    is_delta = config.rollout.sync == "delta"
     return Resharding(
         policy.arch,
         policy.mesh,
@@ -74,6 +76,7 @@ def build_resharding(config: Config, policy: Policy, engine: RolloutEngine) -> R
         dtype=DTYPES[config.model.dtype],
         device=policy.device.torch_device,
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
+        delta=DeltaLimits(config.rollout.delta_full_every, config.rollout.delta_max_density) if is_delta else None,
     )
 
 

@@ -35,7 +35,7 @@ from grpo_megatron.types import Batch, WeightBucket
 class WeightSource(Protocol):
     """A model whose weights the engine can hold: the policy or the reference."""
 
-    def engine_weights(self, resharding: Resharding) -> Iterator[WeightBucket]: ...
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]: ...
 
     def expected_digests(self, resharding: Resharding) -> Expected: ...
 
@@ -75,6 +75,7 @@ class Colocation:
             self.policy.device.empty_cache()
             self.engine.wake_kv_cache()
         self._probe("policy", self.policy, metrics)
+        self.resharding.accept(self.weights_digest)
         yield
         self.engine.sleep()
         self.policy.device.empty_cache()
@@ -93,7 +94,10 @@ class Colocation:
             wrong = [f"{name} has non-finite values" for name in expected.non_finite]
             self.mesh.agree(shortened(["the weights cannot be used", *wrong]) if wrong else None)
         with metrics.phase("update_weights"):
-            self.engine.load_weights(source.engine_weights(self.resharding), version)
+            self.engine.load_weights(source.engine_weights(self.resharding, version), version)
+        metrics.max("sync/bytes_received", self.resharding.bytes_received)
+        if self.resharding.density is not None:
+            metrics.max("sync/density", self.resharding.density)
         with metrics.phase("attest"):
             self.mesh.agree(self._attest(expected))
         self.weights_digest = expected.weights_digest

@@ -150,6 +150,12 @@ def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     gib = layers / 2**30  # of a middle stage: weights 2 bytes, gradients 4, optimizer 12 over dp 2, reference 2
     assert f"{2 * gib:>9.3f} {4 * gib:>9.3f} {6 * gib:>9.3f} {2 * gib:>9.3f} {14 * gib:>9.3f}" in text
     assert "NOT FOUND" in text
+    assert "on the host" not in text
+    keys = ["rollout.sync=delta", "rollout.engine_options={sleep_level: 1}", "rollout.tensor_model_parallel_size=4"]
+    text = plan(run, capsys, *arguments, f"{TP}=8", f"{PP}=4", *keys)
+    engine, sent = 2 * 70_553_706_496 / 4 / 2**30, 2 * (layers + 131_334_144 + 8192) / 2**30
+    expected = f"on the host: at most {engine + sent:.3f} = {engine:.3f} of the engine's shard + {sent:.3f} sent"
+    assert expected in text
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ def build(
     temperature: float = 1.0,
     lr: float = 1e-2,
     dtype: str = "float32",
+    sync: str = "full",
 ) -> Any:
     from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
     from grpo_megatron.device import Device
@@ -32,6 +35,7 @@ def build(
     from grpo_megatron.models.sync_parameters import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
+    from grpo_megatron.sync.delta_sync import DeltaLimits
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
@@ -52,7 +56,8 @@ def build(
         eos_token_ids=[2],
         tensors=tensors,
     )
-    return mesh, policy, engine, colocate(policy, engine, dtype=dtype)
+    limits = DeltaLimits(full_every=5, max_density=0.1) if sync == "delta" else None
+    return mesh, policy, engine, colocate(policy, engine, dtype=dtype, delta=limits)
 
 
 def requests(step: int, temperature: float) -> Any:
@@ -98,6 +103,47 @@ def cycles(
     return {"mean": means, "max": worsts, "tokens": tokens}
 
 
+def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp: int, lr: float) -> dict[str, Any]:
+    """Six syncs by patches. After each, the engine's log-probabilities, and those after a full sync of the same weights.
+
+    Before the fourth sync there is one that fails on the last rank.
+    """
+    from unittest import mock
+
+    from grpo_megatron.models.resharding import Resharding
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.parallel.mesh import RankError
+
+    _, tp, pp, sp = layout
+    mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, lr, "bfloat16", sync="delta")
+    tensors, device = colocation.resharding.tensors, torch.device("cpu")
+    full = Resharding(
+        policy.arch, mesh, policy.stage_of, tensors, dtype=torch.bfloat16, device=device, bucket_megabytes=1
+    )
+    pairs = tiny.make_sequences(6)
+    rows = share(len(pairs), mesh.dp_rank, mesh.dp)
+    batch = make_batch(pairs, [[list(range(len(rows)))]], rows)
+    sequences = [prompt + response for prompt, response in pairs]
+    out: dict[str, Any] = {"delta": [], "full": [], "metrics": [], "error": ""}
+    for step in range(6):
+        if step == 3:
+            broken = mock.Mock(side_effect=RuntimeError("unreadable") if mesh.rank == 3 else None, wraps=engine.digests)
+            with mock.patch.object(engine, "digests", broken):
+                try:
+                    with colocation.rollout(step, Metrics()):
+                        raise AssertionError("the attestation has passed")
+                except RankError as error:
+                    out["error"] = str(error)
+        metrics = Metrics()
+        with colocation.rollout(step, metrics):
+            out["delta"].append(engine.logprobs(sequences))
+            out["metrics"].append(metrics.reduce(mesh.all_gather))
+            engine.load_weights(policy.engine_weights(full, step), step)
+            out["full"].append(engine.logprobs(sequences))
+        policy.update(batch, loss)
+    return out
+
+
 def faulty(folder: Path, fault: str) -> dict[str, Any]:
     """A PP2 policy whose second sync fails on rank 1 only."""
     from grpo_megatron.observability.metrics import Metrics
@@ -114,7 +160,7 @@ def faulty(folder: Path, fault: str) -> dict[str, Any]:
         error = "none"
     except RankError as raised:
         error = str(raised)
-    if fault == "other_model":  # the probe fails; the stream itself was complete
+    if fault in ("stale", "other_model"):  # attestation or probe fails; the stream itself was complete
         return {"error": error, "refused": True}
     try:
         engine.generate(requests(0, 1.0), 1)
@@ -122,6 +168,25 @@ def faulty(folder: Path, fault: str) -> dict[str, Any]:
     except RuntimeError:
         refused = True
     return {"error": error, "refused": refused}
+
+
+def killed(folder: Path) -> None:
+    """A PP2 policy whose rank 1 dies in the middle of the second sync. The other rank raises what it is told."""
+    from grpo_megatron.observability.metrics import Metrics
+
+    mesh, policy, _, colocation = build(folder, 1, 2, False, rollout_tp=1)
+    with colocation.rollout(0, Metrics()):
+        pass
+    if mesh.rank == 1:
+        real = policy.engine_weights
+
+        def stream(resharding: Any, version: int) -> Any:
+            yield next(real(resharding, version))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        policy.engine_weights = stream
+    with colocation.rollout(1, Metrics()):
+        raise AssertionError("rank 0 has not noticed")
 
 
 def _break(policy: Any, engine: Any, fault: str) -> None:
@@ -137,13 +202,21 @@ def _break(policy: Any, engine: Any, fault: str) -> None:
     elif fault == "exception":
         real = policy.engine_weights
 
-        def stream(resharding: Any) -> Any:
+        def stream(resharding: Any, version: int) -> Any:
             """A stream ends its communication before it raises."""
-            first, *_ = real(resharding)
+            first, *_ = real(resharding, version)
             yield first
             raise KeyError("broken stream")
 
         policy.engine_weights = stream
-    else:  # the engine silently has other weights: only the probe can find this
+    elif fault == "stale":  # the engine keeps one tensor of an earlier step
+        current, old = (
+            policy.engine_weights,
+            {"model.layers.1.mlp.down_proj.weight": last.linear_fc2.weight.detach() / 2},
+        )
+        policy.engine_weights = lambda resharding, version: (
+            [(name, old.get(name, tensor)) for name, tensor in bucket] for bucket in current(resharding, version)
+        )
+    else:  # the engine computes something else: only the probe can find this
         logprobs = engine.logprobs
         engine.logprobs = lambda sequences: [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -79,16 +80,42 @@ def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["missing", "nan", "exception", "other_model"])
+def test_a_delta_is_a_full_sync_bit_for_bit(models: dict[str, Path]) -> None:
+    """bfloat16, Adam at 1e-6, a full sync every 5. Bytes: below a quarter of a full sync's where few elements changed."""
+    shape = LAYOUTS["TP2xPP2+SP"]
+    results = worlds.run(sync_ranks.delta_and_full, 4, folder=models["qwen2"], layout=shape, rollout_tp=2, lr=1e-6)
+    for result in results:
+        assert result["delta"] == result["full"]
+        assert all(a != b for a, b in itertools.pairwise(result["full"])), "the weights change in every step"
+        assert "rank 3: the engine cannot read its own weights (RuntimeError: unreadable)" in result["error"]
+        densities = [metrics.get("sync/density") for metrics in result["metrics"]]
+        received = [metrics["sync/bytes_received"] for metrics in result["metrics"]]
+        # the first is full, and the one after the failure
+        assert [density is None for density in densities] == [True, False, False, True, False, False]
+        assert all(0 < density < 0.1 for density in densities if density is not None)
+        assert received[0] == received[3] > 0
+        assert all(0 < received[step] < received[0] / 4 for step in (1, 2, 4, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["missing", "nan", "exception", "stale", "other_model"])
 def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: str) -> None:
     """On every rank the message names the rank and the tensor. Afterwards the engine refuses to generate."""
     expected = {
         "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
         "nan": "has non-finite values",
         "exception": "rank 1: KeyError: 'broken stream'",
+        "stale": "the weights that were sent, model.layers.1.mlp.down_proj.weight columns 0 to 112 on rank 1",
         "other_model": "the engine does not hold that model's weights",
     }[fault]
     results = worlds.run(sync_ranks.faulty, 2, folder=models["qwen2"], fault=fault)
     for result in results:
         assert expected in result["error"]
         assert result["refused"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_the_middle_is_named(models: dict[str, Path]) -> None:
+    with pytest.raises(AssertionError, match="the weight sync lost its connection to rank 1") as raised:
+        worlds.run(sync_ranks.killed, 2, folder=models["qwen2"])
+    assert "rank 1 ---\ndied with exit code -9" in str(raised.value)

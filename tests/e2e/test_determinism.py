@@ -12,6 +12,9 @@ import torch
 from tests import worlds
 from tests.e2e import run_ranks
 
+DELTA = {  # at this learning rate all elements change
+    "rollout": {"sync": "delta", "delta_max_density": 1.0, "engine_options": {"kv_cache_gib": 0.05, "sleep_level": 1}}
+}
 TP2 = {"actor": {"megatron": {"tensor_model_parallel_size": 2}}}
 
 
@@ -33,20 +36,25 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without times, throughput and memory."""
+    """The rows of metrics.jsonl without times, throughput, memory and what the syncs sent."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/", "sync/"))} for row in rows]
 
 
 @pytest.mark.parametrize("layout", ["DP2", "TP2"])
 def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Path, layout: str) -> None:
-    """Also, a run repeated with the same seed is the same bit for bit: the first two steps are compared twice."""
+    """Also, a run repeated with the same seed is the same bit for bit: the first two steps are compared twice.
+
+    With TP2, the run that stops has delta syncs, and the other one full syncs.
+    """
     extra = TP2 if layout == "TP2" else {}
 
     def run(name: str, steps: int) -> list[dict[str, Any]]:
         trainer = {"total_training_steps": steps, "save_freq": 2}
         # The learning rate is constant, so that it does not depend on the number of steps.
         raw = merged(run_ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), extra)
+        if layout == "TP2" and name == "halves":
+            raw = merged(raw, DELTA)
         return worlds.run(run_ranks.train, 2, raw=raw)
 
     whole = run("whole", 4)
@@ -57,6 +65,9 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
         assert a["samples"] == {**b["samples"], **c["samples"]}
         assert_same(a, c)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "halves")
+    if layout == "TP2":
+        rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
+        assert [row.get("sync/density", 0) > 0 for row in rows if "sync/bytes_received" in row] == [0, 1, 0, 1]
     before = first[0]["weights"]
     assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last two steps moved weights
 

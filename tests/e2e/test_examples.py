@@ -41,6 +41,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_quickstart_in_short(tmp_path: Path) -> None:
     """12 warm-up and 3 GRPO steps of the real quickstart: every file it promises, and a model that transformers loads."""
     out = tmp_path / "run"

@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
+from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import to_megatron
 from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
@@ -94,6 +96,18 @@ def test_a_checkpoint_streams_the_same_weights(folder: Path, tmp_path: Path) -> 
         )
     half = dict(next(iter(weights.stream_weights(source, "bfloat16", torch.device("cpu"), 1))))
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_not_finite_are_refused(value: float, dtype: str) -> None:
+    """Large but finite values pass: their sum would overflow."""
+    whole = torch.full((64, 64), torch.finfo(getattr(torch, dtype)).max, dtype=getattr(torch, dtype))
+    source: Any = SimpleNamespace(shapes=lambda: {"w": (64, 64)}, blocks=lambda name, shape: [whole[:40], whole[40:]])
+    assert len(list(weights.stream_weights(source, dtype, torch.device("cpu"), 1))) == 1
+    whole[63, 63] = value
+    with pytest.raises(ConvertError, match="w has non-finite values"):
+        list(weights.stream_weights(source, dtype, torch.device("cpu"), 1))
 
 
 # -- the command, over ledgers that are complete -----------------------------------------------------------------------

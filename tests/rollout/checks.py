@@ -5,6 +5,7 @@ Each check first loads weights, and can fail on any rank.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -140,6 +141,35 @@ def reloads_of_the_same_weights_change_nothing(world: World) -> None:
     for version in range(1, 21):
         world.push(1, version)
     assert world.draw(requests()) == before
+
+
+def weights_are_loaded_with_the_engines_config_set(world: World) -> None:
+    """vLLM's quantised layers need it. 0.32's worker sets it; for 0.26, `rollout/vllm_versions.py` does."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.model_loader import reload
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+    seen = []
+    with contextlib.ExitStack() as patches:
+        for owner, name in (
+            (reload, "initialize_layerwise_reload"),
+            (Qwen2ForCausalLM, "load_weights"),
+            (reload, "finalize_layerwise_reload"),
+        ):
+            original = getattr(owner, name)
+
+            def spy(*args: Any, original: Callable[..., Any] = original, name: str = name) -> Any:
+                seen.append((name, get_current_vllm_config_or_none() is world.engine._llm.llm_engine.vllm_config))
+                return original(*args)
+
+            patches.enter_context(mock.patch.object(owner, name, spy))
+        world.push(1, 0)
+    assert dict(seen) == {
+        "initialize_layerwise_reload": True,
+        "load_weights": True,
+        "finalize_layerwise_reload": True,
+    }
+    assert get_current_vllm_config_or_none() is None
 
 
 def blocks_generate_independently(world: World) -> None:

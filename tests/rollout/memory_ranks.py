@@ -137,10 +137,13 @@ def every_tensor_from_the_wrong_slice(subject: Subject, good: Weights, expected:
 
 def neighbours_of_one_shape_swapped(subject: Subject, good: Weights, expected: Expected) -> None:
     """gate and up, k and v, the same tensor of two layers, the same of two experts, two norms."""
-    names, axis = list(good), {name: tensor.axis for name, tensor in subject.tensors.tensors.items()}
+    names = list(good)
+    cut = {
+        name: (tensor.shape, tensor.axis, subject.tensors.spans[name])
+        for name, tensor in subject.tensors.tensors.items()
+    }
     for index, one in enumerate(names):
-        alike = (n for n in names[index + 1 :] if good[n].shape == good[one].shape and axis[n] == axis[one])
-        other = next(alike, None)
+        other = next((name for name in names[index + 1 :] if cut[name] == cut[one]), None)
         if other is not None:
             text = _is_named(subject, {**good, one: good[other], other: good[one]}, expected, {one, other})
             assert f"(it holds {other})" in text and f"(it holds {one})" in text, text

@@ -21,7 +21,7 @@ from tests.rollout import checks, faults, tiny
 from tests.rollout.worlds import World, serve
 from tests.worlds import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test starts all worlds
+pytestmark = [pytest.mark.slow, pytest.mark.both_stacks, pytest.mark.timeout(900)]  # the first test starts all worlds
 
 CORRECT = [
     checks.logprobs_equal_transformers,
@@ -47,6 +47,7 @@ WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
             checks.generators_of_the_host_are_untouched,
             checks.prompts_may_be_more_than_a_step_computes,
             checks.order_of_the_stream_does_not_matter,
+            checks.weights_are_loaded_with_the_engines_config_set,
             *REFUSALS,
             *faults.ON_ALL,
             faults.engine_kwargs_that_the_trainer_depends_on_are_refused,

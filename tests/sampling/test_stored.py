@@ -16,7 +16,17 @@ def test_a_sample_survives_packing(mask: list[int]) -> None:
     prompt = Prompt("u", (1, 2), "text", "42", "s", "r", {"level": 3})
     n = len(mask)
     sample = Sample(
-        prompt, 3, 1, list(range(n)), [-0.1 * t for t in range(n)], "stop", 7, text="x", reward=0.5, loss_mask=mask
+        prompt,
+        3,
+        1,
+        list(range(n)),
+        [-0.1 * t for t in range(n)],
+        "stop",
+        7,
+        text="x",
+        reward=0.5,
+        loss_mask=mask,
+        weights_digest="d7",
     )
     sample.steps = [(n - 1, 0.25)]
     packed = json.loads(json.dumps(pack_sample(sample)))

@@ -115,7 +115,8 @@ def test_an_error_of_one_rank_is_raised_after_the_others_have_its_table() -> Non
     arch, reduced = architecture("llama"), []
     engine = engine_tensors(arch, 1, reads_shards=True)
     rows = [row.megatron for row in expand_table(table_of(arch), arch)]
-    shares = shares_of(sync_parameters(arch, Grid(1), dict.fromkeys(rows, 0)), engine.spans, Grid(1), 0)
+    plan = SyncPlan(sync_parameters(arch, Grid(1), dict.fromkeys(rows, 0)), engine.spans, Grid(1))
+    shares = RankPlan(plan, choose_rounds(plan, 1 << 20)[0], 0).shares()
     with pytest.raises(KeyError, match="embedding"):
         expected_digests(shares, {}.__getitem__, engine, reduced.append, torch.device("cpu"))
     assert len(reduced) == 1

@@ -67,7 +67,7 @@ class FakePolicy:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield f"policy after {self.updates}"
 
-    def engine_weights(self, resharding: Any) -> Iterator[Any]:
+    def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
         return self.hf_weights(0)
 
     def expected_digests(self, resharding: Any) -> Expected:
@@ -96,11 +96,18 @@ class FakeReference:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield self.weights
 
-    def engine_weights(self, resharding: Any) -> Iterator[Any]:
+    def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
         return self.hf_weights(0)
 
     def expected_digests(self, resharding: Any) -> Expected:
         return Expected({}, self.weights, [])
+
+
+class FakeResharding:
+    bytes_received, density = 0, None
+
+    def accept(self, weights_digest: str) -> None:
+        assert weights_digest.startswith("policy after"), "a delta must not build on another model"
 
 
 class FakeEngine:
@@ -280,7 +287,7 @@ def run(
             "exchange": local_exchange,
             "save_hf": save_hf,
         },
-        build: {"build_rollout_engine": build_rollout_engine, "build_resharding": lambda *_: None},
+        build: {"build_rollout_engine": build_rollout_engine, "build_resharding": lambda *_: FakeResharding()},
         references: {"Reference": FakeReference},
     }
     with ExitStack() as stack:

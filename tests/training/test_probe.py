@@ -83,7 +83,7 @@ def healthy_and_faulty(folder: Path) -> dict[str, str]:
     """
     _, policy, engine, colocation = build(folder, 1, 1, False, 1, lr=3e-3, dtype="bfloat16")
     engine.digests = lambda: None
-    real, found, versions = policy.hf_weights, {}, itertools.count()
+    real, found, versions = policy.engine_weights, {}, itertools.count()
 
     def sync() -> None:
         with colocation.rollout(next(versions), Metrics()):
@@ -91,14 +91,16 @@ def healthy_and_faulty(folder: Path) -> dict[str, str]:
 
     for _ in range(3):
         sync()
-    for name, wrong in small_faults({name: tensor for bucket in real(64) for name, tensor in bucket}).items():
-        policy.hf_weights = lambda size, wrong=wrong: (
-            [(n, wrong.get(n, t)) for n, t in bucket] for bucket in real(size)
+    for name, wrong in small_faults(
+        {name: tensor for bucket in policy.hf_weights() for name, tensor in bucket}
+    ).items():
+        policy.engine_weights = lambda resharding, version, wrong=wrong: (
+            [(n, wrong.get(n, t)) for n, t in bucket] for bucket in real(resharding, version)
         )
         with pytest.raises(RankError) as error:
             sync()
         found[name] = str(error.value)
-    policy.hf_weights = real
+    policy.engine_weights = real
     batch = make_batch(make_sequences(6), [[list(range(6))]])
     for _ in range(12):
         sync()

@@ -9,10 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.parallel.mesh import RankError
+from tests.training import fake_run
 from tests.training.fake_run import only, run
 
 ITERATIVE = {"algorithm": {"iteration_steps": 3}}
@@ -68,6 +71,21 @@ def test_every_step_draws_with_the_weights_before_it(tmp_path: Path) -> None:
     assert [row["training/epoch"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
     # old_logprobs are from before the update of the step; each update moves them by 0.01 from the drawn ones
     assert [row["training/rollout_logp_diff_mean"] for row in rows] == pytest.approx([0, 0.01, 0.02, 0.03], abs=1e-6)
+
+
+@pytest.mark.parametrize(("stale", "message"), [("policy after 1", "step 2 cannot train on 4 of 4"), ("", "unknown")])
+def test_a_step_refuses_samples_of_other_weights(tmp_path: Path, stale: str, message: str) -> None:
+    """The engine draws with the weights of step 1 at step 2, and with nothing at all."""
+    draw = fake_run.WatchedGenerator.draw
+
+    def stale_draw(self: Any, *arguments: Any, **named: Any) -> Any:
+        samples = draw(self, *arguments, **named)
+        for sample in samples if named["version"] == 2 else ():
+            sample.weights_digest = stale
+        return samples
+
+    with mock.patch.object(fake_run.WatchedGenerator, "draw", stale_draw), pytest.raises(RankError, match=message):
+        run(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,161 @@
+"""DeltaSync: full syncs, and between them patches of what has changed since. Exact: the engine gets the same bits.
+
+A sync is full
+- if it is the first one (also after a resume: nothing of this is in a checkpoint),
+- after a sync that was not accepted: it failed, or another model was sent in between,
+- every `full_every` syncs,
+- if a larger share than `max_density` of the compared elements has changed.
+All ranks agree on this from one sum of four numbers.
+
+Each rank keeps two copies on the host: of the parts that its engine reads and other ranks send (the base of the patches),
+and of the parts that it sends itself. At most one engine shard and one training shard per rank, in the weights' dtype. Not run
+on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.sync.base import Base, HostBase
+from grpo_megatron.sync.delta import Patch, encode_patch
+from grpo_megatron.sync.exchange import Exchange
+from grpo_megatron.sync.patches import PatchExchange
+from grpo_megatron.sync.rank_plan import RankPlan
+from grpo_megatron.sync.shard import Shard, part_of
+from grpo_megatron.sync.stamp import Stamp
+from grpo_megatron.sync.transport import Transport
+from grpo_megatron.types import WeightBucket
+
+
+@dataclass(frozen=True)
+class DeltaLimits:
+    """When a sync is full although it need not be."""
+
+    full_every: int
+    max_density: float
+
+
+class Ranks(Protocol):
+    """What is needed of a Mesh. Collective."""
+
+    def agree(self, problem: str | None) -> None: ...
+
+    def total(self, values: list[int]) -> list[int]: ...
+
+
+class DeltaSync:
+    """The state of one rank over all syncs. Every rank makes the same calls.
+
+    After a sync, `is_full`, `density` (changed / compared elements over all ranks; None: not compared) and
+    `bytes_received` tell what it was.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        transport: Transport,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: DeltaLimits,
+    ) -> None:
+        """Allocates the copies on the host."""
+        self._plan, self._transport, self._ranks = plan, transport, ranks
+        self._dtype, self._device, self._limits = dtype, device, limits
+        sent, received = plan.sent(), plan.received()
+        self._received: dict[int, list[int]] = {}  # tensor -> parts
+        for part in received:
+            self._received.setdefault(plan.plan.parts[part].tensor, []).append(part)
+        pinned = device.type != "cpu"
+        self._sent: Base = HostBase(_sizes(plan, sent), dtype, pinned=pinned)
+        self._base: Base = HostBase(_sizes(plan, received), dtype, pinned=pinned)
+        self._sequence, self._digest = 0, 0
+        self._age = 0  # syncs since the last full one
+        self._is_complete = self._is_accepted = False
+        self.is_full, self.bytes_received = True, 0
+        self.density: float | None = None
+
+    def stream(self, read: Callable[[str], Tensor], version: int) -> Iterator[WeightBucket]:
+        """The weights as `Exchange.stream` gives them. Collective. Raises what `ranks.agree` raises.
+
+        A patch that is not the expected one is refused before anything is applied, on all ranks.
+        """
+        may_compare = self._is_accepted and self._age + 1 < self._limits.full_every
+        self._is_accepted = self._is_complete = False
+        self._sequence += 1
+        shard, patches, problem = Shard(self._plan, read, self._dtype, self._device), dict[int, Patch](), None
+        try:
+            patches = self._encode(shard) if may_compare else {}
+        except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
+            problem = f"cannot compare weights: {error}"
+        changed = sum(patch.count for patch in patches.values())
+        numbers = [changed, self._sent.numel, int(not may_compare), int(problem is not None)]
+        changed, compared, votes, problems = self._ranks.total(numbers)
+        if problems:
+            self._ranks.agree(problem)
+        self.density = None if votes else changed / max(compared, 1)
+        self.is_full = self.density is None or self.density > self._limits.max_density
+        if self.is_full:
+            yield from self._full(read, shard)
+        else:
+            yield from self._changes(patches, shard, version)
+        builds_on = None if self.is_full else self._digest
+        self._digest = _digest((self._plan.plan.digest, builds_on, self._sequence, version, changed))
+        self._age = 0 if self.is_full else self._age + 1
+        self._is_complete = True
+
+    def accept(self, weights_digest: str) -> None:
+        """The engine holds the last stream's weights, whose digest this is: the next sync may send changes to them."""
+        self._is_accepted = self._is_complete
+        self._digest = _digest((self._digest, weights_digest))
+
+    def _encode(self, shard: Shard) -> dict[int, Patch]:
+        patches = {}
+        for part in self._sent.parts():
+            patches[part] = encode_patch(shard.part(part), self._sent.read(part).to(self._device))
+            self._sent.update(part, patches[part])
+        return patches
+
+    def _full(self, read: Callable[[str], Tensor], shard: Shard) -> Iterator[WeightBucket]:
+        problem, exchange = None, None
+        try:
+            exchange = Exchange(self._plan, read, self._transport, self._dtype, self._device)
+            for part in self._sent.parts():
+                self._sent.store(part, shard.part(part))
+        except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
+            problem = f"cannot send weights: {error}"
+        self._ranks.agree(problem)
+        assert exchange is not None
+        self.bytes_received = self._base.numel * self._dtype.itemsize
+        numbers = {tensor.name: number for number, tensor in enumerate(self._plan.plan.tensors)}
+        for bucket in exchange.stream():
+            for name, tensor in bucket:
+                for part in self._received.get(numbers[name], []):
+                    axis = self._plan.tensor(numbers[name]).axis
+                    self._base.store(part, part_of(tensor, self._plan.plan.parts[part], axis))
+            yield bucket
+
+    def _changes(self, patches: dict[int, Patch], shard: Shard, version: int) -> Iterator[WeightBucket]:
+        stamp = Stamp(self._digest, version, self._sequence, place=0, source=self._plan.rank)
+        exchange = PatchExchange(self._plan, self._transport, stamp, patches, self._dtype, self._device)
+        received = exchange.run(self._ranks.agree)
+        self.bytes_received = exchange.bytes_received
+        for part, patch in received.items():
+            self._base.update(part, patch)
+        yield from shard.tensors(self._base, self._received)
+
+
+def _sizes(plan: RankPlan, parts: list[int]) -> dict[int, int]:
+    return {part: plan.plan.numel(plan.plan.parts[part]) for part in parts}
+
+
+def _digest(history: object) -> int:
+    """64 bits, signed."""
+    return int.from_bytes(hashlib.blake2b(repr(history).encode(), digest_size=8).digest(), "little", signed=True)
