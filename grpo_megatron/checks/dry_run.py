@@ -46,7 +46,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         f"Memory of one rank, in GiB ({source})": chain(
             _memory_lines(config, world_size, policy, reward_model), _host_lines(config, checked.arch, policy)
         ),
-        "Weight sync (estimated)": weight_sync_lines(config, checked.arch, world_size),
+        "Weight sync": weight_sync_lines(config, checked.arch, world_size),
         "Data": _data_lines(config, checked),
     }
     if config.trainer.device != "cpu":

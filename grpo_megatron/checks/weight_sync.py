@@ -102,7 +102,5 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
     bandwidths = [NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S]
     within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in bandwidths)
     yield f"at most {received} of {whole:,.4g} GB into a rank, {borders} over the border of a node"
-    yield (
-        f"{len(planned.rounds):,} rounds, {messages:,} messages of rank 0; about {planned.seconds():.2g} s if a GPU has {within}"
-        f" within its node and {between} between nodes"
-    )
+    yield f"{len(planned.rounds):,} rounds, {messages:,} messages of rank 0; {planned.seconds():.2g} s at {within} per GPU"
+    yield f"within a node and {between} between nodes (estimated)"

@@ -63,20 +63,26 @@ class World:
     rounds: list[range]
     traffic: Traffic
     whole: dict[str, Tensor]
+    _rank_plans: dict[int, RankPlan] = field(default_factory=dict)
 
     @cached_property
     def _rows(self) -> dict[str, WeightRow]:
         return {row.megatron: row for row in expand_table(table_of(self.arch), self.arch)}
 
-    def shard(self, rank_plan: RankPlan) -> dict[str, Tensor]:
+    def rank_plan(self, rank: int) -> RankPlan:
+        if rank not in self._rank_plans:
+            self._rank_plans[rank] = RankPlan(self.plan, self.rounds, rank)
+        return self._rank_plans[rank]
+
+    def shard(self, rank: int) -> dict[str, Tensor]:
         """A rank's parameters, cut from the whole tensors by the weight table. Odd ranks have them in one buffer, as with
         Megatron's distributed optimizer."""
-        rows, tp_rank = self._rows, rank_plan.rank % self.grid.tp
+        rows, tp_rank = self._rows, rank % self.grid.tp
         shard = {
             parameter.name: rows[parameter.name].shard(self.whole.__getitem__, self.arch, tp_rank, self.grid.tp)
-            for parameter in rank_plan.parameters()
+            for parameter in self.rank_plan(rank).parameters()
         }
-        if rank_plan.rank % 2 and shard:
+        if rank % 2 and shard:
             sizes = [parameter.numel() for parameter in shard.values()]
             pieces = torch.cat([parameter.reshape(-1) for parameter in shard.values()]).split(sizes)
             shard = {n: piece.view(p.shape) for (n, p), piece in zip(shard.items(), pieces, strict=True)}
@@ -111,8 +117,7 @@ def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
     def rank_main(rank: int) -> None:
         try:
             transport = Queues(rank, queues, counts[rank])
-            rank_plan = RankPlan(simulated.plan, simulated.rounds, rank)
-            shard = simulated.shard(rank_plan)
+            rank_plan, shard = simulated.rank_plan(rank), simulated.shard(rank)
             dtype = next(iter(simulated.whole.values())).dtype
             exchange = Exchange(rank_plan, shard.__getitem__, transport, dtype, torch.device("cpu"))
             for bucket in exchange.stream():

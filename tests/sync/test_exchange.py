@@ -16,7 +16,6 @@ from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.floor import floor_of
 from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.pool import Pool
-from grpo_megatron.sync.rank_plan import RankPlan
 from tests.sync import simulation
 from tests.sync.architectures import FAMILIES, architecture
 
@@ -93,8 +92,7 @@ def test_own_parts_are_windows_on_the_parameters() -> None:
     """Where the layouts agree. The shard of rank 1 is one buffer, so that there is room around nearly all parameters."""
     grid = Grid(2, tp=2, rollout_tp=2, ranks_per_node=2)
     world = simulation.world(architecture("llama-groups", vocab_size=128), grid, [4], budget=1 << 22)
-    plan = RankPlan(world.plan, world.rounds, rank=1)
-    shard = world.shard(plan)
+    plan, shard = world.rank_plan(1), world.shard(1)
     transport = simulation.Queues(1, {}, simulation.Counts())
     stream = Exchange(plan, shard.__getitem__, transport, torch.bfloat16, torch.device("cpu")).stream()
     address = next(iter(shard.values())).untyped_storage().data_ptr()
