@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,22 +36,41 @@ class Counts:
 
 
 class Queues:
-    """The transport of one simulated rank."""
+    """The transport of one simulated rank. As in a network, what is sent is read at any time until the sender has waited,
+    and what is received is written at any time: a buffer that is used too early shows."""
 
-    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]], counts: Counts) -> None:
+    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.SimpleQueue[Any]], counts: Counts) -> None:
         self._rank, self._queues, self._counts = rank, queues, counts
+        self._busy: set[tuple[int, int]] = set()  # addresses of what is being sent or received
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Callable[[], None]:
         self._counts.operations += len(sends) + len(receives)
+        taken: queue.SimpleQueue[None] = queue.SimpleQueue()
         for peer, buffer in sends:
-            self._queues[self._rank, peer].put(buffer.clone())
+            self._queues[self._rank, peer].put((buffer, taken))
+        busy = {_addresses(buffer) for _, buffer in sends}
+        for _, buffer in receives:
+            start, stop = _addresses(buffer)
+            assert all(stop <= low or high <= start for low, high in self._busy | busy), "a buffer is in use"
+            buffer.view(torch.uint8).fill_(255)  # NaN
+            busy.add((start, stop))
+        self._busy |= busy
 
         def wait() -> None:
             for peer, buffer in receives:
                 self._counts.received[peer] += buffer.numel()
-                buffer.copy_(self._queues[peer, self._rank].get(timeout=HANG_S))
+                sent, is_taken = self._queues[peer, self._rank].get(timeout=HANG_S)
+                buffer.copy_(sent)
+                is_taken.put(None)
+            for _ in sends:
+                taken.get(timeout=HANG_S)
+            self._busy -= busy
 
         return wait
+
+
+def _addresses(buffer: Tensor) -> tuple[int, int]:
+    return buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
 
 
 @dataclass
@@ -107,7 +127,7 @@ def world(
 def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
     """What every rank's engine is handed, and what it cost."""
     size = simulated.grid.world_size
-    queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
+    queues: dict[tuple[int, int], queue.SimpleQueue[Any]] = {
         (a, b): queue.SimpleQueue() for a in range(size) for b in range(size)
     }
     counts = [Counts() for _ in range(size)]
