@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "checks": {
         *("types", "registry", "passthrough", "config", "rewards"),
-        *("algo", "data", "device", "observability", "models", "rollout", "evaluation"),
+        *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
     },
     "sampling": {"types", "config", "rewards", "algo", "data", "parallel", "observability", "rollout"},
     "training": {

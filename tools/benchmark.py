@@ -1,7 +1,8 @@
-"""Benchmarks of conversion and grading, beside what they are compared with.
+"""Benchmarks of conversion, grading and the weight sync, beside what they are compared with.
 
     python tools/benchmark.py convert [--gigabytes 2] [--repeats 5] [--cold] [--folder DIR]
     python tools/benchmark.py grade --data DIR [--problems 200]
+    python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -9,6 +10,9 @@ printed. A time ends when the command returns (the converter's files are on the 
 again when `sync` returns. Everything runs in one process, so Python's start is not counted. mbridge too, if installed.
 
 grade: answers graded per second on one core, of DIR/gsm8k/test.jsonl and DIR/math/test.jsonl, the latter beside math-verify.
+
+sync: a random Llama of 0.56 GB on four ranks, synced by the plan and, in turn, as it was before, with every tensor whole on
+every rank. --engine: into vLLM. --network: between two network namespaces (root). --preset, --plan: large layouts, only planned.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import benchmark_sync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
@@ -232,6 +238,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--problems", type=int, default=200, help="number of MATH problems; three completions each"
     )
     grade_parser.set_defaults(run=grade)
+    sync_parser = commands.add_parser("sync", help="the weight sync, old and new")
+    benchmark_sync.add_arguments(sync_parser)
+    sync_parser.set_defaults(run=benchmark_sync.sync)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 

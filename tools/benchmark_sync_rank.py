@@ -1,35 +1,44 @@
-"""One rank of `tools/benchmark.py sync`: a real Megatron shard, synced the old way, the new way, or copied, in turn.
+"""The ranks of one node for `tools/benchmark.py sync`: a real Megatron shard each, synced the old way and the new way in turn.
 
-Started by benchmark_sync.py with torchrun's environment and the path of a job (JSON). Writes its figures beside it.
+    python benchmark_sync_rank.py JOBS.json FIRST_RANK
+
+Started by benchmark_sync.py, once per node. It imports everything and forks the node's ranks, job by job. Every rank writes
+its figures beside the jobs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_megatron.child import die_with_parent
 from grpo_megatron.config import MegatronConfig, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import build_model
-from grpo_megatron.models.families import architecture_of, hf_shapes
+from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.optimizer import wrap_ddp
 from grpo_megatron.models.resharding import Resharding
-from grpo_megatron.models.sync_parameters import engine_spans
+from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
+from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import stable_hash
+from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.types import WeightBucket
 
@@ -37,23 +46,26 @@ NOISE = 1 << 20  # random elements that the weights are made of
 
 
 class Shares:
-    """Seconds of a sync by what they were spent on. Nested parts count for themselves only."""
+    """Seconds of a sync, and of processor time, by what they were spent on. Nested parts count for themselves only."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self._inner: list[float] = []
+        self.processor: Counter[str] = Counter()
+        self._inner: list[list[float]] = []
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        self._inner.append(0.0)
+        begin = time.perf_counter(), time.process_time()
+        self._inner.append([0.0, 0.0])
         try:
             yield
         finally:
-            spent = time.perf_counter() - begin
-            self.seconds[name] += spent - self._inner.pop()
+            spent = [time.perf_counter() - begin[0], time.process_time() - begin[1]]
+            inner = self._inner.pop()
+            self.seconds[name] += spent[0] - inner[0]
+            self.processor[name] += spent[1] - inner[1]
             if self._inner:
-                self._inner[-1] += spent
+                self._inner[-1] = [a + b for a, b in zip(self._inner[-1], spent, strict=True)]
 
     def buckets(self, stream: Iterator[WeightBucket], name: str) -> Iterator[WeightBucket]:
         while True:
@@ -70,6 +82,7 @@ class Shard:
 
     def __init__(self, plan: RankPlan) -> None:
         self._parts: dict[str, tuple[Tensor, int, int]] = {}
+        self._whole = {tensor.name: tensor for tensor in plan.plan.tensors}
         for tensor in plan.plan.tensors:
             start, stop = plan.plan.spans[tensor.name][plan.engine_rank]
             shape = (*tensor.shape[: tensor.axis], stop - start, *tensor.shape[tensor.axis + 1 :])
@@ -80,6 +93,11 @@ class Shard:
             memory, axis, start = self._parts[name]
             memory.copy_(tensor.narrow(axis, start, memory.shape[axis]))
 
+    def digests(self) -> list[int]:
+        """As an engine computes them of its own memory."""
+        values = [part_digest(memory, self._whole[name], start) for name, (memory, _, start) in self._parts.items()]
+        return torch.stack(values).tolist()
+
     def checksum(self) -> list[int]:
         return [int(memory.view(torch.int16).sum()) for memory, _, _ in self._parts.values()]
 
@@ -88,15 +106,16 @@ class Shard:
             memory.zero_()
 
 
-def fill(model: torch.nn.Module, seed: int) -> None:
-    """Random weights, equal on ranks with the same shard (`seed`)."""
-    noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+def fill(model: torch.nn.Module, mesh: Mesh) -> None:
+    """Random weights. Ranks with the same shard get the same ones."""
+    noise = torch.randn(NOISE, generator=torch.Generator().manual_seed(mesh.pp_rank)).to(torch.bfloat16)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
+            is_cut = getattr(parameter, "tensor_model_parallel", False)
+            rolled = noise.roll(number * mesh.tp + (mesh.tp_rank if is_cut else 0))
             flat = parameter.view(-1)
             for start in range(0, flat.numel(), NOISE):
-                part = flat[start : start + NOISE]
-                part.copy_(noise.roll(number)[: part.numel()])
+                flat[start : start + NOISE].copy_(rolled[: flat.numel() - start])
 
 
 class Old:
@@ -132,7 +151,8 @@ class Old:
 
 
 class New:
-    """The planned sync. The ranks agree at the start (within `Resharding.stream`) and once at the end."""
+    """The planned sync. The ranks agree at the start (within `Resharding.stream`) and once at the end. Then the digests of
+    what each engine rank must hold are computed and added up over the ranks."""
 
     def __init__(self, model: torch.nn.Module, resharding: Resharding) -> None:
         self._model, self._resharding = model, resharding
@@ -141,26 +161,34 @@ class New:
         yield from shares.buckets(self._resharding.stream(self._model, version=0), "exchange")
         with shares.of("agreements"):
             self._resharding.mesh.agree(None)
+        with shares.of("expected digests"):
+            self._resharding.expected_digests(self._model)
 
 
-def load_shard(stream: Iterator[WeightBucket], shard: Shard, shares: Shares) -> None:
+def load_shard(stream: Iterator[WeightBucket], shard: Shard, is_attested: bool, shares: Shares) -> None:
     for bucket in stream:
         with shares.of("load"):
             shard.load(bucket)
         del bucket
+    if is_attested:
+        with shares.of("engine digests"):
+            shard.digests()
 
 
-def load_engine(stream: Iterator[WeightBucket], engine: Any, shares: Shares) -> None:
-    """Into vLLM, without the checks of VllmEngine.load_weights, which the streams have themselves."""
+def load_engine(stream: Iterator[WeightBucket], engine: Any, is_attested: bool, shares: Shares) -> None:
+    """Into vLLM, without the agreements of VllmEngine.load_weights, which the streams have themselves."""
     llm = engine._llm
     with shares.of("load"):
-        llm.start_weight_update()
+        engine._start_update()
     for bucket in stream:
         with shares.of("load"):
             llm.update_weights({"update_info": {"tensors": bucket}})
         del bucket
     with shares.of("load"):
         llm.finish_weight_update(weight_version="0")
+    if is_attested:
+        with shares.of("engine digests"):
+            engine.digests()
 
 
 def copies(model: torch.nn.Module) -> Callable[[], None]:
@@ -175,6 +203,21 @@ def copies(model: torch.nn.Module) -> Callable[[], None]:
     return copy
 
 
+def bare_exchange(resharding: Resharding) -> Callable[[], None]:
+    """What must cross the border of the nodes, in one message from each rank: the best that the connection does now."""
+    grid, rank = resharding.plan.plan.grid, resharding.mesh.rank
+    size = resharding.traffic.received[NETWORK].sum() / grid.world_size
+    out, into = (torch.zeros(int(size), dtype=torch.bfloat16) for _ in range(2))
+    peer = (rank + grid.ranks_per_node) % grid.world_size
+
+    def exchange() -> None:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)])
+        for work in works:
+            work.wait()
+
+    return exchange
+
+
 def measured(mesh: Mesh, action: Callable[[], Any]) -> dict[str, float]:
     """Seconds until all ranks have finished, and this rank's seconds of processor time."""
     dist.barrier(group=mesh.control)
@@ -186,63 +229,119 @@ def measured(mesh: Mesh, action: Callable[[], Any]) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin, "own": own, "processor": used}
 
 
-def main(path: Path) -> None:
-    job = json.loads(path.read_text())
+def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Resharding, float]:
+    """Mesh, model, architecture, plan, and the seconds that the plan took."""
     device, arch = Device("cpu"), architecture_of(job["config"])
     mesh = build_mesh(device, tp=job["tp"], pp=job["pp"], rollout_tp=job["rollout_tp"], timeout_s=300)
     sizes = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp}
-    model = build_model(arch, MegatronConfig.model_validate(sizes), "bfloat16", device)
-    fill(model, seed=mesh.tp_rank + mesh.tp * mesh.pp_rank)
+    megatron = MegatronConfig.model_validate(sizes)
+    model = wrap_ddp(build_model(arch, megatron, "bfloat16", device), megatron, device)  # as in Policy
+    fill(model, mesh)
+    stage_of = stage_owners(model, arch, mesh)
     begin = time.perf_counter()
     resharding = Resharding(
         arch,
         mesh,
-        stage_owners(model, arch, mesh),
-        engine_spans(arch, mesh.rollout_tp),
+        stage_of,
+        engine_tensors(arch, mesh.rollout_tp, reads_shards=True),
         dtype=torch.bfloat16,
         device=device.torch_device,
         bucket_megabytes=job["bucket_megabytes"],
     )
-    planned = time.perf_counter() - begin
-    ways: dict[str, Any] = {"old": Old(model, arch, mesh, job["bucket_megabytes"]), "new": New(model, resharding)}
-    ways = {name: way for name, way in ways.items() if name in job["ways"]}
-    copy = copies(model) if "memcpy" in job["ways"] else None
-    shard, engine = None, None
-    if job["engine"]:
-        rollout = RolloutConfig(tensor_model_parallel_size=mesh.rollout_tp, engine_options={"kv_cache_gib": 0.03})
-        options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 128, "eos_token_ids": [2]}
-        engine = build_engine(rollout, job["engine"], mesh, device, expected=hf_shapes(arch), **options)
-    else:
-        shard = Shard(resharding.plan)
-    rounds: list[dict[str, Any]] = []
-    checksums = {}
-    for _ in range(job["repeats"] + 1):  # the first one warms up
+    return mesh, model, arch, resharding, time.perf_counter() - begin
+
+
+def compare(job: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one rank: every way in turn, `repeats` times after one to warm up."""
+    mesh, model, arch, resharding, planned = build(job)
+    syncs = {"old": Old(model, arch, mesh, job["bucket_megabytes"]), "new": New(model, resharding)}
+    engine = built_engine(job, mesh, resharding) if job["engine"] else None
+    shard = None if engine is not None else Shard(resharding.plan)
+    baselines = {"memcpy": copies(model), "bare": bare_exchange(resharding)}
+    repeats: list[dict[str, Any]] = []
+    checksums = set()
+    for _ in range(job["repeats"] + 1):
         figures: dict[str, Any] = {}
-        for name, way in ways.items():
+        for name in job["ways"]:
             shares = Shares()
-            if shard is not None:
-                shard.clear()
-                figures[name] = measured(mesh, lambda: load_shard(way.stream(shares), shard, shares))
-                checksums[name] = shard.checksum()
+            if name in baselines:
+                action = baselines[name]
+            elif shard is None:
+                action = functools.partial(load_engine, syncs[name].stream(shares), engine, name == "new", shares)
             else:
-                figures[name] = measured(mesh, lambda: load_engine(way.stream(shares), engine, shares))
-            figures[name]["shares"] = dict(shares.seconds)
-        if copy is not None:
-            figures["memcpy"] = measured(mesh, copy)
-        rounds.append(figures)
-    received = [int(side.sum(axis=1)[mesh.rank]) * 2 for side in resharding.traffic.received.values()]
-    result = {"repeats": rounds[1:], "planned": planned, "received": received, "rounds": len(resharding.plan.rounds)}
-    result["operations"] = sum(current.messages() for current in resharding.plan.rounds)
-    result["same"] = len({tuple(values) for values in checksums.values()}) <= 1
-    path.with_suffix(f".{mesh.rank}").write_text(json.dumps(result))
+                shard.clear()
+                action = functools.partial(load_shard, syncs[name].stream(shares), shard, name == "new", shares)
+            figures[name] = {**measured(mesh, action), "shares": dict(shares.seconds), "used": dict(shares.processor)}
+            if name not in baselines and shard is not None:
+                checksums.add(tuple(shard.checksum()))
+        repeats.append(figures)
+    if len(checksums) > 1:
+        raise SystemExit("the old and the new sync have loaded different weights")
     if engine is not None:
         engine.shutdown()
-    dist.barrier(group=mesh.control)
+    return {"repeats": repeats[1:], "planned": planned, **counted(resharding)}
+
+
+def counted(resharding: Resharding) -> dict[str, Any]:
+    """What the plan says about this rank's node and about the rank itself, in bytes of bfloat16."""
+    plan, rank, grid = resharding.plan, resharding.mesh.rank, resharding.plan.plan.grid
+    network, node = (resharding.traffic.received[phase].sum(axis=1) * 2 for phase in (NETWORK, NODE))
+    return {
+        "received": int(network[rank] + node[rank]),
+        "over_border": int(sum(network[r] for r in range(len(network)) if grid.node(r) == grid.node(rank))),
+        "rounds": len(plan.rounds),
+        "operations": sum(current.messages() for current in plan.rounds),
+        "buffers": int(resharding.traffic.buffers().max() * 2),
+        "model": 2 * sum(tensor.numel for tensor in plan.plan.tensors),
+    }
+
+
+def built_engine(job: dict[str, Any], mesh: Mesh, resharding: Resharding) -> Any:
+    rollout = RolloutConfig(tensor_model_parallel_size=mesh.rollout_tp, engine_options={"kv_cache_gib": 0.03})
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 128, "eos_token_ids": [2]}
+    return build_engine(rollout, job["engine"], mesh, Device("cpu"), tensors=resharding.tensors, **options)
+
+
+def run_rank(path: Path, number: int, job: dict[str, Any], rank: int) -> None:
+    os.environ |= {"RANK": str(rank), "MASTER_PORT": str(job["port"])}
+    os.environ["LOCAL_RANK"] = str(rank % int(os.environ["LOCAL_WORLD_SIZE"]))
+    result = compare(job)
+    path.with_suffix(f".{number}.{rank}").write_text(json.dumps(result))
+    dist.barrier()
+
+
+def fork_rank(path: Path, number: int, job: dict[str, Any], rank: int) -> int:
+    """The process id of the rank."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        die_with_parent(parent)
+        run_rank(path, number, job, rank)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process must not return into its parent's code
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # threads of vLLM and gloo would delay a normal exit
+
+
+def main(path: Path, first: int) -> int:
+    jobs = json.loads(path.read_text())
+    if any(job["engine"] for job in jobs):
+        vllm_process.preload()
+    ranks = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+    for number, job in enumerate(jobs):
+        children = {fork_rank(path, number, job, rank) for rank in ranks}
+        while children:
+            child, status = os.wait()
+            children.discard(child)
+            if status:
+                return 1  # the other ranks end with this process
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    import os
-
-    os._exit(0)  # threads of vLLM and gloo would delay a normal exit
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -19,6 +19,7 @@ from grpo_megatron.checks.memory import (
     memory_of_stages,
 )
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
+from grpo_megatron.checks.weight_sync import weight_sync_lines
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
 
@@ -45,6 +46,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         f"Memory of one rank, in GiB ({source})": chain(
             _memory_lines(config, world_size, policy, reward_model), _host_lines(config, checked.arch, policy)
         ),
+        "Weight sync": weight_sync_lines(config, checked.arch, world_size),
         "Data": _data_lines(config, checked),
     }
     if config.trainer.device != "cpu":

@@ -15,9 +15,8 @@ from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.sync.attest import Expected, expected_digests
 from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
 from grpo_megatron.sync.exchange import Exchange
-from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import PARTS_PER_BUDGET, choose_rounds
+from grpo_megatron.sync.rounds import plan_rounds
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.sync.transport import PointToPoint
 from grpo_megatron.types import WeightBucket
@@ -44,8 +43,8 @@ class Resharding:
         """
         self.mesh, self.tensors, self.dtype, self.device = mesh, tensors, dtype, device
         grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
-        plan = SyncPlan(sync_parameters(arch, grid, stage_of), tensors.spans, grid, max(1, budget // PARTS_PER_BUDGET))
-        rounds, self.traffic = choose_rounds(plan, budget)
+        parameters = sync_parameters(arch, grid, stage_of)
+        plan, rounds, self.traffic = plan_rounds(parameters, tensors.spans, grid, budget)
         self.plan = RankPlan(plan, rounds, mesh.rank)
         self._shares = self.plan.shares()
         rows = model_rows(arch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
@@ -10,6 +10,18 @@ from grpo_megatron.models.mapping import QKV, Replicated, Vocabulary, WeightRow,
 from grpo_megatron.models.tensor_parallel import ENGINE_VOCABULARY_MULTIPLE
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.tensors import EngineSpans, EngineTensors, Span, SyncParameter, SyncTensor
+
+
+def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str, int]:
+    """Megatron name -> pipeline stage, for stages with these numbers of layers. `stage_owners` asks the ranks instead."""
+    of_layer = [stage for stage, count in enumerate(layers) for _ in range(count)]
+    out = {}
+    for row in expand_table(table_of(arch), arch):
+        if ".layers." in row.megatron:
+            out[row.megatron] = of_layer[int(row.megatron.split(".")[2])]
+        else:
+            out[row.megatron] = 0 if "embedding" in row.megatron else len(layers) - 1
+    return out
 
 
 def sync_parameters(arch: Architecture, grid: Grid, stage_of: Mapping[str, int]) -> list[SyncParameter]:

@@ -1,11 +1,11 @@
 """Exchange: runs one rank's plan on tensors. A stream of full-shaped tensors, filled where this rank's engine reads them.
 
 Engines cut their own shard out of a whole tensor. They are handed tensors of the whole shape, so that nothing of an
-engine's fused layout needs to be known here; memory outside this rank's part is allocated and never written. A tensor that
-is a whole parameter, or a contiguous part of one, is handed over as it is.
+engine's fused layout needs to be known here; what is outside this rank's part is undefined. A part that this rank has
+itself, in one piece, is not copied: the tensor is a window on the parameter.
 
-    round          k        k+1      k+2
-    over network            ...      posted
+    round          k        k+1      k+2      k+3
+    over network                     posted   posted
     within nodes   waited   posted
     loaded         yielded
 
@@ -16,16 +16,19 @@ ranks agree at the end. Nothing on the host is exchanged between the rounds.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.sync.plan import NETWORK, NODE, Part
-from grpo_megatron.sync.rank_plan import Copy, Message, RankPlan, Round
-from grpo_megatron.sync.rounds import DEPTH
-from grpo_megatron.sync.transport import Envelope, Transport
+from grpo_megatron.sync.plan import NETWORK, NODE
+from grpo_megatron.sync.pool import Pool
+from grpo_megatron.sync.rank_plan import Copy, Message, RankPlan, Slot
+from grpo_megatron.sync.rounds import AHEAD, DEPTH
+from grpo_megatron.sync.tensors import SyncTensor
+from grpo_megatron.sync.transport import Transport
 from grpo_megatron.types import WeightBucket
 
 T = TypeVar("T")
@@ -40,6 +43,7 @@ class Exchange:
     ) -> None:
         self._plan, self._read_parameter, self._transport = plan, read, transport
         self._dtype, self._device = dtype, device
+        self._pool = Pool(dtype, device)
         self._buffers = {key: self._allocate(*key) for key in DEPTH}
         self._tensors: dict[int, Tensor] = {}  # begun, not yet complete
         self._cache: dict[str, Tensor] = {}
@@ -48,15 +52,15 @@ class Exchange:
     def stream(self) -> Iterator[WeightBucket]:
         """The buckets. After a local failure nothing more is yielded, and the failure is raised when all messages are through."""
         rounds = self._plan.rounds
-        over_network = self._post(NETWORK, 0)
+        over_network = deque(self._post(NETWORK, number) for number in range(min(AHEAD, len(rounds))))
         within_node: Callable[[], None] | None = None
         for number in range(len(rounds) + 1):
             following = None
             if number < len(rounds):
-                over_network()
+                over_network.popleft()()
                 following = self._post(NODE, number)
-                if number + 1 < len(rounds):
-                    over_network = self._post(NETWORK, number + 1)
+                if number + AHEAD < len(rounds):
+                    over_network.append(self._post(NETWORK, number + AHEAD))
             if within_node is not None:
                 within_node()
                 bucket = self._attempt(functools.partial(self._finish, number - 1)) or []
@@ -71,75 +75,65 @@ class Exchange:
 
     def _post(self, phase: int, number: int) -> Callable[[], None]:
         current = self._plan.rounds[number]
-        sends = list(self._envelopes(current.sends[phase], self._buffer(phase, False, number)))
-        receives = list(self._envelopes(current.receives[phase], self._buffer(phase, True, number)))
-        for (_, buffer), message in zip(sends, current.sends[phase].values(), strict=True):
-            self._attempt(functools.partial(self._pack, buffer, message, number))
+        buffer = self._buffer(phase, False, number)
+        sends = []
+        for message in current.sends[phase].values():
+            packed = self._attempt(functools.partial(self._packed, message, buffer, number))
+            sends.append((message.peer, buffer[slice(*message.span)] if packed is None else packed))
         self._cache.clear()
+        buffer = self._buffer(phase, True, number)
+        receives = [(m.peer, buffer[slice(*m.span)]) for m in current.receives[phase].values()]
         return self._transport.post(sends, receives)
 
-    def _pack(self, buffer: Tensor, message: Message, number: int) -> None:
-        for index, slot in self._slots(message, buffer):
-            part = self._plan.plan.parts[index]
-            slot.copy_(self._held(part) if self._plan.holds(part) else self._received(NETWORK, number)[index])
+    def _packed(self, message: Message, buffer: Tensor, number: int) -> Tensor:
+        """The contents of a message, one-dimensional. A single part that is contiguous where it is needs no buffer."""
+        if len(message.slots) == 1:
+            view = self._origin(message.slots[0], number)
+            if view.is_contiguous():
+                return view.view(-1)
+        for slot in message.slots:
+            _view(buffer, slot).copy_(self._origin(slot, number))
+        return buffer[slice(*message.span)]
 
-    def _envelopes(self, messages: dict[int, Message], buffer: Tensor) -> Iterator[Envelope]:
-        end = 0
-        for message in messages.values():
-            start, end = end, end + sum(self._numel(index) for index in message.parts)
-            yield message.peer, buffer[start:end]
-
-    def _slots(self, message: Message, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(part number, its place in a message's buffer, in the part's shape)"""
-        end = 0
-        for index in message.parts:
-            start, end = end, end + self._numel(index)
-            yield index, buffer[start:end].view(self._shape(self._plan.plan.parts[index]))
-
-    def _received(self, phase: int, number: int) -> dict[int, Tensor]:
-        messages = self._plan.rounds[number].receives[phase]
-        envelopes = self._envelopes(messages, self._buffer(phase, True, number))
-        return {
-            index: slot
-            for (_, buffer), message in zip(envelopes, messages.values(), strict=True)
-            for index, slot in self._slots(message, buffer)
-        }
+    def _origin(self, slot: Slot, number: int) -> Tensor:
+        """A part that this rank holds, or has received over the network."""
+        if isinstance(slot.origin, Slot):
+            return _view(self._buffer(NETWORK, True, number), slot.origin)
+        assert slot.origin is not None, "only what is sent has an origin"
+        return self._local(slot.origin)
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
     def _finish(self, number: int) -> WeightBucket:
         """Write what a round has brought, and hand over the tensors that are complete."""
+        current = self._plan.rounds[number]
         for phase in (NETWORK, NODE):
-            for index, slot in self._received(phase, number).items():
-                part = self._plan.plan.parts[index]
-                self._target(part.tensor).narrow(self._axis(part.tensor), part.start, part.stop - part.start).copy_(
-                    slot
-                )
-        names = [(self._plan.tensor(tensor).name, tensor) for tensor in self._plan.rounds[number].complete]
-        bucket = [(name, self._target(tensor)) for name, tensor in names]
-        for _, tensor in names:
-            del self._tensors[tensor]
-        return bucket
+            buffer = self._buffer(phase, True, number)
+            for message in current.receives[phase].values():
+                for slot in message.slots:
+                    self._write(slot, buffer)
+        return [(self._plan.tensor(tensor).name, self._completed(tensor)) for tensor in current.complete]
 
-    def _target(self, tensor: int) -> Tensor:
-        """The full-shaped tensor, begun with what this rank holds itself."""
+    def _write(self, slot: Slot, buffer: Tensor) -> None:
+        tensor, start, stop, _, _ = self._plan.plan.parts[slot.part]
         if tensor not in self._tensors:
             self._tensors[tensor] = self._begin(tensor)
-        return self._tensors[tensor]
+        self._tensors[tensor].narrow(self._axis(tensor), start, stop - start).copy_(_view(buffer, slot))
+
+    def _completed(self, tensor: int) -> Tensor:
+        return self._tensors.pop(tensor) if tensor in self._tensors else self._begin(tensor)
 
     def _begin(self, tensor: int) -> Tensor:
+        """The full-shaped tensor, with what this rank holds itself."""
         whole, own = self._plan.tensor(tensor), self._plan.own.get(tensor, [])
-        if len(own) == 1 and (own[0].start, own[0].stop) == (0, whole.length):
-            view = self._local(own[0])
-            if view.is_contiguous():
-                return view
-        out = torch.empty(whole.shape, dtype=self._dtype, device=self._device)
+        if len(own) == 1 and (own[0].start, own[0].stop) == self._plan.plan.spans[whole.name][self._plan.engine_rank]:
+            window = _window(self._local(own[0]), whole, own[0].start)
+            if window is not None:
+                return window
+        out = self._pool.empty(whole.shape)
         for copy in own:
             out.narrow(whole.axis, copy.start, copy.stop - copy.start).copy_(self._local(copy))
         return out
-
-    def _held(self, part: Part) -> Tensor:
-        return self._local(self._plan.local(part))
 
     def _local(self, copy: Copy) -> Tensor:
         name = self._plan.parameter(copy.tensor).name
@@ -147,24 +141,13 @@ class Exchange:
             self._cache[name] = self._read_parameter(name)
         return self._cache[name].narrow(self._axis(copy.tensor), copy.local_start, copy.stop - copy.start)
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------
-
     def _axis(self, tensor: int) -> int:
-        return self._plan.tensor(tensor).axis
+        return self._plan.plan.tensors[tensor].axis
 
-    def _numel(self, index: int) -> int:
-        return self._plan.plan.numel(self._plan.plan.parts[index])
-
-    def _shape(self, part: Part) -> tuple[int, ...]:
-        whole = self._plan.tensor(part.tensor)
-        return (*whole.shape[: whole.axis], part.stop - part.start, *whole.shape[whole.axis + 1 :])
+    # -- memory --------------------------------------------------------------------------------------------------------
 
     def _allocate(self, phase: int, is_receiver: bool) -> list[Tensor]:
-        def elements(current: Round) -> int:
-            messages = (current.receives if is_receiver else current.sends)[phase].values()
-            return sum(self._numel(index) for message in messages for index in message.parts)
-
-        size = max(map(elements, self._plan.rounds))
+        size = max(current.elements(phase, is_receiver) for current in self._plan.rounds)
         return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(DEPTH[phase, is_receiver])]
 
     def _buffer(self, phase: int, is_receiver: bool, number: int) -> Tensor:
@@ -177,3 +160,20 @@ class Exchange:
         except Exception as error:
             self._problem = self._problem or error
             return None
+
+
+def _view(buffer: Tensor, slot: Slot) -> Tensor:
+    return buffer[slot.start : slot.stop].view(slot.shape)
+
+
+def _window(local: Tensor, whole: SyncTensor, start: int) -> Tensor | None:
+    """The full-shaped tensor whose part from `start` is `local`, without a copy. Its other elements are undefined.
+
+    None if that would leave the memory of `local`. Megatron's distributed optimizer keeps all parameters in one buffer, so
+    that there is room on both sides of nearly all of them.
+    """
+    first = local.storage_offset() - start * local.stride(whole.axis)
+    last = first + sum((size - 1) * stride for size, stride in zip(whole.shape, local.stride(), strict=True))
+    if first < 0 or last >= local.untyped_storage().nbytes() // local.element_size():
+        return None
+    return local.as_strided(whole.shape, local.stride(), first)

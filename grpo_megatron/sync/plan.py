@@ -18,13 +18,13 @@ import hashlib
 import itertools
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.order import in_sync_order, largest_modules, module_of, side_by_side
 from grpo_megatron.sync.tensors import EngineSpans, Span, SyncParameter, SyncTensor
 
 NETWORK, NODE = 0, 1  # the two phases of a transfer
@@ -125,19 +125,35 @@ def _tasks(kind: Kind, grid: Grid, holders: list[int]) -> Iterator[_Task]:
 
 
 class SyncPlan:
-    """`tensors` are in the order of the sync; `parts` cut all of them completely, in the same order."""
+    """`tensors` are in the order of the sync; `parts` cut all of them completely, in the order in which they travel."""
 
     def __init__(
-        self, parameters: Sequence[SyncParameter], spans: EngineSpans, grid: Grid, largest_part: int = 1 << 62
+        self,
+        parameters: Sequence[SyncParameter],
+        spans: EngineSpans,
+        grid: Grid,
+        largest_part: int = 1 << 62,
+        open_modules: int = 0,
     ) -> None:
-        """`largest_part`: elements."""
+        """`largest_part`: elements. `open_modules`: elements of modules that an engine may keep before they are complete.
+
+        If one module of every stage fits, the stages send side by side, part by part; else in turn, module by module.
+        Expert-parallel ranks send side by side always, because an engine keeps all experts of a layer anyway.
+        """
         self.grid, self.spans, self.largest_part = grid, spans, largest_part
         self.parameters = in_sync_order(parameters)
         self.tensors: list[SyncTensor] = [tensor for p in self.parameters for tensor in p.tensors]
         self.owner = [index for index, p in enumerate(self.parameters) for _ in p.tensors]  # tensor -> parameter
+        ends = itertools.accumulate(len(p.tensors) for p in self.parameters)
+        self.first = [end - len(p.tensors) for end, p in zip(ends, self.parameters, strict=True) for _ in p.tensors]
         self.kinds: list[Kind] = []
         self.routes: list[Routes] = []
-        self.parts = self._make_parts()
+        modules = itertools.groupby(self._make_parts(), key=self._module_of)
+        self.parts = [p for _, parts in modules for p in side_by_side(list(parts), self._ep_rank_of, self.numel)]
+        kept = largest_modules(self.parameters)
+        self.open_modules = kept if kept <= open_modules else 0
+        if self.open_modules:
+            self.parts = side_by_side(self.parts, self._stage_of, self.numel)
 
     @cached_property
     def parts_of(self) -> list[list[int]]:
@@ -183,6 +199,16 @@ class SyncPlan:
                 parts.append(Part(number, start, stop, kind, rotation.turn(kind, size) % self.routes[kind].period))
         return parts
 
+    def _module_of(self, part: Part) -> tuple[int, str]:
+        parameter = self.parameters[self.owner[part.tensor]]
+        return parameter.stage, module_of(parameter.name)
+
+    def _stage_of(self, part: Part) -> int:
+        return self.kinds[part.kind].stage
+
+    def _ep_rank_of(self, part: Part) -> int | None:
+        return self.kinds[part.kind].ep_rank
+
     def _limits(self, widths: list[int], by_tensor: list[list[Atom]], numbers: dict[Kind, int]) -> list[float]:
         """Elements that a part of each kind may have."""
         total = [0] * len(self.kinds)
@@ -196,7 +222,7 @@ class SyncPlan:
 
     def _atoms(self, tensor: int) -> Iterator[Atom]:
         parameter = self.parameters[self.owner[tensor]]
-        index = tensor - self.owner.index(self.owner[tensor], max(0, tensor - len(parameter.tensors)))
+        index = tensor - self.first[tensor]
         held = tuple(tuple((p.start, p.stop) for p in pieces if p.tensor == index) for pieces in parameter.pieces)
         for start, stop, holders, readers in _intervals(held, self.spans[self.tensors[tensor].name]):
             yield Atom(start, stop, Kind(parameter.stage, parameter.ep_rank, holders, readers))
@@ -228,32 +254,3 @@ def _intervals(
         readers = tuple(rank for rank, (low, high) in enumerate(read) if low <= start < high)
         out.append((start, stop, holders, readers))
     return out
-
-
-def in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
-    """Stages take turns, module by module, so that all stages send at the same time; experts of all ranks take turns too.
-
-    A module (attention input with its bias, all experts of a layer) is never interrupted: an engine keeps what it has of
-    a module until all of it has arrived.
-    """
-    stages: dict[int, dict[str, list[SyncParameter]]] = {}
-    for parameter in parameters:
-        stages.setdefault(parameter.stage, {}).setdefault(_module(parameter.name), []).append(parameter)
-    queues = [[_by_turns(module) for module in stages[stage].values()] for stage in sorted(stages)]
-    longest = max(len(queue) for queue in queues)
-    ordered = [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
-    return [parameter for module in ordered for parameter in module]
-
-
-def _by_turns(module: list[SyncParameter]) -> list[SyncParameter]:
-    """One parameter of each expert-parallel rank, then the second of each."""
-    seen: Counter[int | None] = Counter()
-    places = []
-    for parameter in module:
-        places.append(seen[parameter.ep_rank])
-        seen[parameter.ep_rank] += 1
-    return [module[i] for i in sorted(range(len(module)), key=places.__getitem__)]
-
-
-def _module(name: str) -> str:
-    return name.split(".experts.")[0] if ".experts." in name else name.rpartition(".")[0]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.plan import NETWORK, NODE, Part, SyncPlan
-from grpo_megatron.sync.tensors import Share, SyncParameter, SyncTensor
+from grpo_megatron.sync.tensors import Share, Span, SyncParameter, SyncTensor
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """`[start, stop)` of a tensor's axis, at `local_start` of the parameter that has it."""
 
     tensor: int
@@ -19,12 +19,29 @@ class Copy:
     local_start: int
 
 
+class Slot(NamedTuple):
+    """Elements `[start, stop)` of a buffer: a part, in its shape. `origin`: where the sender of the part has it, in its own
+    parameter or among what it has received over the network."""
+
+    part: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    origin: Copy | Slot | None = None
+
+
 @dataclass
 class Message:
-    """Parts that travel together, end to end in the order of their numbers."""
+    """Parts that travel together, end to end in the order of their numbers. All messages of a phase share a buffer."""
 
     peer: int
     parts: list[int] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def span(self) -> Span:
+        """Elements of the buffer."""
+        return self.slots[0].start, self.slots[-1].stop
 
 
 @dataclass
@@ -34,6 +51,11 @@ class Round:
     sends: dict[int, dict[int, Message]]
     receives: dict[int, dict[int, Message]]
     complete: list[int]
+
+    def elements(self, phase: int, is_receiver: bool) -> int:
+        """The size of a buffer for the messages of a phase."""
+        messages = (self.receives if is_receiver else self.sends)[phase]
+        return max((message.span[1] for message in messages.values()), default=0)
 
     def messages(self) -> int:
         return sum(len(side[phase]) for side in (self.sends, self.receives) for phase in (NETWORK, NODE))
@@ -62,7 +84,7 @@ class RankPlan:
     def local(self, part: Part) -> Copy:
         """Where this rank, which holds the part, has it."""
         parameter, tensor = self.parameter(part.tensor), self.plan.tensors[part.tensor]
-        index = parameter.tensors.index(tensor)
+        index = part.tensor - self.plan.first[part.tensor]
         for piece in parameter.pieces[self._tp_rank]:
             if piece.tensor == index and piece.start <= part.start < piece.stop:
                 return Copy(part.tensor, part.start, part.stop, piece.local_start + part.start - piece.start)
@@ -80,12 +102,13 @@ class RankPlan:
         return [self.plan.parameters[index] for index in sorted(held)]
 
     def shares(self) -> list[Share]:
-        """The parts that this rank digests for the attestation."""
-        return [
-            self._share(part)
+        """The parts that this rank digests for the attestation, those of a parameter next to each other."""
+        parts = [
+            part
             for index, part in enumerate(self.plan.parts)
             if self.holds(part) and self.plan.witness(index) == self.rank
         ]
+        return [self._share(part) for part in sorted(parts)]
 
     def sent(self) -> list[int]:
         """The parts that this rank sends from its own parameters, each once."""
@@ -112,8 +135,29 @@ class RankPlan:
             part = self.plan.parts[number]
             for phase, peer, is_sender in self._transfers(part.kind, part.turn):
                 side = (sends if is_sender else receives)[phase]
-                side.setdefault(peer, Message(peer)).parts.append(number)
+                if peer not in side:
+                    side[peer] = Message(peer)
+                side[peer].parts.append(number)
+        for phase in (NETWORK, NODE):
+            self._lay_out(receives[phase])
+        forwarded = {slot.part: slot for message in receives[NETWORK].values() for slot in message.slots}
+        for phase in (NETWORK, NODE):
+            self._lay_out(sends[phase], forwarded)
         return Round(sends, receives, [])
+
+    def _lay_out(self, messages: dict[int, Message], forwarded: dict[int, Slot] | None = None) -> None:
+        """Give every part its place in the buffer of the phase. `forwarded`: for messages that this rank sends."""
+        end = 0
+        for message in messages.values():
+            for number in message.parts:
+                part = self.plan.parts[number]
+                whole = self.plan.tensors[part.tensor]
+                shape = (*whole.shape[: whole.axis], part.stop - part.start, *whole.shape[whole.axis + 1 :])
+                origin: Copy | Slot | None = None
+                if forwarded is not None:
+                    origin = self.local(part) if self.holds(part) else forwarded[number]
+                start, end = end, end + self.plan.numel(part)
+                message.slots.append(Slot(number, start, end, shape, origin))
 
     def _transfers(self, kind: int, turn: int) -> list[tuple[int, int, bool]]:
         """(phase, peer, is this rank the sender) of this rank's transfers in a turn."""

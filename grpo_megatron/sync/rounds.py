@@ -1,6 +1,7 @@
 """Rounds: which parts travel together, and the memory that this takes.
 
-Three rounds are in flight at a time: one is loaded, one travels within the nodes, one over the network.
+Four rounds are in flight at a time: one is loaded, one travels within the nodes, two over the network. (Of two, the
+network is busy with the first while the ranks agree on the second.)
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
+from grpo_megatron.sync.tensors import EngineSpans, SyncParameter
 
 PHASES = (NETWORK, NODE)
 # Rounds whose messages are in memory at the same time, by (phase, is receiver)
-DEPTH = {(NETWORK, False): 1, (NETWORK, True): 3, (NODE, False): 2, (NODE, True): 2}
-PARTS_PER_BUDGET = 32  # no part is larger than this fraction of the budget, so that rounds fill it evenly
+AHEAD = 2  # rounds over the network
+DEPTH = {(NETWORK, False): AHEAD, (NETWORK, True): AHEAD + 2, (NODE, False): 2, (NODE, True): 2}
+PARTS_PER_BUDGET = 64  # no part is larger than this fraction of the budget, so that rounds fill it evenly
 FEWEST_ROUNDS = 32  # fewer would not overlap: the first and the last are alone
 SMALLEST_ROUND = 1 << 20  # elements; below it, waiting takes longer than the transfer
 
@@ -62,21 +66,31 @@ class TrafficCounter:
         return out.T
 
 
+def plan_rounds(
+    parameters: Sequence[SyncParameter], spans: EngineSpans, grid: Grid, budget: int
+) -> tuple[SyncPlan, list[range], Traffic]:
+    """A sync within `budget` elements. Half of them may be kept by an engine as parts of modules that are not complete."""
+    plan = SyncPlan(parameters, spans, grid, max(1, budget // PARTS_PER_BUDGET), open_modules=budget // 2)
+    return plan, *choose_rounds(plan, budget)
+
+
 def choose_rounds(plan: SyncPlan, budget: int) -> tuple[list[range], Traffic]:
     """The parts of each round: as few rounds as fit `budget` elements on every rank, but enough of them to overlap.
 
-    Counted are the message buffers, and a round of whole tensors that the engine loads from. (A tensor larger than a round
-    grows over several; it is in memory whole, whatever the budget.)
+    Counted are the message buffers, a round of whole tensors that the engine loads from, and the modules that it keeps
+    where stages send side by side. (A module larger than a round grows over several; an engine keeps one, whatever the
+    budget.)
     """
     counter = TrafficCounter(plan)
     limit = min(budget, max(SMALLEST_ROUND, int(counter.sizes.sum()) // FEWEST_ROUNDS))
     while True:
         rounds = _cut(counter.sizes, limit)
         traffic = counter.count(rounds)
-        needed = limit + traffic.buffers().max()
+        needed = plan.open_modules + limit + traffic.buffers().max()
         if needed <= budget or limit <= 1:
             return rounds, traffic
-        limit = max(1, min(int(limit * budget / needed), limit * 9 // 10))
+        free = (budget - plan.open_modules) / (needed - plan.open_modules)
+        limit = max(1, min(int(limit * free), limit * 9 // 10))
 
 
 def _cut(sizes: np.ndarray, limit: int) -> list[range]:

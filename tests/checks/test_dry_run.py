@@ -149,6 +149,9 @@ def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(rf"3 +20 +{layers + 131_334_144 + 8192:,} ", text)
     gib = layers / 2**30  # of a middle stage: weights 2 bytes, gradients 4, optimizer 12 over dp 2, reference 2
     assert f"{2 * gib:>9.3f} {4 * gib:>9.3f} {6 * gib:>9.3f} {2 * gib:>9.3f} {14 * gib:>9.3f}" in text
+    # Into a rank of a middle stage: an eighth of the model but its own shard. Into its node: what other stages have.
+    into_rank, into_node = 2 * (70_553_706_496 / 8 - layers) / 1e9, 2 * (70_553_706_496 - 20 * 855_654_400) / 1e9
+    assert f"at most {into_rank:.2f} GB of 141.1 GB into a rank, {into_node:.1f} GB over the border of a node" in text
     assert "NOT FOUND" in text
     assert "on the host" not in text
     keys = ["rollout.sync=delta", "rollout.engine_options={sleep_level: 1}", "rollout.tensor_model_parallel_size=4"]

@@ -7,35 +7,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
-from grpo_megatron.models.mapping import expand_table
-from grpo_megatron.models.sync_parameters import engine_spans, sync_parameters
+from grpo_megatron.models.mapping import WeightRow, expand_table
+from grpo_megatron.models.sync_parameters import engine_spans, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import PARTS_PER_BUDGET, Traffic, choose_rounds
+from grpo_megatron.sync.rounds import Traffic, plan_rounds
 from grpo_megatron.sync.transport import Envelope
 
 HANG_S = 120.0
-
-
-def stages(arch: Architecture, sizes: list[int]) -> dict[str, int]:
-    """Megatron name -> stage, for stages with these numbers of layers."""
-    of_layer = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    assert len(of_layer) == arch.num_layers
-    out = {}
-    for row in expand_table(table_of(arch), arch):
-        if ".layers." in row.megatron:
-            out[row.megatron] = of_layer[int(row.megatron.split(".")[2])]
-        else:
-            out[row.megatron] = 0 if "embedding" in row.megatron else len(sizes) - 1
-    return out
 
 
 @dataclass
@@ -47,22 +36,41 @@ class Counts:
 
 
 class Queues:
-    """The transport of one simulated rank."""
+    """The transport of one simulated rank. As in a network, what is sent is read at any time until the sender has waited,
+    and what is received is written at any time: a buffer that is used too early shows."""
 
-    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.Queue[Tensor]], counts: Counts) -> None:
+    def __init__(self, rank: int, queues: dict[tuple[int, int], queue.SimpleQueue[Any]], counts: Counts) -> None:
         self._rank, self._queues, self._counts = rank, queues, counts
+        self._busy: set[tuple[int, int]] = set()  # addresses of what is being sent or received
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Callable[[], None]:
         self._counts.operations += len(sends) + len(receives)
+        taken: queue.SimpleQueue[None] = queue.SimpleQueue()
         for peer, buffer in sends:
-            self._queues[self._rank, peer].put(buffer.clone())
+            self._queues[self._rank, peer].put((buffer, taken))
+        busy = {_addresses(buffer) for _, buffer in sends}
+        for _, buffer in receives:
+            start, stop = _addresses(buffer)
+            assert all(stop <= low or high <= start for low, high in self._busy | busy), "a buffer is in use"
+            buffer.view(torch.uint8).fill_(255)  # NaN
+            busy.add((start, stop))
+        self._busy |= busy
 
         def wait() -> None:
             for peer, buffer in receives:
                 self._counts.received[peer] += buffer.numel()
-                buffer.copy_(self._queues[peer, self._rank].get(timeout=HANG_S))
+                sent, is_taken = self._queues[peer, self._rank].get(timeout=HANG_S)
+                buffer.copy_(sent)
+                is_taken.put(None)
+            for _ in sends:
+                taken.get(timeout=HANG_S)
+            self._busy -= busy
 
         return wait
+
+
+def _addresses(buffer: Tensor) -> tuple[int, int]:
+    return buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
 
 
 @dataclass
@@ -75,24 +83,42 @@ class World:
     rounds: list[range]
     traffic: Traffic
     whole: dict[str, Tensor]
+    _rank_plans: dict[int, RankPlan] = field(default_factory=dict)
+
+    @cached_property
+    def _rows(self) -> dict[str, WeightRow]:
+        return {row.megatron: row for row in expand_table(table_of(self.arch), self.arch)}
+
+    def rank_plan(self, rank: int) -> RankPlan:
+        if rank not in self._rank_plans:
+            self._rank_plans[rank] = RankPlan(self.plan, self.rounds, rank)
+        return self._rank_plans[rank]
 
     def shard(self, rank: int) -> dict[str, Tensor]:
-        """A rank's parameters, cut from the whole tensors by the weight table."""
-        rank_plan = RankPlan(self.plan, self.rounds, rank)
-        rows = {row.megatron: row for row in expand_table(table_of(self.arch), self.arch)}
-        tp_rank = rank % self.grid.tp
-        return {
+        """A rank's parameters, cut from the whole tensors by the weight table. Odd ranks have them in one buffer, as with
+        Megatron's distributed optimizer."""
+        rows, tp_rank = self._rows, rank % self.grid.tp
+        shard = {
             parameter.name: rows[parameter.name].shard(self.whole.__getitem__, self.arch, tp_rank, self.grid.tp)
-            for parameter in rank_plan.parameters()
+            for parameter in self.rank_plan(rank).parameters()
         }
+        if rank % 2 and shard:
+            sizes = [parameter.numel() for parameter in shard.values()]
+            pieces = torch.cat([parameter.reshape(-1) for parameter in shard.values()]).split(sizes)
+            shard = {n: piece.view(p.shape) for (n, p), piece in zip(shard.items(), pieces, strict=True)}
+        return shard
+
+
+def planned(arch: Architecture, grid: Grid, sizes: list[int], budget: int) -> tuple[SyncPlan, list[range], Traffic]:
+    """As `Resharding` plans it. `budget`: elements."""
+    parameters = sync_parameters(arch, grid, stages_of_parameters(arch, sizes))
+    return plan_rounds(parameters, engine_spans(arch, grid.rollout_tp), grid, budget)
 
 
 def world(
     arch: Architecture, grid: Grid, sizes: list[int], *, budget: int = 1 << 14, dtype: torch.dtype = torch.bfloat16
 ) -> World:
-    spans = engine_spans(arch, grid.rollout_tp)
-    plan = SyncPlan(sync_parameters(arch, grid, stages(arch, sizes)), spans, grid, budget // PARTS_PER_BUDGET)
-    rounds, traffic = choose_rounds(plan, budget)
+    plan, rounds, traffic = planned(arch, grid, sizes, budget)
     generator = torch.Generator().manual_seed(0)
     whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in hf_shapes(arch).items()}
     return World(arch, grid, plan, rounds, traffic, whole)
@@ -101,8 +127,8 @@ def world(
 def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
     """What every rank's engine is handed, and what it cost."""
     size = simulated.grid.world_size
-    queues: dict[tuple[int, int], queue.Queue[Tensor]] = {
-        (a, b): queue.Queue() for a in range(size) for b in range(size)
+    queues: dict[tuple[int, int], queue.SimpleQueue[Any]] = {
+        (a, b): queue.SimpleQueue() for a in range(size) for b in range(size)
     }
     counts = [Counts() for _ in range(size)]
     handed: list[dict[str, Tensor]] = [{} for _ in range(size)]
@@ -111,8 +137,7 @@ def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
     def rank_main(rank: int) -> None:
         try:
             transport = Queues(rank, queues, counts[rank])
-            shard = simulated.shard(rank)
-            rank_plan = RankPlan(simulated.plan, simulated.rounds, rank)
+            rank_plan, shard = simulated.rank_plan(rank), simulated.shard(rank)
             dtype = next(iter(simulated.whole.values())).dtype
             exchange = Exchange(rank_plan, shard.__getitem__, transport, dtype, torch.device("cpu"))
             for bucket in exchange.stream():

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.exchange import Exchange
+from grpo_megatron.sync.floor import floor_of
 from grpo_megatron.sync.plan import SyncPlan
+from grpo_megatron.sync.pool import Pool
 from tests.sync import simulation
 from tests.sync.architectures import FAMILIES, architecture
 
@@ -55,10 +58,15 @@ def test_there_are_at_least_200_layouts() -> None:
     assert len(LAYOUTS) >= 200, len(LAYOUTS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
-def test_every_engine_gets_its_part_with_the_fewest_bytes(layout: tuple[str, Grid, tuple[int, ...]]) -> None:
-    family, grid, sizes = layout
-    world = simulation.world(architecture(family), grid, list(sizes))
+def budget_of(number: int) -> int:
+    """Elements. Mostly few rounds; every tenth layout has a budget that every tensor exceeds."""
+    return 1 << (14 if number % 10 == 0 else 17 if number % 3 == 0 else 22)
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: _name(LAYOUTS[number]))
+def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
+    family, grid, sizes = LAYOUTS[number]
+    world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number))
     handed, counts = simulation.run(world)
     for rank in range(grid.world_size):
         assert handed[rank].keys() == world.whole.keys()
@@ -68,17 +76,48 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(layout: tuple[str, Gri
                 t[tensor.name].narrow(tensor.axis, start, stop - start) for t in (handed[rank], world.whole)
             )
             assert torch.equal(got, expected), (rank, tensor.name)
-    rank_floors, node_floors = _floors(world.plan)
-    received = [sum(c.received.values()) for c in counts]
-    assert received == rank_floors
+    floor = floor_of(world.plan.parameters, world.plan.spans, grid)
+    assert [sum(c.received.values()) for c in counts] == floor.ranks.tolist()
     over_borders = [0] * grid.num_nodes
     for rank, count in enumerate(counts):
         over_borders[grid.node(rank)] += sum(
             n for peer, n in count.received.items() if grid.node(peer) != grid.node(rank)
         )
-    assert over_borders == node_floors
+    assert over_borders == floor.nodes.tolist()
     bound = 2 * len(world.rounds) * (grid.world_size - 1)
     assert all(count.operations <= bound for count in counts)
+
+
+def test_own_parts_are_windows_on_the_parameters() -> None:
+    """Where the layouts agree. The shard of rank 1 is one buffer, so that there is room around nearly all parameters."""
+    grid = Grid(2, tp=2, rollout_tp=2, ranks_per_node=2)
+    world = simulation.world(architecture("llama-groups", vocab_size=128), grid, [4], budget=1 << 22)
+    plan, shard = world.rank_plan(1), world.shard(1)
+    transport = simulation.Queues(1, {}, simulation.Counts())
+    stream = Exchange(plan, shard.__getitem__, transport, torch.bfloat16, torch.device("cpu")).stream()
+    address = next(iter(shard.values())).untyped_storage().data_ptr()
+    own = [name for bucket in stream for name, tensor in bucket if tensor.untyped_storage().data_ptr() == address]
+    in_pieces = [name for name in world.whole if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")]
+    at_an_end = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert set(world.whole) - set(in_pieces) - at_an_end <= set(own)
+
+
+def test_the_pool_gives_no_memory_that_a_tensor_refers_to() -> None:
+    pool = Pool(torch.bfloat16, torch.device("cpu"))
+    first = pool.empty((256, 256))
+    address, view = first.data_ptr(), first[3:5].t()
+    del first
+    assert pool.empty((256, 256)).data_ptr() != address
+    del view
+    assert address in [tensor.data_ptr() for tensor in [pool.empty((256, 256)) for _ in range(2)]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::20], ids=_name)
+def test_the_floor_is_what_counting_row_by_row_gives(layout: tuple[str, Grid, tuple[int, ...]]) -> None:
+    family, grid, sizes = layout
+    plan, _, _ = simulation.planned(architecture(family), grid, list(sizes), 1 << 22)
+    floor = floor_of(plan.parameters, plan.spans, grid)
+    assert (floor.ranks.tolist(), floor.nodes.tolist()) == _floors(plan)
 
 
 def _floors(plan: SyncPlan) -> tuple[list[int], list[int]]:

@@ -1,0 +1,83 @@
+"""Plans alone: balance and memory over the layouts of test_exchange.py, and Llama-70B on 512 ranks."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import defaultdict
+
+import numpy as np
+
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.sync_parameters import engine_spans, stages_of_parameters, sync_parameters
+from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.floor import floor_of
+from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
+from grpo_megatron.sync.rank_plan import RankPlan
+from tests.sync import simulation
+from tests.sync.architectures import architecture
+from tests.sync.test_exchange import LAYOUTS, budget_of
+
+LARGEST_IMBALANCE = 1.25
+MIB = 1 << 20
+
+
+def test_no_rank_sends_much_more_than_others_that_hold_the_same() -> None:
+    """Over the network. And the message buffers fit the budget, unless a single part alone exceeds it."""
+    num_compared = 0
+    for number, (family, grid, sizes) in enumerate(LAYOUTS):
+        budget = budget_of(number)
+        plan, _, traffic = simulation.planned(architecture(family), grid, list(sizes), budget)
+        groups: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        for rank, sent in enumerate(traffic.sent[NETWORK].sum(axis=1)):
+            stage, replica = rank // (grid.tp * grid.replicas), rank // grid.tp % grid.replicas
+            groups[stage, rank % grid.tp, replica % grid.ep].append(sent)
+        for alike in groups.values():
+            assert max(alike) <= LARGEST_IMBALANCE * np.mean(alike), (LAYOUTS[number], alike)
+            num_compared += len(alike) > 1 and sum(alike) > 0
+        if max(plan.numel(part) for part in plan.parts) <= budget:
+            assert traffic.buffers().max() <= budget, LAYOUTS[number]
+    assert num_compared > 200
+
+
+def llama_70b() -> Architecture:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    return architecture("llama", **sizes, num_attention_heads=64, num_key_value_heads=8)
+
+
+def test_70b_on_512_ranks() -> None:
+    """TP8 x PP4 x DP16 to TP4 on nodes of 8: bytes are the floors, and the planner's memory is far below 2 GB.
+
+    A rank needs a quarter of 141.1 GB, 35.28. It holds an eighth of its own stage, of which its engine reads all or nothing.
+    The largest stage has 20 layers of 1.711 GB and the embedding's 2.101: an eighth of it is 4.54, and 35.28 - 4.54 = 30.74.
+    """
+    arch, grid = llama_70b(), Grid(512, tp=8, pp=4, rollout_tp=4, ranks_per_node=8)
+    tracemalloc.start()
+    plan, rounds, traffic = simulation.planned(arch, grid, [20] * 4, 512 * MIB // 2)
+    RankPlan(plan, rounds, rank=77)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e9
+    floor = floor_of(plan.parameters, plan.spans, grid)
+    received = {phase: traffic.received[phase].sum(axis=1) for phase in (NETWORK, NODE)}
+    assert (received[NETWORK] + received[NODE]).tolist() == floor.ranks.tolist()
+    assert received[NETWORK].reshape(64, 8).sum(axis=1).tolist() == floor.nodes.tolist()
+    gigabytes = 2 * floor.ranks / 1e9
+    assert (round(gigabytes.min(), 2), round(gigabytes.max(), 2)) == (30.74, 35.28)
+    sent = traffic.sent[NETWORK].sum(axis=1).reshape(4, 16, 8)  # [stages, replicas, tensor-parallel ranks]
+    assert (sent.max(axis=1) <= 1.01 * sent.mean(axis=1)).all()
+    assert traffic.buffers().max() * 2 <= 512 * MIB
+
+
+def test_stages_send_side_by_side_where_an_engine_may_keep_a_module_of_each() -> None:
+    arch, grid = architecture("llama"), Grid(4, pp=4, rollout_tp=1, ranks_per_node=4)
+    parameters = sync_parameters(arch, grid, stages_of_parameters(arch, [1] * 4))
+    spans = engine_spans(arch, 1)
+    modules = 4 * 2 * 96 * 64  # of each stage the gate and up projection
+    for memory in (modules, modules - 1):
+        plan = SyncPlan(parameters, spans, grid, 1 << 8, open_modules=memory)
+        sent = np.zeros((len(plan.parts), 4))
+        for index, part in enumerate(plan.parts):
+            sent[index, plan.kinds[part.kind].stage] = plan.numel(part)
+        shares = sent.cumsum(axis=0) / sent.sum(axis=0)
+        apart = (shares.max(axis=1) - shares.min(axis=1)).max()
+        assert (apart < 0.05) == (memory == modules), apart

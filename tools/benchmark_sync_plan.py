@@ -1,0 +1,105 @@
+"""`tools/benchmark.py sync --plan`: plans of large layouts, without running anything, beside what no sync can do without."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.checks.weight_sync import planned_sync
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import architecture_of, read_architecture
+from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.sync.floor import floor_of
+from grpo_megatron.sync.plan import NETWORK
+from grpo_megatron.sync.rank_plan import RankPlan
+
+ITEMSIZE = 2  # bfloat16
+PER_NODE = 8
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen3-235b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+    },
+}
+
+
+def print_plans(folder: Path | None, preset: str | None, bucket_megabytes: int) -> None:
+    arch = read_architecture(folder) if folder else architecture_of(PRESETS[str(preset)])
+    print(
+        f"{arch.family}, {arch.num_parameters() * ITEMSIZE / 1e9:.1f} GB in bfloat16, which the old sync sent to every rank;",
+        end=" ",
+    )
+    print(f"nodes of {PER_NODE}, buffers of {bucket_megabytes} MiB at most\n")
+    titles = ("training -> rollout", "GB per rank", "floor", "GB per node", "floor", "sends", "messages", "rounds")
+    titles = (*titles, "buffers, MiB", "transfer, s", "planned in, s", "memory, MiB")
+    print("| " + " | ".join(titles) + " |\n|" + " --- |" * len(titles))
+    for grid in layouts(arch):
+        with multiprocessing.get_context("fork").Pool(1) as alone:  # so that the peak memory is this plan's
+            print(alone.apply(functools.partial(row, arch, grid, bucket_megabytes)), flush=True)
+
+
+def layouts(arch: Architecture) -> list[Grid]:
+    """TP8 x PP4, or for experts TP4 x PP8 x EP8, on 64 and 512 ranks."""
+    tp, pp, ep = (4, 8, 8) if arch.num_experts else (8, 4, 1)
+    worlds = (512,) if arch.num_experts else (64, 512)
+    return [Grid(world, tp, pp, ep, rollout_tp, PER_NODE) for world in worlds for rollout_tp in (4, 8)]
+
+
+def row(arch: Architecture, grid: Grid, bucket_megabytes: int) -> str:
+    """A line of the table. `sends`: of the busiest rank over the mean of ranks that hold the same, over the network."""
+    before, begin = peak_memory(), time.perf_counter()
+    stages = [len(range(stage, arch.num_layers, grid.pp)) for stage in range(grid.pp)]
+    planned = planned_sync(arch, grid, stages, itemsize=ITEMSIZE, bucket_megabytes=bucket_megabytes)
+    RankPlan(planned.plan, planned.rounds, 0)
+    seconds, memory = time.perf_counter() - begin, peak_memory() - before
+    floor = floor_of(planned.plan.parameters, planned.plan.spans, grid)
+    received, needed = planned.received / 1e9, floor.ranks * ITEMSIZE / 1e9
+    sent = (
+        planned.traffic.sent[NETWORK].sum(axis=1).reshape(grid.pp, -1, grid.ep, grid.tp)
+    )  # [pp, replicas / ep, ep, tp]
+    cells = (
+        f"TP{grid.tp} PP{grid.pp} DP{grid.replicas}{f' EP{grid.ep}' * (grid.ep > 1)} -> TP{grid.rollout_tp}",
+        f"{received.min():.2f} to {received.max():.2f}",
+        f"{needed.min():.2f} to {needed.max():.2f}",
+        f"{planned.over_borders.max() / 1e9:.1f}",
+        f"{floor.nodes.max() * ITEMSIZE / 1e9:.1f}",
+        f"{(sent.max(axis=1) / sent.mean(axis=1)).max():.3f}",
+        f"{max(planned.operations(rank) for rank in range(0, grid.world_size, grid.world_size // grid.pp)):,}",
+        f"{len(planned.rounds):,}",
+        f"{planned.traffic.buffers().max() * ITEMSIZE / 2**20:.0f}",
+        f"{planned.seconds():.2f}",
+        f"{seconds:.1f}",
+        f"{memory / 2**20:.0f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
