@@ -9,7 +9,7 @@ from grpo_megatron.models.families import table_of
 from grpo_megatron.models.mapping import QKV, Replicated, Vocabulary, WeightRow, expand_table
 from grpo_megatron.models.tensor_parallel import ENGINE_VOCABULARY_MULTIPLE
 from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.tensors import EngineSpans, EngineTensors, Span, SyncParameter, SyncTensor
+from grpo_megatron.sync.tensors import EngineSpans, EngineTensors, Interval, SyncParameter, SyncTensor
 
 
 def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str, int]:
@@ -52,7 +52,7 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool) -
 
 def whole_spans(arch: Architecture, rollout_tp: int) -> EngineSpans:
     """The parts that an engine reads of which nothing is known: everything, on each of its ranks."""
-    spans: dict[str, tuple[Span, ...]] = {}
+    spans: dict[str, tuple[Interval, ...]] = {}
     for row in expand_table(table_of(arch), arch):
         for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
             spans[name] = ((0, shape[row.split_dim or 0]),) * rollout_tp
@@ -65,7 +65,7 @@ def engine_spans(arch: Architecture, rollout_tp: int) -> EngineSpans:
     Linear layers are cut evenly. Key-value heads are shared by several ranks if there are more ranks than heads. The
     vocabulary is padded to a multiple of 64 first, so that the last rank has fewer tokens, or none.
     """
-    spans: dict[str, tuple[Span, ...]] = {}
+    spans: dict[str, tuple[Interval, ...]] = {}
     for row in expand_table(table_of(arch), arch):
         for index, (name, shape) in enumerate(zip(row.hf, row.hf_shapes(arch), strict=True)):
             length = shape[row.split_dim or 0]
@@ -73,7 +73,7 @@ def engine_spans(arch: Architecture, rollout_tp: int) -> EngineSpans:
     return spans
 
 
-def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Span:
+def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Interval:
     if isinstance(row, Replicated):
         return 0, length
     if isinstance(row, Vocabulary):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.sync.digest import part_digest
-from grpo_megatron.sync.tensors import EngineTensors, Share, Span, SyncTensor
+from grpo_megatron.sync.tensors import EngineTensors, Interval, Share, SyncTensor
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def compare(
     return shortened(["the engine does not hold the weights that were sent", *problems])
 
 
-def _slice(tensor: SyncTensor, span: Span) -> str:
+def _slice(tensor: SyncTensor, span: Interval) -> str:
     return f"{tensor.name} {'columns' if tensor.axis else 'rows'} {span[0]} to {span[1]}"
 
 

@@ -32,14 +32,14 @@ from grpo_megatron.sync.transport import Transport
 from grpo_megatron.types import WeightBucket
 
 T = TypeVar("T")
-Read = Callable[[str], Tensor]  # name of a parameter -> this rank's shard
+ReadParameter = Callable[[str], Tensor]  # name of a parameter -> this rank's shard
 
 
 class Exchange:
     """One sync. Its message buffers are allocated when it is made, so that no rank runs out of memory between messages."""
 
     def __init__(
-        self, plan: RankPlan, read: Read, transport: Transport, dtype: torch.dtype, device: torch.device
+        self, plan: RankPlan, read: ReadParameter, transport: Transport, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._plan, self._read_parameter, self._transport = plan, read, transport
         self._dtype, self._device = dtype, device

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.tensors import EngineSpans, Span, SyncParameter
+from grpo_megatron.sync.tensors import EngineSpans, Interval, SyncParameter
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def floor_of(parameters: Iterable[SyncParameter], spans: EngineSpans, grid: Grid
 
 
 def _missing(
-    stage: int, ep_rank: int | None, held: tuple[tuple[Span, ...], ...], read: tuple[Span, ...], grid: Grid
+    stage: int, ep_rank: int | None, held: tuple[tuple[Interval, ...], ...], read: tuple[Interval, ...], grid: Grid
 ) -> tuple[np.ndarray, np.ndarray]:
     """Positions along a tensor's axis that each rank, and each node, must receive."""
     borders = sorted({border for span in (*read, *(span for spans in held for span in spans)) for border in span})

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.order import in_sync_order, largest_modules, module_of, side_by_side
-from grpo_megatron.sync.tensors import EngineSpans, Span, SyncParameter, SyncTensor
+from grpo_megatron.sync.tensors import EngineSpans, Interval, SyncParameter, SyncTensor
 
 NETWORK, NODE = 0, 1  # the two phases of a transfer
 # No part is larger than this share of what one sender sends on average: the rest of a rotation is then small.
@@ -33,7 +33,7 @@ LARGEST_SHARE = 1 / 16
 LONGEST_ROTATION = 4096  # turns; more only if the sizes of the world have many different prime factors
 
 
-class Kind(NamedTuple):
+class PartKind(NamedTuple):
     """What parts have in common that travel alike. `holders` are tensor-parallel ranks of the training layout."""
 
     stage: int
@@ -47,7 +47,7 @@ class Atom(NamedTuple):
 
     start: int
     stop: int
-    kind: Kind
+    kind: PartKind
 
 
 class Transfer(NamedTuple):
@@ -56,7 +56,7 @@ class Transfer(NamedTuple):
     target: int
 
 
-class Part(NamedTuple):
+class SyncPart(NamedTuple):
     """`[start, stop)` of a tensor's axis, and the turn of the rotation in which it travels."""
 
     tensor: int  # index in SyncPlan.tensors
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     turn: int
 
     @property
-    def span(self) -> Span:
+    def span(self) -> Interval:
         return self.start, self.stop
 
 
@@ -81,7 +81,7 @@ class _Task:
 class Routes:
     """The transfers of one kind in each turn of its rotation."""
 
-    def __init__(self, kind: Kind, grid: Grid) -> None:
+    def __init__(self, kind: PartKind, grid: Grid) -> None:
         self.holders = sorted(r for tp in kind.holders for r in grid.ranks(tp, kind.stage, kind.ep_rank))
         self._tasks = list(_tasks(kind, grid, self.holders))
         local = [len(task.holders) or len(task.readers) for task in self._tasks]
@@ -115,7 +115,7 @@ class Routes:
         return min(shares, default=0.0)
 
 
-def _tasks(kind: Kind, grid: Grid, holders: list[int]) -> Iterator[_Task]:
+def _tasks(kind: PartKind, grid: Grid, holders: list[int]) -> Iterator[_Task]:
     holding, readers = set(holders), set(kind.readers)
     for node in range(grid.num_nodes):
         ranks = range(node * grid.ranks_per_node, min((node + 1) * grid.ranks_per_node, grid.world_size))
@@ -146,7 +146,7 @@ class SyncPlan:
         self.owner = [index for index, p in enumerate(self.parameters) for _ in p.tensors]  # tensor -> parameter
         ends = itertools.accumulate(len(p.tensors) for p in self.parameters)
         self.first = [end - len(p.tensors) for end, p in zip(ends, self.parameters, strict=True) for _ in p.tensors]
-        self.kinds: list[Kind] = []
+        self.kinds: list[PartKind] = []
         self.routes: list[Routes] = []
         modules = itertools.groupby(self._make_parts(), key=self._module_of)
         self.parts = [p for _, parts in modules for p in side_by_side(list(parts), self._ep_rank_of, self.numel)]
@@ -163,7 +163,7 @@ class SyncPlan:
             out[part.tensor].append(index)
         return out
 
-    def numel(self, part: Part) -> int:
+    def numel(self, part: SyncPart) -> int:
         return self.tensors[part.tensor].numel_of(part.span)
 
     def witness(self, index: int) -> int:
@@ -177,7 +177,7 @@ class SyncPlan:
         text = repr((self.grid, self.kinds, self.tensors, self.parts))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _make_parts(self) -> list[Part]:
+    def _make_parts(self) -> list[SyncPart]:
         by_tensor = [list(self._atoms(tensor)) for tensor in range(len(self.tensors))]
         numbers = {kind: n for n, kind in enumerate(dict.fromkeys(a.kind for atoms in by_tensor for a in atoms))}
         self.kinds = list(numbers)
@@ -185,7 +185,7 @@ class SyncPlan:
         widths = [tensor.numel // tensor.length for tensor in self.tensors]
         limits = self._limits(widths, by_tensor, numbers)
         rotation = _Rotation(len(self.kinds))
-        parts: list[Part] = []
+        parts: list[SyncPart] = []
         for number, (width, atoms) in enumerate(zip(widths, by_tensor, strict=True)):
             # The first piece of every atom, then the second: neighbours in the order have different senders and readers.
             pieces = []
@@ -196,20 +196,20 @@ class SyncPlan:
                 pieces += [(i, *span, kind, width * length) for i, span in enumerate(itertools.pairwise(cuts))]
             pieces.sort(key=operator.itemgetter(0))
             for _, start, stop, kind, size in pieces:
-                parts.append(Part(number, start, stop, kind, rotation.turn(kind, size) % self.routes[kind].period))
+                parts.append(SyncPart(number, start, stop, kind, rotation.turn(kind, size) % self.routes[kind].period))
         return parts
 
-    def _module_of(self, part: Part) -> tuple[int, str]:
+    def _module_of(self, part: SyncPart) -> tuple[int, str]:
         parameter = self.parameters[self.owner[part.tensor]]
         return parameter.stage, module_of(parameter.name)
 
-    def _stage_of(self, part: Part) -> int:
+    def _stage_of(self, part: SyncPart) -> int:
         return self.kinds[part.kind].stage
 
-    def _ep_rank_of(self, part: Part) -> int | None:
+    def _ep_rank_of(self, part: SyncPart) -> int | None:
         return self.kinds[part.kind].ep_rank
 
-    def _limits(self, widths: list[int], by_tensor: list[list[Atom]], numbers: dict[Kind, int]) -> list[float]:
+    def _limits(self, widths: list[int], by_tensor: list[list[Atom]], numbers: dict[PartKind, int]) -> list[float]:
         """Elements that a part of each kind may have."""
         total = [0] * len(self.kinds)
         for width, atoms in zip(widths, by_tensor, strict=True):
@@ -225,7 +225,7 @@ class SyncPlan:
         index = tensor - self.first[tensor]
         held = tuple(tuple((p.start, p.stop) for p in pieces if p.tensor == index) for pieces in parameter.pieces)
         for start, stop, holders, readers in _intervals(held, self.spans[self.tensors[tensor].name]):
-            yield Atom(start, stop, Kind(parameter.stage, parameter.ep_rank, holders, readers))
+            yield Atom(start, stop, PartKind(parameter.stage, parameter.ep_rank, holders, readers))
 
 
 class _Rotation:
@@ -244,7 +244,7 @@ class _Rotation:
 
 @functools.lru_cache(maxsize=65536)
 def _intervals(
-    held: tuple[tuple[Span, ...], ...], read: tuple[Span, ...]
+    held: tuple[tuple[Interval, ...], ...], read: tuple[Interval, ...]
 ) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
     """(start, stop, holders, readers): the largest intervals of which each rank has, or reads, all or nothing."""
     borders = sorted({border for span in (*read, *(span for spans in held for span in spans)) for border in span})

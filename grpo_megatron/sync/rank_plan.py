@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.plan import NETWORK, NODE, Part, SyncPlan
-from grpo_megatron.sync.tensors import Share, Span, SyncParameter, SyncTensor
+from grpo_megatron.sync.plan import NETWORK, NODE, SyncPart, SyncPlan
+from grpo_megatron.sync.tensors import Interval, Share, SyncParameter, SyncTensor
 
 
 class Copy(NamedTuple):
@@ -39,7 +39,7 @@ class Message:
     slots: list[Slot] = field(default_factory=list)
 
     @property
-    def span(self) -> Span:
+    def span(self) -> Interval:
         """Elements of the buffer."""
         return self.slots[0].start, self.slots[-1].stop
 
@@ -78,10 +78,10 @@ class RankPlan:
         for tensor in range(len(plan.tensors)):
             self.rounds[last[tensor]].complete.append(tensor)
 
-    def holds(self, part: Part) -> bool:
+    def holds(self, part: SyncPart) -> bool:
         return self._holds[part.kind]
 
-    def local(self, part: Part) -> Copy:
+    def local(self, part: SyncPart) -> Copy:
         """Where this rank, which holds the part, has it."""
         parameter, tensor = self.parameter(part.tensor), self.plan.tensors[part.tensor]
         index = part.tensor - self.plan.first[part.tensor]
@@ -120,12 +120,12 @@ class RankPlan:
         messages = (m for current in self.rounds for phase in current.receives.values() for m in phase.values())
         return sorted(part for m in messages for part in m.parts)
 
-    def _share(self, part: Part) -> Share:
+    def _share(self, part: SyncPart) -> Share:
         name, tensor = self.parameter(part.tensor).name, self.plan.tensors[part.tensor]
         readers = self.plan.kinds[part.kind].readers
         return Share(name, tensor, part.start, part.stop, self.local(part).local_start, readers)
 
-    def _parts(self, numbers: range) -> list[Part]:
+    def _parts(self, numbers: range) -> list[SyncPart]:
         return self.plan.parts[numbers.start : numbers.stop]
 
     def _round(self, numbers: range) -> Round:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.sync.base import Base
-from grpo_megatron.sync.plan import Part
+from grpo_megatron.sync.plan import SyncPart
 from grpo_megatron.sync.rank_plan import Copy, RankPlan
 from grpo_megatron.types import WeightBucket
 
@@ -58,6 +58,6 @@ class Shard:
         return self._last[1].narrow(self._plan.tensor(copy.tensor).axis, copy.local_start, copy.stop - copy.start)
 
 
-def part_of(tensor: Tensor, part: Part, axis: int) -> Tensor:
+def part_of(tensor: Tensor, part: SyncPart, axis: int) -> Tensor:
     """A view of the part within a full-shaped tensor."""
     return tensor.narrow(axis, part.start, part.stop - part.start)

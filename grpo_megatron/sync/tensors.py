@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Span = tuple[int, int]  # [start, stop) of a tensor's axis
+Interval = tuple[int, int]  # [start, stop) of a tensor's axis
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SyncTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def numel_of(self, span: Span) -> int:
+    def numel_of(self, span: Interval) -> int:
         """Elements of a part."""
         return self.numel // self.length * (span[1] - span[0])
 
@@ -64,7 +64,7 @@ class SyncParameter:
 
 
 # Tensor name -> per tensor-parallel rank of the engine the part that it reads. An empty span: nothing.
-EngineSpans = Mapping[str, tuple[Span, ...]]
+EngineSpans = Mapping[str, tuple[Interval, ...]]
 
 
 @dataclass(frozen=True)

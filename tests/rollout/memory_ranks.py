@@ -20,7 +20,7 @@ from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.sync.attest import Expected, compare, expected_digests
-from grpo_megatron.sync.tensors import Share, Span, SyncTensor
+from grpo_megatron.sync.tensors import Interval, Share, SyncTensor
 from grpo_megatron.types import WeightBucket
 from tests.sync.architectures import FAMILIES, SMALL
 
@@ -73,7 +73,7 @@ class Subject:
             for a, b in parts
         ]
 
-    def span(self, name: str) -> Span:
+    def span(self, name: str) -> Interval:
         return self.tensors.spans[name][self.engine_rank]
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
