@@ -14,6 +14,7 @@ import argparse
 import functools
 import logging
 import os
+import secrets
 import signal
 import sys
 import warnings
@@ -113,7 +114,7 @@ def _run(config: Config, checked: Checked) -> int:
     """Train as this rank until the run is over; returns the exit code."""
     from grpo_megatron.training.stopping import EXIT_STOPPED, Stopped, listen
 
-    ranks.die_with_launcher()
+    ranks.join_launcher()
     failures.mark_started()
     listen(config.trainer.output_dir, is_first_rank=os.environ.get("RANK", "0") == "0")
     with large_imports():
@@ -131,7 +132,7 @@ def _evaluate(argv: list[str]) -> int:
     is_rank = "RANK" in os.environ
     _quieten(is_rank, starts_ranks=False)
     if is_rank:
-        ranks.die_with_launcher()
+        ranks.join_launcher()
         failures.mark_started()
     from grpo_megatron.evaluation.cli import main as evaluate
 
@@ -153,7 +154,7 @@ def _many_nodes(config: Config, argv: list[str]) -> str:
     return (
         f"trainer.nnodes={nodes}: one process cannot start ranks on other machines; on each of the {nodes} start\n"
         f"  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
-        f" \\\n      -m grpo_megatron {' '.join(argv)}\n"
+        f" \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {' '.join(argv)}\n"
         f"  (Slurm: srun --nodes {nodes} --ntasks-per-node 1 in front of it), or set trainer.nnodes=1"
     )
 

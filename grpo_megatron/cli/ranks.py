@@ -38,7 +38,7 @@ def start_fork_server() -> None:
 
 
 def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[str], device: str) -> int:
-    """Run `torchrun --standalone` in this process; returns 0, or the exit code of the rank that caused the failure.
+    """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
     On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. Signals
     are passed on to the ranks.
@@ -48,14 +48,16 @@ def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[st
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
+    from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
+
     print(f"starting {world_size} ranks: Megatron-Core, then a vLLM engine; the first line takes some 10 s", flush=True)
     logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
     if is_on_cpu(device):
         start_fork_server()
     os.environ[LAUNCHER_PID] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="grpo_megatron_") as folder:
-        settings = {"nproc-per-node": world_size, "rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0"}
-        settings |= {"rdzv-id": os.getpid(), "log-dir": folder}
+        register_local_rendezvous()
+        settings = {"nproc-per-node": world_size, "rdzv-backend": BACKEND, "rdzv-id": os.getpid(), "log-dir": folder}
         arguments = [f"--{name}={value}" for name, value in settings.items()]
         launch, program, options = config_from_args(parse_args([*arguments, "-m", "grpo_megatron", *argv]))
         try:
@@ -73,6 +75,24 @@ def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[st
             logging.disable(logging.NOTSET)
             del os.environ[LAUNCHER_PID]
     return 0
+
+
+def join_launcher() -> None:
+    """Called by every rank: it dies with its launcher, and finds the file in which the launcher's ranks meet."""
+    from grpo_megatron.parallel.rendezvous import STORE_FILE
+
+    die_with_launcher()
+    if (folder := launcher_folder()) is not None:
+        os.environ[STORE_FILE] = str(folder / "store")
+
+
+def launcher_folder() -> Path | None:
+    """In a rank: the temporary folder of our launcher, which only this user can read. None under torchrun and srun.
+
+    A forked rank has the environment of the fork server, which is older than the folder, and torchrun's own variables.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/RUN_ID/attempt_0/RANK/error.json
+    return Path(file).parents[3] if file and LAUNCHER_PID in os.environ else None
 
 
 def die_with_launcher() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.listeners import listeners
 from tests.runs import make_run, stand_in_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +129,7 @@ def test_no_rank_outlives_the_process_that_started_it(
     until(lambda: process.poll() is not None or len(list(tmp_path.glob("*.running"))) == 2)
     assert process.poll() is None
     ranks = [int(path.read_text()) for path in tmp_path.glob("*.running")]
+    assert listeners(process.pid) == set()  # the ranks meet in a file
     process.send_signal(number)
     _, err = process.communicate(timeout=600)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
