@@ -60,7 +60,18 @@ ROOMS: dict[str, set[str]] = {
         *("types", "config", "algo", "device", "parallel"),
         *("observability", "models", "checks", "sampling", "training"),
     },
-    "cli": {"importing", "child", "config", "parallel", "rollout", "convert", "evaluation", "checks", "training", "trainer"},
+    "cli": {
+        "importing",
+        "child",
+        "config",
+        "parallel",
+        "rollout",
+        "convert",
+        "evaluation",
+        "checks",
+        "training",
+        "trainer",
+    },
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = {

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.models.optimizer import finish_load, prepare_for_load
+from grpo_megatron.models.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.disk import on_every_rank
@@ -116,15 +117,22 @@ def save_sharded(policy: Policy, folder: Path) -> None:
 
 
 def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
-    """Collective: the inverse of `save_sharded`. With `same_world` (the world size is unchanged) random states are restored."""
+    """Collective: the inverse of `save_sharded`. With `same_world` (the world size is unchanged) random states are restored.
+
+    Raises RankError on every rank when the checkpoint holds anything but plain data.
+    """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+    mesh = policy.mesh
+    check = functools.partial(check_plain, folder, mesh.rank, mesh.world_size)
+    on_every_rank(mesh, f"cannot read checkpoint {folder}", check)
     with policy.device.megatron():
         prepare_for_load(policy.optimizer)
         wanted = _sharded(policy, is_loading=True)
         if same_world:
             wanted["rng"] = _rng(policy, None)
-        state = dist_checkpointing.load(wanted, str(folder))
+        with plain_data_only():
+            state = dist_checkpointing.load(wanted, str(folder))
         missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already
