@@ -40,7 +40,6 @@ class PassThrough:
                 owner = next(iter(self.sources.values()))
                 yield f"unknown key {f'{self.key}.{name}'!r}: {owner} of {self.package} has no such field; {hint}"
 
-
     def owned_by(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The given names that are in `owned`, and their values."""
         found = {}

@@ -29,6 +29,7 @@ from grpo_megatron.config import ConfigError
 EXPECTED = {  # module -> exception whose message tells what to do: it is shown without a traceback
     "grpo_megatron.config": "ConfigError",
     "grpo_megatron.parallel.mesh": "RankError",
+    "grpo_megatron.storage": "StorageError",
     "grpo_megatron.models.architecture": "UnsupportedModel",
     "grpo_megatron.models.policy": "TooManySkippedSteps",
     "grpo_megatron.models.weights": "WeightsError",

@@ -247,6 +247,7 @@ def run(
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
             "save_hf": save_hf,
+            "checkpoint_bytes": lambda arch, dtype: 0,
         },
         references: {"Reference": FakeReference},
     }
