@@ -61,16 +61,8 @@ ROOMS: dict[str, set[str]] = {
         *("observability", "models", "checks", "sampling", "training"),
     },
     "cli": {
-        "importing",
-        "child",
-        "config",
-        "parallel",
-        "rollout",
-        "convert",
-        "evaluation",
-        "checks",
-        "training",
-        "trainer",
+        *("importing", "child", "config", "storage", "parallel", "rollout"),
+        *("convert", "evaluation", "checks", "training", "trainer"),
     },
     "__main__": {"cli"},
 }

@@ -4,8 +4,8 @@ A process that is started by hand checks the config. It then starts one rank per
 own agent (ranks.py). A world of one rank stays in that process, so that a debugger works. Under torchrun or srun, which
 set RANK, the process is a rank itself. A failure is reported once (failures.py).
 
-Exit codes: 0; 2 for a mistake in the config, before anything was started; 1 for a later failure; 75 when the run was
-stopped on request (training/stopping.py) and can be started again; 128 + signal.
+Exit codes: 0; 2 for a mistake in the config, before anything was started; 1 for a later failure; 75, or 130 after Ctrl-C,
+when the run was stopped on request (training/stopping.py) and can be started again; 128 + signal.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.lock import FolderLock
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -93,6 +95,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
         ranks.start_fork_server()
     with large_imports():  # torch too: only once the file is known to be well-formed
+        if not starts_ranks and not args.dry_run:
+            _join_run(is_rank)
         from grpo_megatron.checks.validate import validate
 
     checked = validate(config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None)
@@ -106,24 +110,46 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError(_many_nodes(config, argv))
     if starts_ranks:
         del checked  # the ranks read the files themselves
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device)
+        _check_unused(config.trainer.output_dir)
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True)
     return _run(config, checked)
+
+
+def _join_run(is_rank: bool) -> None:
+    """Prepare this process as a rank: before anything slow, since signals may come at any time."""
+    from grpo_megatron.training.stop_signals import listen
+
+    if is_rank:
+        ranks.join_launcher()
+        failures.mark_started()
+    is_first = os.environ.get("RANK", "0") == "0"
+    listen(failures.is_lost, announces=is_first and ranks.LAUNCHER_PID not in os.environ)
+
+
+def _check_unused(output_dir: Path) -> None:
+    """Raise ConfigError, before ranks are started, while another run uses the folder. Rank 0 will lock it."""
+    try:
+        if output_dir.is_dir():
+            FolderLock(output_dir).close()
+    except StorageError as error:
+        raise ConfigError(f"trainer.output_dir={str(output_dir)!r}: {error}") from error
+    except OSError:
+        pass  # reported by rank 0, which must write there
 
 
 def _run(config: Config, checked: Checked) -> int:
     """Train as this rank until the run is over; returns the exit code."""
-    from grpo_megatron.training.stopping import EXIT_STOPPED, Stopped, listen
+    from grpo_megatron.training.stopping import Stopped, forget_outcome
 
-    ranks.join_launcher()
-    failures.mark_started()
-    listen(config.trainer.output_dir, is_first_rank=os.environ.get("RANK", "0") == "0")
+    if os.environ.get("RANK", "0") == "0":
+        forget_outcome(config.trainer.output_dir)
     with large_imports():
         from grpo_megatron.trainer import Trainer
 
     try:
         Trainer(config, checked).run()
-    except Stopped:
-        return EXIT_STOPPED
+    except Stopped as stopped:
+        return stopped.exit_code
     return 0
 
 

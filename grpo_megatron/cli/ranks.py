@@ -15,10 +15,14 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron.child import die_with_parent
-from grpo_megatron.cli.failures import explain_failure
+from grpo_megatron.cli.failures import END_FILE, explain_failure
+from grpo_megatron.storage.atomic import write_file
 
+STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
+SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them
 
 
@@ -37,11 +41,13 @@ def start_fork_server() -> None:
         del os.environ[LAUNCHER_PID]
 
 
-def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[str], device: str) -> int:
+def start_ranks(
+    main: Callable[[list[str]], int], world_size: int, argv: list[str], device: str, can_stop: bool = False
+) -> int:
     """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
-    On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. Signals
-    are passed on to the ranks.
+    On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. A signal
+    ends the ranks; with `can_stop` the first SIGINT, SIGTERM or SIGUSR1 is passed on to them as a request to stop.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -60,6 +66,10 @@ def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[st
         settings = {"nproc-per-node": world_size, "rdzv-backend": BACKEND, "rdzv-id": os.getpid(), "log-dir": folder}
         arguments = [f"--{name}={value}" for name, value in settings.items()]
         launch, program, options = config_from_args(parse_args([*arguments, "-m", "grpo_megatron", *argv]))
+        launch.shutdown_timeout = SHUTDOWN_S
+        if can_stop:
+            launch.signals_to_handle = "SIGHUP,SIGQUIT"
+        before = _handle_requests(Path(folder)) if can_stop else {}
         try:
             if is_on_cpu(device):
                 launch.start_method = "forkserver"
@@ -72,18 +82,42 @@ def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[st
             print("interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
         finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
             logging.disable(logging.NOTSET)
             del os.environ[LAUNCHER_PID]
     return 0
 
 
+def _handle_requests(folder: Path) -> dict[int, Any]:
+    """Handle the signals that ask the run to stop, in the launcher; returns the handlers from before."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from grpo_megatron.training.stop_signals import ANNOUNCEMENT, REQUESTS
+
+    received: list[str] = []
+
+    def handle(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        received.append(name)  # first: the next signal may come while this one is handled
+        if len(received) == 1:
+            os.write(2, ANNOUNCEMENT.format(name).encode())  # print could have been interrupted itself
+            write_file(folder / STOP_NAME, name)
+            return
+        (folder / END_FILE).touch()
+        raise SignalException(f"ended by {name}", signal.Signals(number))
+
+    return {number: signal.signal(number, handle) for number in REQUESTS}
+
+
 def join_launcher() -> None:
-    """Called by every rank: it dies with its launcher, and finds the file in which the launcher's ranks meet."""
+    """Called by every rank: it dies with its launcher, and finds the launcher's files."""
     from grpo_megatron.parallel.rendezvous import STORE_FILE
+    from grpo_megatron.training.stop_signals import STOP_FILE
 
     die_with_launcher()
     if (folder := launcher_folder()) is not None:
-        os.environ[STORE_FILE] = str(folder / "store")
+        os.environ |= {STORE_FILE: str(folder / "store"), STOP_FILE: str(folder / STOP_NAME)}
 
 
 def launcher_folder() -> Path | None:

@@ -199,9 +199,9 @@ def test_a_config_that_cannot_be_written(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with open_folder(tmp_path) as folder:
         folder.write_config("old")
-        with mock.patch.object(atomic.os, "fsync", side_effect=full):
-            with pytest.raises(RankError, match=r"cannot write .*/config\.yaml: .*No space left on device"):
-                folder.write_config("new")
+        expected = pytest.raises(RankError, match=r"cannot write .*/config\.yaml: .*No space left on device")
+        with mock.patch.object(atomic.os, "fsync", side_effect=full), expected:
+            folder.write_config("new")
     assert (tmp_path / "config.yaml").read_text() == "old"
 
 
