@@ -26,6 +26,7 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
 from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.leftovers import remove_leftovers
 from grpo_megatron.storage.lock import FolderLock
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
     _quieten(is_rank, starts_ranks)
+    if not args.dry_run and (not is_rank or _is_first_of_machine()):
+        remove_leftovers()
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
         ranks.start_fork_server()
     with large_imports():  # torch too: only once the file is known to be well-formed
@@ -124,6 +127,11 @@ def _join_run(is_rank: bool) -> None:
         failures.mark_started()
     is_first = os.environ.get("RANK", "0") == "0"
     listen(failures.is_lost, announces=is_first and ranks.LAUNCHER_PID not in os.environ)
+
+
+def _is_first_of_machine() -> bool:
+    """Under torchrun or srun; our launcher cleans up for its ranks."""
+    return os.environ.get("LOCAL_RANK") == "0" and ranks.LAUNCHER_PID not in os.environ
 
 
 def _check_unused(output_dir: Path) -> None:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from grpo_megatron.child import die_with_parent
 from grpo_megatron.cli.failures import END_FILE, explain_failure
 from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.leftovers import private_folder
 
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
@@ -61,7 +61,7 @@ def start_ranks(
     if is_on_cpu(device):
         start_fork_server()
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    with tempfile.TemporaryDirectory(prefix="grpo_megatron_") as folder:
+    with private_folder() as folder:
         register_local_rendezvous()
         settings = {"nproc-per-node": world_size, "rdzv-backend": BACKEND, "rdzv-id": os.getpid(), "log-dir": folder}
         arguments = [f"--{name}={value}" for name, value in settings.items()]
@@ -69,7 +69,7 @@ def start_ranks(
         launch.shutdown_timeout = SHUTDOWN_S
         if can_stop:
             launch.signals_to_handle = "SIGHUP,SIGQUIT"
-        before = _handle_requests(Path(folder)) if can_stop else {}
+        before = _handle_requests(folder) if can_stop else {}
         try:
             if is_on_cpu(device):
                 launch.start_method = "forkserver"
@@ -77,7 +77,7 @@ def start_ranks(
             else:
                 elastic_launch(launch, program)(*options)
         except ChildFailedError as error:
-            return explain_failure(error, Path(folder))
+            return explain_failure(error, folder)
         except SignalException as error:
             print("interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
