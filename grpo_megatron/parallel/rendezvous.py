@@ -21,6 +21,7 @@ import socket
 import sys
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
 
@@ -48,7 +49,7 @@ class LocalRendezvous(RendezvousHandler):
     """The rendezvous of one torchrun agent with itself: a store in its own memory."""
 
     def __init__(self, run_id: str) -> None:
-        self.run_id, self.port, self.store = run_id, reserved_port(), dist.HashStore()
+        self.run_id, self.port, self.store = run_id, reserved_port(), HashStore()
 
     def get_backend(self) -> str:
         return BACKEND
@@ -89,16 +90,16 @@ def join_default_group(backend: str, timeout: datetime.timedelta) -> None:
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
         _stay_on_loopback()
-    store: dist.Store
+    store: Store
     if STORE_FILE in env:
-        store = dist.FileStore(env[STORE_FILE], world_size)
+        store = FileStore(env[STORE_FILE], world_size)
     elif world_size == 1:
-        store = dist.HashStore()
+        store = HashStore()
     elif "TORCHELASTIC_RUN_ID" in env:
         dist.init_process_group(backend, timeout=timeout)
         return
     else:
-        store = dist.PrefixStore(env.get(RUN_ID, ""), tcp_store(rank, world_size, timeout))
+        store = PrefixStore(env.get(RUN_ID, ""), tcp_store(rank, world_size, timeout))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
@@ -108,7 +109,7 @@ def _stay_on_loopback() -> None:
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", VLLM_HOST_IP=LOOPBACK)
 
 
-def tcp_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.Store:
+def tcp_store(rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
     """The TCPStore at MASTER_ADDR:MASTER_PORT. Rank 0 serves it, on that address only; by default torch takes all.
 
     Where the first machine knows its own name as a loopback address (Debian's /etc/hosts), the others could not connect
@@ -116,7 +117,7 @@ def tcp_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.S
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank != 0:
-        return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+        return TCPStore(host, port, world_size, is_master=False, timeout=timeout)
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(address[0]).is_loopback and os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         address = ("", port)
@@ -124,6 +125,6 @@ def tcp_store(rank: int, world_size: int, timeout: datetime.timedelta) -> dist.S
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(address)
     listener.listen(LISTEN_QUEUE)
-    return dist.TCPStore(
+    return TCPStore(
         host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach(), multi_tenant=True
     )
