@@ -303,7 +303,8 @@ class TrainerConfig(Section):
     save_freq: Frequency = 20  # steps between checkpoints; the last step is saved, too; -1: no checkpoint at all
     test_freq: Frequency = 5  # steps between validations; -1: only val_before_train's
     val_before_train: bool = True  # validate before the first step, and after the last
-    resume_mode: Literal["auto", "disable"] = "auto"  # auto: from the newest checkpoint in output_dir
+    # auto: from the newest checkpoint in output_dir; disable: from the start, an earlier run's files move to earlier_001/
+    resume_mode: Literal["auto", "disable"] = "auto"
     verify_checkpoints: Literal["full", "sizes"] = "full"  # before resuming, compare files by sha256, or by size only
     stop_file: Path | None = None  # once this file exists, save after the step and exit with code 75
     stop_at: float | None = Field(None, gt=0)  # Unix time in seconds: the same, before a step that could end later

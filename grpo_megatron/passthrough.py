@@ -19,7 +19,8 @@ from typing import Any
 @dataclass(frozen=True)
 class PassThrough:
     """`key` is the table's name in the config. `sources` maps a file of `package` to the class whose annotated fields
-    are the allowed names. `owned` maps each name that this program sets itself to the user's remedy."""
+    are the allowed names. `owned` maps each name that this program sets itself, or refuses, to the user's remedy; a name
+    with a dot is a key of a table: `compilation_config.backend`."""
 
     key: str
     package: str
@@ -28,9 +29,8 @@ class PassThrough:
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
         """One line per name that this program sets itself, or that the package does not know."""
-        for name, value in given.items():
-            if name in self.owned:
-                yield f"{self.key}.{name}={value!r} cannot be set here: {self.owned[name]}"
+        for name, value in self.owned_by(given).items():
+            yield f"{self.key}.{name}={value!r} cannot be set here: {self.owned[name]}"
         names = [str(name) for name in given if name not in self.owned]
         known = _fields(self.package, self.sources) if names else set()
         for name in names:
@@ -39,6 +39,16 @@ class PassThrough:
                 hint = f"did you mean {close[0]!r}?" if close else "take it out"
                 owner = next(iter(self.sources.values()))
                 yield f"unknown key {f'{self.key}.{name}'!r}: {owner} of {self.package} has no such field; {hint}"
+
+    def owned_by(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The given names that are in `owned`, and their values."""
+        found = {}
+        for name in self.owned:
+            table, _, key = name.rpartition(".")
+            values = given.get(table) if table else given
+            if isinstance(values, Mapping) and key in values:
+                found[name] = values[key]
+        return found
 
 
 def _fields(package: str, sources: Mapping[str, str]) -> set[str]:

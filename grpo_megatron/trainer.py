@@ -39,8 +39,16 @@ from grpo_megatron.training.build import (
     join_world,
 )
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.checkpoint import Checkpoints, check_same_model, on_disk, run_state
+from grpo_megatron.training.checkpoint import (
+    Checkpoints,
+    check_same_model,
+    checkpoint_bytes,
+    on_disk,
+    run_state,
+    steps_of,
+)
 from grpo_megatron.training.correction_step import CorrectionStep
+from grpo_megatron.training.output_folder import OutputFolder
 from grpo_megatron.training.stopping import Stopping
 from grpo_megatron.training.validation import Validator
 from grpo_megatron.training.warm_up import WARMUP_FOLDER, record_update, warm_up
@@ -69,10 +77,14 @@ class Trainer:
         self.mesh = join_world(config, self.device)
 
         # Where the run continues: every later part may depend on it.
+        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.reward_model.path)
+        self.folder = opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
+        if trainer.save_freq != -1:
+            self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
         checkpoint = self._checkpoint_to_resume()
-        self.first_step = 0 if checkpoint is None else _steps_done(checkpoint)
+        self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
         # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
@@ -88,12 +100,14 @@ class Trainer:
         )
 
         # The models in their state before the first step: warmed up, or restored.
-        self._write_config()
+        self.folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         self.sinks = build_sinks(
             trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=config.model_dump(mode="json")
         )
         opened.enter_context(self.sinks)
         self.sinks.note(f"kernels: {choose_kernels(self.actor.megatron, self.device, config.model.dtype).describe()}")
+        if self.folder.moved_to is not None:
+            self.sinks.note(f"an earlier run's files are now in {self.folder.moved_to}")
         if checkpoint is None and config.sft.steps:
             warm_up(self.policy, checked.supervised_rows, config.sft, self.actor, self.sinks.note)
             self._save_hf(self.output_dir / WARMUP_FOLDER)
@@ -137,21 +151,6 @@ class Trainer:
             check_same_model(checkpoint, self.config)
         return checkpoint
 
-    def _write_config(self) -> None:
-        """Write the config of this run into the output folder. Afterwards the folder exists for every rank. Collective.
-
-        Raises RankError on every rank when rank 0 cannot write.
-        """
-        problem = None
-        if self.mesh.rank == 0:
-            try:
-                self.output_dir.mkdir(parents=True, exist_ok=True)
-                text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
-                (self.output_dir / "config.yaml").write_text(text)
-            except OSError as error:
-                problem = f"cannot write {self.output_dir / 'config.yaml'}: {error}"
-        self.mesh.agree(problem)
-
     def _restore_run(self, checkpoint: Path) -> None:
         """Restore what a checkpoint holds besides models and optimizers."""
         run = run_state(checkpoint)
@@ -188,8 +187,9 @@ class Trainer:
                 )  # rollout correction, KL in the reward
                 self.update(batch)  # mini-batches, clipping, optimizer
                 self.end_iteration(step)  # the reward model learns from the iteration's samples
-                self.save(step + 1)
-            self.log(step, samples, table, plan, batch)
+            self.log(step, samples, table, plan, batch)  # before the save: no checkpoint has a step that was not logged
+            self.save(step + 1)
+            self.folder.check()
             self.stopping.after(step + 1, self.save_now)
 
     def begin_iteration(self, step: int) -> None:
@@ -197,7 +197,7 @@ class Trainer:
             return
         with self.metrics.phase("renew_reference"):
             kept = on_disk(self.output_dir)
-            oldest = _steps_done(kept[0]) if kept else 0
+            oldest = steps_of(kept[0]) if kept else 0
             self.references.renew(step, self.policy, self._save_hf, oldest)
 
     def validate(self, step: int) -> None:
@@ -291,7 +291,3 @@ class Trainer:
     def _sync_initial_model(self, step: int, metrics: Metrics) -> None:
         """The engine draws from the model that the run, or its outer iteration, started from. Collective."""
         self.colocation.sync_weights_from(self.references.weight_source(), step, metrics)
-
-
-def _steps_done(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))

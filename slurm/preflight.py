@@ -143,9 +143,12 @@ def network_problems(device: str) -> list[str]:
     import torch
     import torch.distributed as dist
 
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from grpo_megatron.parallel.rendezvous import join_default_group
+
     if device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=PEER_S))
+    join_default_group("nccl" if device == "cuda" else "gloo", datetime.timedelta(seconds=PEER_S))
     floors = {"NODE": 100.0, "PAIR": 20.0} if device == "cuda" else {"NODE": 0.0, "PAIR": 0.0}
     floors = {name: float(os.environ.get(f"PREFLIGHT_{name}_GBPS", value)) for name, value in floors.items()}
     megabytes, nodes, own = (256 if device == "cuda" else 4), WORLD // PER_NODE, RANK // PER_NODE

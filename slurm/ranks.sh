@@ -39,7 +39,8 @@ RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-8}}
 RANKS=$((NODES * RANKS_PER_NODE))
 # The port depends on job and attempt only. It is below the ephemeral ports (32768).
 MASTER_PORT=$((20000 + (JOB * 17 + RESTARTS) % 10000))
-export MASTER_ADDR MASTER_PORT
+GRPO_MEGATRON_RUN_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n') # the keys of this attempt in rank 0's store
+export MASTER_ADDR MASTER_PORT GRPO_MEGATRON_RUN_ID
 
 # -- environment: one reason per line ----------------------------------------------------------------------------------
 

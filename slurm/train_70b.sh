@@ -99,7 +99,7 @@ snapshot() {
     printf '%s\n' "${TRAIN[@]}" >"$ATTEMPT/command.txt"
     printf '%s\n' "${NODE_LIST[@]}" >"$ATTEMPT/nodes.txt"
     { git log -1 --format=%H && git status --short && git diff HEAD; } >"$ATTEMPT/git.txt" 2>&1
-    env | grep -viE '^[^=]*(key|token|secret|passw|credential)' | sort >"$ATTEMPT/environment.txt"
+    env | grep -viE '^[^=]*(key|token|secret|passw|credential|run_id)' | sort >"$ATTEMPT/environment.txt"
 }
 
 # Check every node. If some are bad, print why, and requeue the job without them.

@@ -43,7 +43,7 @@ def _rank_main(function: Callable[..., Any], kwargs: dict[str, Any], env: dict[s
     os._exit(0)  # threads of vLLM and gloo would delay a normal exit
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that no other socket takes before rank 0 binds it, unless another world draws the same number."""
     while True:
         port = random.SystemRandom().choice(PORTS)
@@ -55,7 +55,7 @@ def _free_port() -> int:
 def run(function: Callable[..., Any], world_size: int, *, timeout_s: float = HANG_S, **kwargs: Any) -> list[Any]:
     """Call `function(**kwargs)` on `world_size` ranks; results in rank order."""
     context = _context()
-    port = _free_port()
+    port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
         env = {

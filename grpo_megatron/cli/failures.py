@@ -29,11 +29,14 @@ from grpo_megatron.config import ConfigError
 EXPECTED = {  # module -> exception whose message tells what to do: it is shown without a traceback
     "grpo_megatron.config": "ConfigError",
     "grpo_megatron.parallel.mesh": "RankError",
+    "grpo_megatron.storage": "StorageError",
     "grpo_megatron.models.architecture": "UnsupportedModel",
     "grpo_megatron.models.policy": "TooManySkippedSteps",
     "grpo_megatron.models.weights": "WeightsError",
 }
 PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it closes the sockets of a dying process
+ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by default, and where training/stop_signals.py listens
+END_FILE = "end"  # in the launcher's folder: written before it ends all ranks
 AGENT_S = 60.0  # the agent needs about 0.1 s to find a dead rank; the limit is for an agent that never does
 SRUN_S = 2.0  # srun --kill-on-bad-exit needs this time to end the ranks that would only report symptoms
 
@@ -86,6 +89,15 @@ def report_failure(error: Exception, *, launcher_prints: bool) -> int:
         if not (launcher_prints and is_written):
             _print_once(report.text, folder.parent / "reported")
     return report.code
+
+
+def is_lost() -> bool:
+    """Whether a rank of this machine has failed or died, or the launcher ends all: no step can be finished any more."""
+    folder = _torchrun_folder()
+    if folder is None:
+        return False
+    reported = any(folder.parent.glob("*/error.json"))
+    return reported or (folder.parents[2] / END_FILE).exists() or _has_dead_rank(folder.parent)
 
 
 def is_one_of_several() -> bool:
@@ -189,17 +201,18 @@ def explain_failure(error: Any, folder: Path) -> int:
     `error` is torch's ChildFailedError and `folder` its log folder. The earliest report that is no symptom is the
     reason; without one, it is a rank that has died without a report.
     """
-    from grpo_megatron.training.stopping import EXIT_STOPPED
+    from grpo_megatron.training.stop_signals import EXIT_INTERRUPTED, EXIT_STOPPED
 
     failures = error.failures
-    if any(failure.exitcode == EXIT_STOPPED for failure in failures.values()):
-        return EXIT_STOPPED
+    for code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+        if any(failure.exitcode == code for failure in failures.values()):
+            return code
     reports = sorted(_read_reports(folder), key=lambda report: report.time_ns)
     reasons = [report for report in reports if not report.is_symptom]
     silent = failures.keys() - {report.rank for report in reports}
     if silent and not reasons:
         # The agent ends the other ranks by SIGTERM: one that ended in another way is the reason.
-        rank = min(silent, key=lambda rank: (failures[rank].exitcode == -signal.SIGTERM, rank))
+        rank = min(silent, key=lambda rank: (failures[rank].exitcode in ENDED_BY_AGENT, rank))
         return _explain_silence(rank, failures[rank])
     reason = (reasons or reports)[0]
     text = reason.text

@@ -4,8 +4,8 @@ A process that is started by hand checks the config. It then starts one rank per
 own agent (ranks.py). A world of one rank stays in that process, so that a debugger works. Under torchrun or srun, which
 set RANK, the process is a rank itself. A failure is reported once (failures.py).
 
-Exit codes: 0; 2 for a mistake in the config, before anything was started; 1 for a later failure; 75 when the run was
-stopped on request (training/stopping.py) and can be started again; 128 + signal.
+Exit codes: 0; 2 for a mistake in the config, before anything was started; 1 for a later failure; 75, or 130 after Ctrl-C,
+when the run was stopped on request (training/stopping.py) and can be started again; 128 + signal.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import functools
 import logging
 import os
+import secrets
 import signal
 import sys
 import warnings
@@ -24,6 +25,9 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.leftovers import remove_leftovers
+from grpo_megatron.storage.lock import FolderLock
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -94,9 +98,13 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
     _quieten(is_rank, starts_ranks)
+    if not args.dry_run and (not is_rank or _is_first_of_machine()):
+        remove_leftovers()
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
         ranks.start_fork_server()
     with large_imports():  # torch too: only once the file is known to be well-formed
+        if not starts_ranks and not args.dry_run:
+            _join_run(is_rank)
         from grpo_megatron.checks.validate import validate
 
     checked = validate(config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None)
@@ -108,7 +116,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError(_many_nodes(config, argv))
     if starts_ranks:
         del checked  # the ranks read the files themselves
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device)
+        _check_unused(config.trainer.output_dir)
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True)
     return _run(config, checked)
 
 
@@ -122,20 +131,46 @@ def _print_plan(config: Config, checked: Checked, world_size: int, device_gib: f
         raise ConfigError("\n".join(problems))
 
 
+def _join_run(is_rank: bool) -> None:
+    """Prepare this process as a rank: before anything slow, since signals may come at any time."""
+    from grpo_megatron.training.stop_signals import listen
+
+    if is_rank:
+        ranks.join_launcher()
+        failures.mark_started()
+    is_first = os.environ.get("RANK", "0") == "0"
+    listen(failures.is_lost, announces=is_first and ranks.LAUNCHER_PID not in os.environ)
+
+
+def _is_first_of_machine() -> bool:
+    """Under torchrun or srun; our launcher cleans up for its ranks."""
+    return os.environ.get("LOCAL_RANK") == "0" and ranks.LAUNCHER_PID not in os.environ
+
+
+def _check_unused(output_dir: Path) -> None:
+    """Raise ConfigError, before ranks are started, while another run uses the folder. Rank 0 will lock it."""
+    try:
+        if output_dir.is_dir():
+            FolderLock(output_dir).close()
+    except StorageError as error:
+        raise ConfigError(f"trainer.output_dir={str(output_dir)!r}: {error}") from error
+    except OSError:
+        pass  # reported by rank 0, which must write there
+
+
 def _run(config: Config, checked: Checked) -> int:
     """Train as this rank until the run is over; returns the exit code."""
-    from grpo_megatron.training.stopping import EXIT_STOPPED, Stopped, listen
+    from grpo_megatron.training.stopping import Stopped, forget_outcome
 
-    ranks.die_with_launcher()
-    failures.mark_started()
-    listen(config.trainer.output_dir, is_first_rank=os.environ.get("RANK", "0") == "0")
+    if os.environ.get("RANK", "0") == "0":
+        forget_outcome(config.trainer.output_dir)
     with large_imports():
         from grpo_megatron.trainer import Trainer
 
     try:
         Trainer(config, checked).run()
-    except Stopped:
-        return EXIT_STOPPED
+    except Stopped as stopped:
+        return stopped.exit_code
     return 0
 
 
@@ -144,7 +179,7 @@ def _evaluate(argv: list[str]) -> int:
     is_rank = "RANK" in os.environ
     _quieten(is_rank, starts_ranks=False)
     if is_rank:
-        ranks.die_with_launcher()
+        ranks.join_launcher()
         failures.mark_started()
     from grpo_megatron.evaluation.cli import main as evaluate
 
@@ -166,7 +201,7 @@ def _many_nodes(config: Config, argv: list[str]) -> str:
     return (
         f"trainer.nnodes={nodes}: one process cannot start ranks on other machines; on each of the {nodes} start\n"
         f"  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
-        f" \\\n      -m grpo_megatron {' '.join(argv)}\n"
+        f" \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {' '.join(argv)}\n"
         f"  (Slurm: srun --nodes {nodes} --ntasks-per-node 1 in front of it), or set trainer.nnodes=1"
     )
 

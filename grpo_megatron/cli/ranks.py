@@ -11,14 +11,18 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron.child import die_with_parent
-from grpo_megatron.cli.failures import explain_failure
+from grpo_megatron.cli.failures import END_FILE, explain_failure
+from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.leftovers import private_folder
 
+STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
+SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them
 
 
@@ -37,27 +41,35 @@ def start_fork_server() -> None:
         del os.environ[LAUNCHER_PID]
 
 
-def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[str], device: str) -> int:
-    """Run `torchrun --standalone` in this process; returns 0, or the exit code of the rank that caused the failure.
+def start_ranks(
+    main: Callable[[list[str]], int], world_size: int, argv: list[str], device: str, can_stop: bool = False
+) -> int:
+    """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
-    On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. Signals
-    are passed on to the ranks.
+    On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. A signal
+    ends the ranks; with `can_stop` the first SIGINT, SIGTERM or SIGUSR1 is passed on to them as a request to stop.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
+    from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
+
     print(f"starting {world_size} ranks: Megatron-Core, then a vLLM engine; the first line takes some 10 s", flush=True)
     logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
     if is_on_cpu(device):
         start_fork_server()
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    with tempfile.TemporaryDirectory(prefix="grpo_megatron_") as folder:
-        settings = {"nproc-per-node": world_size, "rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0"}
-        settings |= {"rdzv-id": os.getpid(), "log-dir": folder}
+    with private_folder() as folder:
+        register_local_rendezvous()
+        settings = {"nproc-per-node": world_size, "rdzv-backend": BACKEND, "rdzv-id": os.getpid(), "log-dir": folder}
         arguments = [f"--{name}={value}" for name, value in settings.items()]
         launch, program, options = config_from_args(parse_args([*arguments, "-m", "grpo_megatron", *argv]))
+        launch.shutdown_timeout = SHUTDOWN_S
+        if can_stop:
+            launch.signals_to_handle = "SIGHUP,SIGQUIT"
+        before = _handle_requests(folder) if can_stop else {}
         try:
             if is_on_cpu(device):
                 launch.start_method = "forkserver"
@@ -65,14 +77,56 @@ def start_ranks(main: Callable[[list[str]], int], world_size: int, argv: list[st
             else:
                 elastic_launch(launch, program)(*options)
         except ChildFailedError as error:
-            return explain_failure(error, Path(folder))
+            return explain_failure(error, folder)
         except SignalException as error:
             print("interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
         finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
             logging.disable(logging.NOTSET)
             del os.environ[LAUNCHER_PID]
     return 0
+
+
+def _handle_requests(folder: Path) -> dict[int, Any]:
+    """Handle the signals that ask the run to stop, in the launcher; returns the handlers from before."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from grpo_megatron.training.stop_signals import ANNOUNCEMENT, REQUESTS
+
+    received: list[str] = []
+
+    def handle(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        received.append(name)  # first: the next signal may come while this one is handled
+        if len(received) == 1:
+            os.write(2, ANNOUNCEMENT.format(name).encode())  # print could have been interrupted itself
+            write_file(folder / STOP_NAME, name)
+            return
+        (folder / END_FILE).touch()
+        raise SignalException(f"ended by {name}", signal.Signals(number))
+
+    return {number: signal.signal(number, handle) for number in REQUESTS}
+
+
+def join_launcher() -> None:
+    """Called by every rank: it dies with its launcher, and finds the launcher's files."""
+    from grpo_megatron.parallel.rendezvous import STORE_FILE
+    from grpo_megatron.training.stop_signals import STOP_FILE
+
+    die_with_launcher()
+    if (folder := launcher_folder()) is not None:
+        os.environ |= {STORE_FILE: str(folder / "store"), STOP_FILE: str(folder / STOP_NAME)}
+
+
+def launcher_folder() -> Path | None:
+    """In a rank: the temporary folder of our launcher, which only this user can read. None under torchrun and srun.
+
+    A forked rank has the environment of the fork server, which is older than the folder, and torchrun's own variables.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/RUN_ID/attempt_0/RANK/error.json
+    return Path(file).parents[3] if file and LAUNCHER_PID in os.environ else None
 
 
 def die_with_launcher() -> None:

@@ -35,7 +35,8 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
     from transformers import AutoTokenizer  # takes seconds, so only where it is needed
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        # False: by default it offers to run the folder's code, at a terminal
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds here
         reason = str(error).strip().partition("\n")[0][:300]
         raise ConfigError(

@@ -25,9 +25,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.models.optimizer import finish_load, prepare_for_load
+from grpo_megatron.models.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights import unwrapped
 from grpo_megatron.parallel.disk import on_every_rank
+from grpo_megatron.storage.space import describe_space
 
 # The other sharding types fix tp and pp, or cannot be saved at all.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -47,16 +49,23 @@ def _rng(policy: Policy, state: Any) -> ShardedObject:
 class _Writer(TorchDistSaveShardedStrategy):
     """Megatron's writer of sharded state. This rank's disk errors are collected in `problems`, not raised."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__("torch_dist", 1)
+        self.folder = folder
         self.problems: list[str] = []
         self.failure: CheckpointException | None = None
 
     def attempt(self, action: Callable[..., object], *arguments: Any) -> None:
         try:
             action(*arguments)
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
-            self.problems.append(str(error))
+        except (OSError, RuntimeError) as error:
+            self.problems.append(self._described(error))
+
+    def _described(self, error: Exception) -> str:
+        """torch reports a full disk as a RuntimeError with two numbers ("unexpected pos 704 vs 598")."""
+        if not isinstance(error, RuntimeError):
+            return str(error)
+        return f"{describe_space(self.folder)}; if that is too little, no space was left. torch says: {error}"
 
     def problem(self, task: str) -> str | None:
         """This rank's errors as one message for `Mesh.agree`."""
@@ -83,7 +92,7 @@ class _Writer(TorchDistSaveShardedStrategy):
         self.attempt(write, rank, buckets, outcomes)
         outcome = RuntimeError("the files were not written") if outcomes.empty() else outcomes.get()
         if isinstance(outcome, Exception):
-            self.problems.append(str(outcome))
+            self.problems.append(self._described(outcome))
         results.put(outcome)
 
 
@@ -106,7 +115,7 @@ def save_sharded(policy: Policy, folder: Path) -> None:
         # takes ten seconds at the first save and outlives a killed rank with the rank's output pipes open.
         filesystem_async._results_queue = queue.Queue()
         sharded, common = save_preprocess(state)
-        writer = _Writer()
+        writer = _Writer(folder)
         if mesh.rank == 0:
             writer.attempt(torch.save, common, folder / "common.pt")
         mesh.agree(writer.problem(task))  # before the large files
@@ -128,16 +137,23 @@ def _without_unknown_extra_state(model: dict[str, Any], folder: Path) -> dict[st
 
 
 def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
-    """Collective: the inverse of `save_sharded`. With `same_world` (the world size is unchanged) random states are restored."""
+    """Collective: the inverse of `save_sharded`. With `same_world` (the world size is unchanged) random states are restored.
+
+    Raises RankError on every rank when the checkpoint holds anything but plain data.
+    """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+    mesh = policy.mesh
+    check = functools.partial(check_plain, folder, mesh.rank, mesh.world_size)
+    on_every_rank(mesh, f"cannot read checkpoint {folder}", check)
     with policy.device.megatron():
         prepare_for_load(policy.optimizer)
         wanted = _sharded(policy, is_loading=True)
         if same_world:
             wanted["rng"] = _rng(policy, None)
-        wanted["model"] = _without_unknown_extra_state(wanted["model"], folder)
-        state = dist_checkpointing.load(wanted, str(folder))
+        with plain_data_only():
+            wanted["model"] = _without_unknown_extra_state(wanted["model"], folder)
+            state = dist_checkpointing.load(wanted, str(folder))
         missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already

@@ -47,8 +47,7 @@ class SafetensorsFolder:
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            files = [self.folder / name for name in names]
+            files = [self.folder / name for name in _indexed_files(index)]
         else:
             files = sorted(self.folder.glob("*.safetensors"))
         missing = [str(file) for file in files if not file.exists()]
@@ -79,6 +78,18 @@ class SafetensorsFolder:
             shown = "\n  ".join(problems[:20])
             more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise WeightsError(f"model folder {str(self.folder)!r} does not hold this model:\n  {shown}{more}")
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """The names of the files in an index. Raises WeightsError for a name that is no *.safetensors file of its folder."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index}: not a readable index ({type(error).__name__}: {error})") from error
+    outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if outside:
+        raise WeightsError(f"{index}: weight_map names {outside[0]!r}, which is no *.safetensors file of this folder")
+    return names
 
 
 def check_hf(folder: Path, arch: Architecture) -> None:

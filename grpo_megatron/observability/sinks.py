@@ -7,6 +7,7 @@ them, and a continued wandb run ignores the steps that it already has.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError, TrainerConfig
+from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import write_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -112,14 +114,14 @@ def build_sinks(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl in file order. A line that a crash has cut off is left out."""
+    """The objects of a metrics.jsonl in file order. A line that is cut off or damaged, whatever its bytes, is left out."""
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, no UTF-8
             continue
-        if isinstance(row, dict) and "step" in row:
+        if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
     return rows
 
@@ -130,7 +132,7 @@ class JsonlSink(Sink):
     def __init__(self, path: Path, first_step: int = 0) -> None:
         if path.exists():
             self._truncate(path, first_step)
-        self._file = path.open("a")
+        self._file = path.open("a", encoding="utf-8")
 
     @staticmethod
     def _truncate(path: Path, first_step: int) -> None:
@@ -139,11 +141,16 @@ class JsonlSink(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **row}) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())  # before the step's checkpoint
+        except OSError as error:
+            raise StorageError(f"cannot write the metrics of step {step} to {self._file.name}: {error}") from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # `log` has flushed every row, or has raised
+            self._file.close()
 
 
 class TensorBoardSink(Sink):
@@ -223,7 +230,7 @@ CONSOLE_COLUMNS = (
         None,
         "mean |logprob of the policy - of the engine| per token; should be tiny",
     ),
-    Column("s/step", "timing_s/step", 1, "wall-clock seconds of the step, with validation and saving"),
+    Column("s/step", "timing_s/step", 1, "wall-clock seconds of the step, with validation, without saving"),
     Column("tok/s", "perf/throughput", 0, "prompt + response tokens per second and device"),
 )
 COLUMN_WIDTH = 11  # 6 + 9 * 11 = 105 characters per line

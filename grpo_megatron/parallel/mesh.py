@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.parallel.rendezvous import join_default_group
 
 T = TypeVar("T")
 
@@ -166,8 +167,7 @@ def build_mesh(
 
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        _complete_environment()
-        dist.init_process_group(device.backend, timeout=timeout)
+        join_default_group(device.backend, timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size % (tp * cp * pp) == 0 and world_size % (tp * pp * ep) == 0 and world_size % rollout_tp == 0
     with device.megatron():
@@ -207,17 +207,3 @@ def destroy_mesh() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _complete_environment() -> None:
-    """A process started without torchrun is a world of one."""
-    import socket
-
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )

@@ -26,12 +26,31 @@ class VllmOptions(Section):
 
 _CONTRACT = "the trainer depends on its own value; leave it out"
 _NEVER = "this program does not support it; leave it out"
+_CODE = "it makes vLLM run code from elsewhere; leave it out"
+_SOCKETS = "it makes vLLM open network connections; leave it out"
+_MODEL = "the engine must compute what the policy computes; change the model's config.json"
+
+# Arguments by which a config file could run code or open sockets. A dot: a key of an argument that is a table itself.
+UNSAFE = {
+    **dict.fromkeys(("trust_remote_code", "code_revision", "model_class_overrides", "config_format"), _CODE),
+    **dict.fromkeys(("tokenizer_mode", "scheduler_cls", "worker_extension_cls", "logits_processors"), _CODE),
+    **dict.fromkeys(("reasoning_parser", "reasoning_parser_plugin", "io_processor_plugin"), _CODE),
+    **dict.fromkeys(("additional_config", "log_config_file", "logging_config", "profiler_config"), _CODE),
+    **dict.fromkeys(("compilation_config.backend", "compilation_config.inductor_compile_config"), _CODE),
+    **dict.fromkeys(("compilation_config.inductor_passes", "compilation_config.pass_config"), _CODE),
+    **dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "kv_events_config", "otlp_traces_endpoint"), _SOCKETS),
+    **dict.fromkeys(("kv_offloading_backend", "master_addr", "master_port", "nnodes", "node_rank"), _SOCKETS),
+    **dict.fromkeys(("data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend"), _SOCKETS),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _NEVER),
+    **dict.fromkeys(("hf_overrides", "hf_config_path", "model_weights", "model_impl"), _MODEL),
+}
 
 ENGINE_KWARGS = PassThrough(
     key="rollout.engine_kwargs",
     package="vllm",
     sources={"engine/arg_utils.py": "EngineArgs"},
     owned={
+        **UNSAFE,
         "load_format": _CONTRACT,
         "skip_tokenizer_init": _CONTRACT,
         "weight_transfer_config": _CONTRACT,
@@ -116,4 +135,6 @@ def vllm_arguments(
     clash = sorted({"model", "dtype", *fixed} & rollout.engine_kwargs.keys())
     if clash:
         raise ConfigError(f"rollout.engine_kwargs: {', '.join(clash)} cannot be set here; the trainer depends on it")
+    if unsafe := ENGINE_KWARGS.owned_by(rollout.engine_kwargs).keys() & UNSAFE.keys():
+        raise ConfigError("; ".join(f"rollout.engine_kwargs.{name}: {UNSAFE[name]}" for name in sorted(unsafe)))
     return {**tunable, **rollout.engine_kwargs, **fixed}

@@ -2,6 +2,9 @@
 
 atomic.py    write a file or a folder under a temporary name beside its target, then rename it
 manifest.py  size and sha256 of every file of a folder
+lock.py      one run at a time writes into a folder
+space.py     free space of a file system
+leftovers.py what a killed process tree leaves in /tmp and /dev/shm
 """
 
 from __future__ import annotations

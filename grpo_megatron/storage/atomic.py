@@ -6,6 +6,7 @@ file system, which is atomic. fsync comes before the rename: the new name must n
     file    .NAME.XXXXXXXX.partial   removed when writing fails; only a kill leaves it behind
     folder  .NAME.partial            the same; the next writer of the same target replaces it
             .NAME.replaced           the target's old content, between the two renames of a replacement
+            .NAME.removed            a folder that is being deleted
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from grpo_megatron.storage import StorageError
 
-PARTIAL, REPLACED = ".partial", ".replaced"
+PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 
 
 def write_file(path: Path, content: str | Iterable[str]) -> None:
@@ -84,6 +85,29 @@ def publish_folder(partial: Path, target: Path) -> None:
     partial.rename(target)
     sync_path(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder so that its name never stands for a part of it, also after a kill. Raises OSError."""
+    removed = folder.with_name(f".{folder.name}{REMOVED}")
+    shutil.rmtree(removed, ignore_errors=True)
+    folder.rename(removed)
+    sync_path(folder.parent)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def clear_leftovers(parent: Path) -> None:
+    """Delete what a kill has left in `parent`, while nobody writes there. A replaced folder without successor returns."""
+    for path in parent.glob(f".*{REPLACED}"):
+        target = path.with_name(path.name[1:].removesuffix(REPLACED))
+        if not target.exists():
+            path.rename(target)
+    for ending in (PARTIAL, REPLACED, REMOVED):
+        for path in parent.glob(f".*{ending}"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def sync_path(path: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -28,17 +29,22 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import PARTIAL, REPLACED, partial_of, publish_folder, write_file
+from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, remove_folder, write_file
 from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
+from grpo_megatron.storage.space import check_space
 
 STEP_FILE = "trainer.json"
 STEP_FOLDER = re.compile(r"step_\d+")
 DAMAGED = ".damaged"
+OPTIMIZER_BYTES = 12  # per parameter, in float32: the weight and Adam's two moments
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 log = logging.getLogger(__name__)
 
 
@@ -146,18 +152,22 @@ class Checkpoints:
         return {file.relative_to(partial).as_posix(): sha256_of(file) for file in files}
 
     def _start(self, partial: Path) -> None:
-        for ending in (PARTIAL, REPLACED):  # left by a run that was killed while it saved
-            for leftover in self.root.glob(f".step_*{ending}"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        if self.last is not None and self.last.exists():  # the next one has about its size
+            check_space(self.root, sum(file.stat().st_size for file in self.last.rglob("*")), "a checkpoint")
+        clear_leftovers(self.root)
         (partial / "state").mkdir(parents=True)
 
     def _publish(self, partial: Path, final: Path, content: dict[str, Any], hashes: dict[str, str]) -> None:
         write_file(partial / STEP_FILE, json.dumps(content, indent=2) + "\n")
         write_manifest(partial, "training-step", hashes)  # `hashes` lacks only the few small files of rank 0
         publish_folder(partial, final)
-        if self.keep is not None:
-            for old in on_disk(self.root.parent)[: -self.keep]:
-                shutil.rmtree(old)
+        self._prune(content["step"])
+
+    def _prune(self, newest: int) -> None:
+        """Keep `keep` checkpoints of this run. Later steps than its newest are not this run's."""
+        own = [path for path in on_disk(self.root.parent) if steps_of(path) <= newest]
+        for old in own[: -self.keep] if self.keep is not None else []:
+            remove_folder(old)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -175,6 +185,11 @@ class Checkpoints:
         return int(content["step"])
 
 
+def checkpoint_bytes(arch: Architecture, dtype: str) -> int:
+    """The size of a policy's checkpoint with optimizer: 14 bytes per parameter in bfloat16. A reward model's is extra."""
+    return sum(map(math.prod, hf_shapes(arch).values())) * (WEIGHT_BYTES[dtype] + OPTIMIZER_BYTES)
+
+
 def run_state(path: Path) -> dict[str, Any]:
     """The `run` that was passed to `Checkpoints.save`."""
     return json.loads((path / STEP_FILE).read_text()).get("run", {})  # type: ignore[no-any-return]
@@ -183,7 +198,12 @@ def run_state(path: Path) -> dict[str, Any]:
 def on_disk(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     found = (p for p in (output_dir / "checkpoints").glob("step_*") if STEP_FOLDER.fullmatch(p.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(found, key=steps_of)
+
+
+def steps_of(checkpoint: Path) -> int:
+    """The number of steps that a checkpoint has done, from its name."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def check_same_model(path: Path, config: Config) -> None:

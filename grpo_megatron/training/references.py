@@ -8,7 +8,6 @@ has the same reference. Copies that no checkpoint needs are removed.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.reference import NoReference, Reference
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage.atomic import remove_folder
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.types import Batch
 
@@ -77,7 +77,7 @@ class References:
             oldest_needed = self.cadence.iteration_start(oldest_checkpoint)
             for copy in self.folder.glob("step_*"):
                 if int(copy.name.removeprefix("step_")) < oldest_needed:
-                    shutil.rmtree(copy, ignore_errors=True)
+                    remove_folder(copy)
 
     def _copy_for(self, first_step: int) -> Path | None:
         """The copy to load when a run begins at `first_step`. None: it is the start's, or renewed before that step."""

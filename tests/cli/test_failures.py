@@ -80,21 +80,25 @@ def test_a_rank_without_a_reason_and_a_stopped_run(tmp_path: Path, capsys: pytes
     (tmp_path / "0" / "error.json").write_text('{"message": "not ours"}')
     assert explain(tmp_path, {1: 3}) == 3
     assert capsys.readouterr().err == "error: rank 1 ended with exit code 3 and gave no reason\n"
+    assert explain(tmp_path, {0: 143, 1: -signal.SIGKILL}) == 137  # 143: a rank that the agent has ended
+    assert "error: rank 1 was ended by SIGKILL" in capsys.readouterr().err
     assert explain(tmp_path, {1: 75}) == 75
+    assert explain(tmp_path, {0: 143, 1: 130}) == 130
     assert capsys.readouterr().err == ""
 
 
 @pytest.fixture
 def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This process as rank 0 of 2 under torchrun; returns the folder of rank 1."""
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json")}
+    attempt = tmp_path / "run" / "attempt_0"
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(attempt / "0" / "error.json")}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(failures, "AGENT_S", 0.0)
     for rank in "01":
-        (tmp_path / rank).mkdir()
+        (attempt / rank).mkdir(parents=True)
     failures.mark_started()
-    return tmp_path / "1"
+    return attempt / "1"
 
 
 def fail(folder: Path) -> failures.FailureReport:
@@ -128,6 +132,15 @@ def test_a_rank_that_has_finished_or_reported_is_not_dead(rank_0: Path) -> None:
     assert not own.exists()
 
 
+def test_a_run_is_lost_when_a_rank_has_reported_or_the_launcher_ends_it(rank_0: Path) -> None:
+    assert not failures.is_lost()
+    (rank_0 / "error.json").write_text("{}")
+    assert failures.is_lost()
+    (rank_0 / "error.json").unlink()
+    (rank_0.parents[2] / failures.END_FILE).touch()
+    assert failures.is_lost()
+
+
 def test_without_a_launcher_the_first_rank_prints(rank_0: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert failures.report_failure(ConfigError("a=1\n  and b=2"), launcher_prints=False) == 2
@@ -143,5 +156,6 @@ def test_a_report_that_cannot_be_written_is_printed(rank_0: Path, capsys: pytest
 @pytest.mark.parametrize(("module", "name"), failures.EXPECTED.items())
 def test_expected_errors_exist_under_their_names(module: str, name: str) -> None:
     """Read from the source, because importing the modules takes ten seconds."""
-    source = Path(failures.__file__).parents[2] / (module.replace(".", "/") + ".py")
+    source = Path(failures.__file__).parents[2] / module.replace(".", "/")
+    source = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
     assert any(isinstance(node, ast.ClassDef) and node.name == name for node in ast.parse(source.read_text()).body)

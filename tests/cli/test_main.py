@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.listeners import listeners
 from tests.runs import make_run, stand_in_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,10 +46,19 @@ RUN = """
         os.read(pipe, 1)
         raise RuntimeError("connection closed by peer")
     if kind != "good":
+        from grpo_megatron.training.stop_signals import requested
+        from grpo_megatron.training.stopping import Stopped
         with open(f"{rank}.tmp", "w") as file:
             file.write(str(os.getpid()))
         os.rename(f"{rank}.tmp", f"{rank}.running")
-        time.sleep(1000)
+        while kind == "waits" or not (requested() or os.path.exists("agreed")):
+            time.sleep(0.05)
+        name = requested() or open("agreed").read()
+        if requested():  # real ranks agree by a collective
+            with open(f"agreed.{rank}", "w") as file:
+                file.write(name)
+            os.rename(f"agreed.{rank}", "agreed")
+        raise Stopped("", 130 if name == "SIGINT" else 75)
 """
 LAUNCHER = ["-m", "grpo_megatron"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "grpo_megatron"]
@@ -118,22 +128,60 @@ def test_under_torchrun_one_rank_prints_the_reason(run: Path, tmp_path: Path) ->
     assert "KeyError: 'boom'" in err.partition("Root Cause")[2]
 
 
+def started(run: Path, folder: Path, kind: str, device: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """The launcher, and the process ids of its two ranks, which run."""
+    process = start(run, folder, kind, device)
+    until(lambda: process.poll() is not None or len(list(folder.glob("*.running"))) == 2)
+    assert process.poll() is None, process.communicate()
+    return process, [int((folder / f"{rank}.running").read_text()) for rank in range(2)]
+
+
+ANNOUNCED = "{}: the run stops after this step and saves; a second signal ends it at once"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_process_that_started_it(
     run: Path, tmp_path: Path, number: signal.Signals, device: str
 ) -> None:
-    process = start(run, tmp_path, "waits", device)
-    until(lambda: process.poll() is not None or len(list(tmp_path.glob("*.running"))) == 2)
-    assert process.poll() is None
-    ranks = [int(path.read_text()) for path in tmp_path.glob("*.running")]
+    """These ranks never finish their step, so that the first SIGINT does not end them; the second one does."""
+    process, ranks = started(run, tmp_path, "waits", device)
+    assert listeners(process.pid) == set()  # the ranks meet in a file
+    first = ""
+    if number == signal.SIGINT:
+        process.send_signal(number)
+        assert process.stderr is not None
+        first = process.stderr.readline()
     process.send_signal(number)
     _, err = process.communicate(timeout=600)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
-    lines = [line for line in without_tracebacks(err) if "resource_tracker" not in line]  # Python frees shared memory
-    assert lines == (["interrupted"] if number == signal.SIGINT else [])
+    lines = [line for line in without_tracebacks(first + err) if "resource_tracker" not in line]  # of Python
+    assert lines == ([ANNOUNCED.format("SIGINT"), "interrupted"] if number == signal.SIGINT else [])
     until(lambda: not any(_is_running(Path(f"/proc/{rank}")) for rank in ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "target", "device", "code"),
+    [
+        (signal.SIGINT, "launcher", "cpu", 130),
+        (signal.SIGTERM, "launcher", "cuda", 75),
+        (signal.SIGUSR1, "launcher", "cpu", 75),
+        (signal.SIGTERM, "rank", "cpu", 75),
+        (signal.SIGUSR1, "rank", "cuda", 75),
+    ],
+)
+def test_the_first_signal_lets_the_run_save(
+    run: Path, tmp_path: Path, number: signal.Signals, target: str, device: str, code: int
+) -> None:
+    """Sent to the process that the user sees, or to one of its ranks: all ranks stop by themselves."""
+    process, ranks = started(run, tmp_path, "stops", device)
+    os.kill(process.pid if target == "launcher" else ranks[1], number)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == code, err
+    assert without_tracebacks(err) == ([ANNOUNCED.format(number.name)] if target == "launcher" else [])
+    assert (tmp_path / "agreed").read_text() == number.name
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 600) -> None:

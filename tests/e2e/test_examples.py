@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import yaml
 from grpo_megatron.cli.config_file import load_config
 from tests import worlds
 from tests.e2e import run_ranks
+from tests.listeners import is_loopback, listeners
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -22,18 +24,38 @@ SHARED = ROOT.parent / "shared" / "data"
 
 def command(*arguments: str, timeout: float = 1100) -> str:
     """Run `python ARGUMENTS` from the project's root, as in the README. Returns its output; a failure shows it."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    out, _ = watched_command(*arguments, timeout=timeout)
+    return out
+
+
+def watched_command(*arguments: str, timeout: float = 1100) -> tuple[str, set[str]]:
+    """As `command`; also returns the addresses on which its processes have listened, seen twice per second."""
+    process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    addresses: set[str] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            addresses.update(address for address, _ in listeners(process.pid))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        ended.set()
+        watcher.join()
+        process.kill()
+    assert process.returncode == 0, out[-3000:] + err[-3000:]
+    return out, addresses
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -43,12 +65,15 @@ def rows(folder: Path) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.both_stacks
 def test_quickstart_in_short(tmp_path: Path) -> None:
-    """12 warm-up and 3 GRPO steps of the real quickstart: every file it promises, and a model that transformers loads."""
+    """12 warm-up and 3 GRPO steps of the real quickstart: every file it promises, and a model that transformers loads.
+
+    Its processes listen on the loopback interface (gloo), and on nothing else.
+    """
     out = tmp_path / "run"
     command("tools/prepare_data.py", "arithmetic", str(tmp_path / "data"), "--seed", "1")
     tokenizer = ["--tokenizer", str(tmp_path / "data/tokenizer")]
     command("tools/prepare_data.py", "model", "--preset", "quickstart", str(tmp_path / "model"), *tokenizer)
-    printed = command(
+    printed, addresses = watched_command(
         "-m",
         "grpo_megatron",
         "train",
@@ -66,6 +91,7 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
         "trainer.test_freq=2",
         f"trainer.output_dir={out}",
     )
+    assert addresses and all(map(is_loopback, addresses)), addresses
     assert "before" in printed and "arithmetic/acc/mean@1" in printed
     for name in ("metrics.jsonl", "tensorboard", "curves.png", "config.yaml", "hf", "checkpoints/step_000003"):
         assert (out / name).exists(), name

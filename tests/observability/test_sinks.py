@@ -24,6 +24,7 @@ from grpo_megatron.observability.sinks import (
     read_metrics,
 )
 from grpo_megatron.observability.summary import Summary, format_table
+from grpo_megatron.storage import StorageError
 
 STEP = {
     "critic/score/mean": 0.25,
@@ -300,3 +301,25 @@ def test_curves_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no steps to plot"):
         curves.plot(tmp_path / "metrics.jsonl", tmp_path / "out.png")
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_damaged_lines_do_not_block_a_resume(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8, a line that is cut off, and steps that are no numbers are left out."""
+    path = tmp_path / "metrics.jsonl"
+    damaged = [b'{"step": 1, "a": "\xff"}', b'{"step": "2"}', b'{"step": null}', b'{"st', b"[" * 100_000]
+    path.write_bytes(b"\n".join([b'{"step": 0}', *damaged, b'{"step": 3}', b'{"step": 4}']))
+    sink = JsonlSink(path, first_step=4)
+    sink.log(4, {"a": 1.0})
+    sink.close()
+    assert read_metrics(path) == [{"step": 0}, {"step": 3}, {"step": 4, "a": 1.0}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    sink = JsonlSink.__new__(JsonlSink)
+    sink._file = path.open("a")
+    with pytest.raises(StorageError, match=r"metrics of step 3 to .*metrics\.jsonl: .*No space left on device"):
+        sink.log(3, {"a": 1.0})
+    sink.close()

@@ -16,7 +16,7 @@ from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.rollout.build import engine_problems, engines, find_engine, read_options
-from grpo_megatron.rollout.vllm_arguments import VllmOptions
+from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
 from tests import worlds
 from tests.runs import make_run
 
@@ -67,6 +67,29 @@ def test_vllms_options_are_checked_by_the_same_path() -> None:
     assert problem.startswith("rollout.engine_kwargs.load_format='auto' cannot be set here")
     assert read_options(find_engine("vllm"), {}) == VllmOptions()
     assert engines.names() == ["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name", "reason"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code", "run code from elsewhere"),
+        ({"worker_extension_cls": "evil.Worker"}, "worker_extension_cls", "run code from elsewhere"),
+        ({"logits_processors": ["evil.Processor"]}, "logits_processors", "run code from elsewhere"),
+        ({"log_config_file": "evil.json"}, "log_config_file", "run code from elsewhere"),
+        ({"compilation_config": {"backend": "evil.run", "level": 3}}, "compilation_config.backend", "run code from"),
+        ({"kv_events_config": {"publisher": "zmq"}}, "kv_events_config", "open network connections"),
+        ({"hf_overrides": {"rope_theta": 5}}, "hf_overrides", "change the model's config.json"),
+    ],
+)
+def test_an_engine_runs_no_code_that_the_config_names(kwargs: dict[str, Any], name: str, reason: str) -> None:
+    """Named by the checks before the start, and refused by vLLM's arguments where nothing has checked them."""
+    rollout = RolloutConfig(engine_kwargs=kwargs)
+    [problem] = engine_problems(rollout)
+    assert (
+        problem.startswith(f"rollout.engine_kwargs.{name}=") and "cannot be set here" in problem and reason in problem
+    )
+    with pytest.raises(ConfigError, match=rf"engine_kwargs\.{name}: "):
+        vllm_arguments(rollout, VllmOptions(), rollout_tp=1, on_cuda=False, executor=None, transfer=None)
 
 
 def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def checkpoints(model: Path, out: Path) -> dict[str, Any]:
 
     first = Checkpoints(out, mesh, keep=None)
     if mesh.rank == 0:
-        for leftover in (".step_000009.partial", ".step_000009.replaced"):
+        for leftover in (".step_000009.partial", ".step_000009.removed"):
             (out / "checkpoints" / leftover).mkdir(parents=True)
     for step in range(1, 5):
         first.save(step, policy, config)
@@ -71,7 +71,7 @@ def checkpoints(model: Path, out: Path) -> dict[str, Any]:
 def _stops(mesh: Any, out: Path) -> dict[str, Any]:
     """Way to request a stop -> (steps done when it stopped, message). Only one rank gets the request."""
     from grpo_megatron.config import TrainerConfig
-    from grpo_megatron.training import stopping
+    from grpo_megatron.training import stop_signals, stopping
 
     def run(config: TrainerConfig, request: Any = lambda: None) -> tuple[int, str]:
         watch = stopping.Stopping(config, mesh)
@@ -85,7 +85,7 @@ def _stops(mesh: Any, out: Path) -> dict[str, Any]:
                 return step, str(stopped)
         return 0, "never"
 
-    stopping.listen(out, is_first_rank=mesh.rank == 0)
+    stop_signals.listen()
     base = {"output_dir": out}
     stops = {"nothing": run(TrainerConfig(**base))}
     stops["time"] = run(TrainerConfig(**base, stop_at=time.time() + 3600 * (mesh.rank == 1)))

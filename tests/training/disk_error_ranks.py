@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,27 @@ def save_checkpoint(folder: Path, out: Path, failures: list[tuple[int, str, str]
         policy.mesh.barrier()
         outcomes.append((outcome, sorted(path.name for path in checkpoints.root.glob("step_*"))))
         policy.mesh.barrier()
-    return outcomes
+    return outcomes + [_load_bomb(checkpoints, policy, reward, part) for part in ("reward_model/state", "state")]
+
+
+class _Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def _load_bomb(checkpoints: Any, policy: Any, reward: Any, part: str) -> tuple[str, list[str]]:
+    """The outcome of loading the last checkpoint with a table of contents that runs code, and the file that it makes."""
+    exploded = checkpoints.root / "exploded"
+    if policy.mesh.rank == 0:
+        (checkpoints.last / part / ".metadata").write_bytes(pickle.dumps(_Bomb(exploded)))
+    policy.mesh.barrier()
+    outcome = _outcome(lambda: checkpoints.load(checkpoints.last, policy, [reward]), "", "")
+    return outcome, [exploded.name] if exploded.exists() else []
 
 
 def export(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> list[tuple[str, list[str]]]:

@@ -286,6 +286,7 @@ def run(
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
             "save_hf": save_hf,
+            "checkpoint_bytes": lambda arch, dtype: 0,
         },
         build: {"build_rollout_engine": build_rollout_engine, "build_resharding": lambda *_: FakeResharding()},
         references: {"Reference": FakeReference},

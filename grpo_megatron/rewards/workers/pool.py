@@ -1,10 +1,11 @@
 """RewardPool: rewards run in worker processes. One that raises, hangs, prints or dies costs only its own sample.
 
 Workers are started with `subprocess`: they are never forked from a process with threads or CUDA, and they do not import
-`__main__`. Every item has a wall-clock deadline; a worker that misses it is killed with its process group and replaced.
-One thread serves all pipes (`selectors`), so that no worker can block the parent. Workers die with the parent: by the
-end of stdin, and on Linux by PR_SET_PDEATHSIG. The kernel also sends that signal when the *thread* that started the
-worker ends. A worker that was lost between two calls is replaced silently.
+`__main__`. Every item has a wall-clock deadline; a worker that misses it is killed and replaced. What a reward has started
+ends with its worker (family.py), or, after a run that was killed as a whole, when the next pool is made. One thread serves
+all pipes (`selectors`), so that no worker can block the parent. Workers die with the parent: by the end of stdin, and on
+Linux by PR_SET_PDEATHSIG. The kernel also sends that signal when the *thread* that started the worker ends. A worker that
+was lost between two calls is replaced silently.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any, Literal
 
 from grpo_megatron.rewards.known import KNOWN_REWARDS
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.rewards.workers.process import WorkerProcess
+from grpo_megatron.rewards.workers.family import end_orphans
+from grpo_megatron.rewards.workers.process import WorkerProcess, printable
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class RewardPool:
             json.dumps(self.kwargs)
         except (TypeError, ValueError) as error:
             raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
+        end_orphans()
         self.counts: Counter[str] = Counter()
         self._num_workers = num_workers
         self._workers: list[WorkerProcess] = []
@@ -183,7 +186,7 @@ class RewardPool:
         return alive
 
     def _fail(self, number: int, status: Literal["error", "timeout"], message: str) -> None:
-        message = f"reward {self._items[number][0]!r}: {message}"
+        message = printable(f"reward {self._items[number][0]!r}: {message}")
         self._results[number] = RewardResult(float("nan"), {}, status, message)
 
     def _replace(self, worker: WorkerProcess, status: Literal["error", "timeout"], message: str) -> None:

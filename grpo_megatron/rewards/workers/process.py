@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.rewards.workers.family import MARK, end_family, new_mark
+
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 STARTUP_TIMEOUT_S = 120.0  # for the interpreter to start, and for the import of a user's module
+ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|\r(?=\n)")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 MAX_REPLY = 1 << 20  # bytes of one line; a usual result has some hundred
 
 
@@ -23,7 +28,8 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        self._mark = new_mark()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", MARK: self._mark}
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "grpo_megatron.rewards.workers.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -118,7 +124,7 @@ class WorkerProcess:
             chunk = os.read(self.stderr.fileno(), 1 << 16)
         except BlockingIOError:
             return "", True
-        text = chunk.decode(errors="replace")
+        text = printable(chunk.decode(errors="replace"))
         self.log_tail = (self.log_tail + text)[-500:]
         return text, bool(chunk)
 
@@ -127,8 +133,9 @@ class WorkerProcess:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def kill(self) -> str:
-        """Send SIGKILL to its process group; returns how the process ended. The pipes stay readable until `close`."""
+        """Send SIGKILL to all that it has started; returns how the process ended. The pipes stay readable until `close`."""
         if self._process.returncode is None:
+            end_family(self._process.pid, self._mark)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
@@ -147,6 +154,11 @@ class WorkerProcess:
     def _send(self, message: dict[str, Any]) -> None:
         self._outgoing += json.dumps(message).encode() + b"\n"
         self.write()
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: escape sequences and control characters other than tab and newline."""
+    return CONTROL.sub("", ESCAPE.sub("", text).replace("\r", "\n"))
 
 
 def _is_result(message: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from grpo_megatron.child import die_with_parent
 from grpo_megatron.rewards import RewardFunction, rewards
 from grpo_megatron.rewards.reward import parse_reward, preloads
+from grpo_megatron.rewards.workers.family import adopt_orphans
 
 MEMORY_LIMIT = 2 << 30
 MAX_MESSAGE = 500  # characters of an exception's text
@@ -33,6 +34,7 @@ MAX_MESSAGE = 500  # characters of an exception's text
 def main() -> None:
     """Serve until stdin ends."""
     die_with_parent(int(sys.argv[1]))  # also while a reward hangs in C and cannot notice the end of stdin
+    adopt_orphans()
     _be_killed_first()
     requests, replies = _take_pipes()
     sys.path[:] = json.loads(requests.readline())["sys_path"]  # of the parent, so that a user's module is found

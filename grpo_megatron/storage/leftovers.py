@@ -1,0 +1,87 @@
+"""What a process tree that was killed as a whole leaves on its machine, and its removal at the next start.
+
+    /tmp/grpo_megatron-*    private folder of a launcher, which holds a lock on it
+    /dev/shm/sem.mp-*       semaphores of Python's multiprocessing
+    /dev/shm/*-cpushm_*     shared memory of vLLM on CPU
+
+Only this user's are removed, only after MIN_AGE_S, and shared memory only when no visible process has mapped it. Removing
+the name of a semaphore harms no process that has opened it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "grpo_megatron-"
+SHARED_MEMORY = Path("/dev/shm")
+PATTERNS = ("sem.mp-*", "*-cpushm_*")
+MIN_AGE_S = 60.0  # a younger one may be between its creation and its lock, or its first use
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new temporary folder that only this user can read; it is locked until the block ends, and then removed."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def remove_leftovers() -> None:
+    """Remove what killed runs of this user have left. Errors are ignored: another process may clean up, too."""
+    for folder in _own_and_old(Path(tempfile.gettempdir()), [f"{PREFIX}*"]):
+        if not _is_locked(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    candidates = _own_and_old(SHARED_MEMORY, PATTERNS)
+    mapped = _mapped_files() if candidates else set()
+    for path in candidates:
+        if str(path) not in mapped:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _own_and_old(parent: Path, patterns: list[str] | tuple[str, ...]) -> list[Path]:
+    found = []
+    for pattern in patterns:
+        for path in parent.glob(pattern):
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > MIN_AGE_S:
+                    found.append(path)
+    return found
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _mapped_files() -> set[str]:
+    """The files below /dev/shm that any process has mapped, of those whose maps this user can read."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            for line in maps.read_text(errors="replace").splitlines():
+                place = line.find(str(SHARED_MEMORY))
+                if place >= 0:
+                    found.add(line[place:].removesuffix(" (deleted)"))
+    return found

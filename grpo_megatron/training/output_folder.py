@@ -1,0 +1,107 @@
+"""OutputFolder: trainer.output_dir while a run writes into it. One run at a time; an earlier run's files are kept.
+
+.lock         held by rank 0 (storage/lock.py)
+earlier_001/  with trainer.resume_mode=disable: the files of the run that was here before
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_megatron.config import ConfigError, TrainerConfig
+from grpo_megatron.observability.summary import OUTPUTS
+from grpo_megatron.parallel.disk import on_first_rank
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.atomic import clear_leftovers, sync_path, write_file
+from grpo_megatron.storage.lock import FolderLock
+from grpo_megatron.storage.space import check_space
+
+EARLIER = re.compile(r"earlier_(\d+)")
+# What a run writes besides what its summary names. Everything else in the folder is the user's, or slurm/train_70b.sh's.
+OTHER_OUTPUTS = ("iterations", "reward_model", "heartbeat", "outcome.json", "wandb", "wandb_run_id")
+WRITTEN_INTO = (".", "checkpoints", "iterations")  # where temporary names may be left
+
+
+class OutputFolder:
+    """Collective. The folder exists afterwards, is locked by this run, and holds no temporary names of a killed one.
+
+    With resume_mode=disable it holds nothing of an earlier run; `moved_to` is where that is. `inputs` are the paths that
+    the run reads. A context manager: leaving it releases the lock. Raises ConfigError on every rank.
+    """
+
+    def __init__(self, config: TrainerConfig, mesh: Mesh, inputs: Sequence[Path | None] = ()) -> None:
+        self.path, self.mesh = config.output_dir, mesh
+        self.lock: FolderLock | None = None
+        self.moved_to: Path | None = None
+        problem = None
+        if mesh.rank == 0:
+            try:
+                self._open(config.resume_mode == "disable", [path for path in inputs if path is not None])
+            except (OSError, StorageError) as error:
+                problem = f"trainer.output_dir={str(self.path)!r}: {error}"
+        problem = mesh.broadcast(problem)
+        if problem is not None:
+            self.close()
+            raise ConfigError(problem)
+
+    def _open(self, move_aside: bool, inputs: list[Path]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock = FolderLock(self.path)
+        for name in WRITTEN_INTO:
+            clear_leftovers(self.path / name)
+        if move_aside:
+            self._move_aside(inputs)
+
+    def _move_aside(self, inputs: list[Path]) -> None:
+        found = [self.path / name for name in (*OUTPUTS, *OTHER_OUTPUTS) if (self.path / name).exists()]
+        if not found:
+            return
+        for path in inputs:
+            if any(path.resolve().is_relative_to(output.resolve()) for output in found):
+                raise StorageError(
+                    f"trainer.resume_mode=disable moves an earlier run's files aside, and the run reads {str(path)!r},"
+                    " which is one of them; use another folder"
+                )
+        numbers = [int(match[1]) for path in self.path.iterdir() if (match := EARLIER.fullmatch(path.name))]
+        target = self.path / f"earlier_{max(numbers, default=0) + 1:03d}"
+        target.mkdir()
+        for path in found:
+            path.rename(target / path.name)
+        sync_path(target)
+        sync_path(self.path)
+        self.moved_to = target
+
+    def write_config(self, text: str) -> None:
+        """Collective: write config.yaml. Raises RankError on every rank when rank 0 cannot."""
+        path = self.path / "config.yaml"
+        on_first_rank(self.mesh, f"cannot write {path}", lambda: write_file(path, text))
+
+    def check_space(self, needed: int) -> None:
+        """Collective: raise RankError on every rank when a checkpoint of `needed` bytes does not fit."""
+        task = f"cannot save in {self.path}; set another trainer.output_dir, or trainer.save_freq=-1"
+        on_first_rank(self.mesh, task, lambda: check_space(self.path, needed, "a checkpoint"))
+
+    def check(self) -> None:
+        """Collective: raise RankError on every rank when the folder was deleted or replaced since the run began."""
+        on_first_rank(self.mesh, f"cannot go on in {self.path}", self._check)
+
+    def _check(self) -> None:
+        if self.lock is not None and not self.lock.is_in_place():
+            raise StorageError(
+                "the folder was deleted or replaced while the run was writing into it, and earlier metrics and checkpoints"
+                " with it; put it back, or start again"
+            )
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
+
+    def __enter__(self) -> OutputFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,78 @@
+"""What killed runs have left is removed; what a running process uses, or somebody has just made, is not."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.storage import leftovers
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLD = """
+import sys
+from grpo_megatron.storage.leftovers import private_folder
+with private_folder() as folder:
+    (folder / "file").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Temporary files of this test, and of its children, are here; so is the shared memory that is looked at."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    yield tmp_path
+    tempfile.tempdir = None
+
+
+def make_old(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (time.time() - 3600,) * 2)
+
+
+def test_the_folder_of_a_killed_launcher(folder: Path) -> None:
+    command = [sys.executable, "-c", HOLD]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        private = Path(launcher.stdout.readline().strip())
+        assert private.parent == folder and private.stat().st_mode & 0o077 == 0
+        make_old(private)
+        leftovers.remove_leftovers()
+        assert (private / "file").exists()
+        launcher.kill()
+    leftovers.remove_leftovers()
+    assert not private.exists()
+
+
+def test_a_folder_that_was_just_made_and_those_of_others_stay(folder: Path) -> None:
+    young, other = folder / "grpo_megatron-young", folder / "grpo_megatron_other"
+    for path in (young, other):
+        path.mkdir()
+    make_old(other)
+    leftovers.remove_leftovers()
+    assert young.exists() and other.exists()
+
+
+def test_semaphores_and_shared_memory(folder: Path) -> None:
+    """The third one is mapped, the fourth one is young, the last one has nobody's name."""
+    names = ["sem.mp-lost", "29500-tp:0-[0-1]-cpushm_0", "sem.mp-used", "sem.mp-young", "sem.user"]
+    paths = [folder / name for name in names]
+    for path in paths:
+        path.write_bytes(b"x" * 32)
+    make_old(paths[0], paths[1], paths[2], paths[4])
+    with paths[2].open("r+b") as file, mmap.mmap(file.fileno(), 32):
+        leftovers.remove_leftovers()
+    assert [path.name for path in paths if path.exists()] == ["sem.mp-used", "sem.mp-young", "sem.user"]
+    leftovers.remove_leftovers()
+    assert not paths[2].exists()
