@@ -21,7 +21,7 @@ AHEAD = 2  # rounds over the network
 DEPTH = {(NETWORK, False): AHEAD, (NETWORK, True): AHEAD + 2, (NODE, False): 2, (NODE, True): 2}
 PARTS_PER_BUDGET = 64  # no part is larger than this fraction of the budget, so that rounds fill it evenly
 FEWEST_ROUNDS = 32  # fewer would not overlap: the first and the last are alone
-SMALLEST_ROUND = 1 << 20  # elements; below it, waiting takes longer than the transfer
+SMALLEST_ROUND = 1 << 20  # elements: small models have few rounds
 
 
 @dataclass(frozen=True)
