@@ -5,8 +5,10 @@ collective for a dead one would never end. So the number of every signal is writ
 thread reads it. A request is remembered until the step is over (stopping.py).
 
 torchrun's agent sends SIGTERM to the ranks of a machine when one of them has died, and they cannot finish the step any
-more: `must_end` recognises that. Under srun a rank cannot know it; Slurm sends SIGKILL after its KillWait. SIGUSR2 shows
-where a run hangs: it writes the stack of every thread to standard error, and the run continues.
+more: `must_end` recognises that. Under srun a rank cannot know it, and Slurm sends SIGKILL after its KillWait (30 s), also to
+the batch script. So there a rank that has received SIGTERM ends itself after TERM_SECONDS (slurm/ranks.sh) if the step is not
+over, and the script can still record how the attempt ended. SIGUSR2 shows where a run hangs: it writes the stack of every
+thread to standard error, and the run continues.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 
 REQUESTS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 STOP_FILE = "GRPO_MEGATRON_STOP_FILE"  # set for the ranks of our launcher, which writes the name of its signal there
+TERM_SECONDS = "GRPO_MEGATRON_TERM_SECONDS"  # set by slurm/ranks.sh
 EXIT_STOPPED, EXIT_INTERRUPTED = 75, 128 + signal.SIGINT  # 75: EX_TEMPFAIL of sysexits.h, it can be started again
 ANNOUNCEMENT = "{}: the run stops after this step and saves; a second signal ends it at once\n"
 
@@ -61,6 +64,10 @@ class _Listener:
             sys.stdout.flush()
             os._exit(128 + number)
         self.request = number.name
+        if number == signal.SIGTERM and TERM_SECONDS in os.environ:
+            timer = threading.Timer(float(os.environ[TERM_SECONDS]), os._exit, [128 + number])
+            timer.daemon = True
+            timer.start()
         if self.announces:
             os.write(2, ANNOUNCEMENT.format(number.name).encode())
 

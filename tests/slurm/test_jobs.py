@@ -58,7 +58,8 @@ class Run:
         (folder / "run.yaml").write_text(yaml.safe_dump(raw))
         options = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--job-name={folder.name}", f"--output={self.log}"]
         arguments = [SCRIPT, str(folder / "run.yaml"), f"trainer.output_dir={self.out}"]
-        environment = {"REPO": str(ROOT), "DEVICE": "cpu", "PREFLIGHT": "0", **variables}
+        # TERM_SECONDS: no step can be finished after SIGTERM, since it waits at the gate.
+        environment = {"REPO": str(ROOT), "DEVICE": "cpu", "PREFLIGHT": "0", "TERM_SECONDS": "1", **variables}
         self.job = lab.submit(*options, *arguments, **environment)
 
     def allow(self, steps: int) -> None:

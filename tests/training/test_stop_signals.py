@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -24,10 +25,10 @@ lock.acquire()  # never returns, as a collective with a dead rank
 """
 
 
-def rank(*arguments: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
+def rank(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    pipe, env = subprocess.PIPE, {**os.environ, **environment}
     command = [sys.executable, "-c", RANK, *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -56,3 +57,11 @@ def test_a_signal_ends_a_rank_of_a_lost_run() -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (143, "")
+
+
+def test_under_slurm_sigterm_leaves_a_limited_time() -> None:
+    """SIGTERM of a step that cannot be finished: the rank ends before Slurm kills the batch script, too."""
+    process = rank("collective", GRPO_MEGATRON_TERM_SECONDS="0.1")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(300) == 143
+    process.communicate()
