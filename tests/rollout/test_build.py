@@ -89,7 +89,9 @@ def test_an_engine_runs_no_code_that_the_config_names(kwargs: dict[str, Any], na
         problem.startswith(f"rollout.engine_kwargs.{name}=") and "cannot be set here" in problem and reason in problem
     )
     with pytest.raises(ConfigError, match=rf"engine_kwargs\.{name}: "):
-        vllm_arguments(rollout, VllmOptions(), rollout_tp=1, on_cuda=False, executor=None, transfer=None)
+        vllm_arguments(
+            rollout, VllmOptions(), max_model_len=64, rollout_tp=1, on_cuda=False, executor=None, transfer=None
+        )
 
 
 def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
