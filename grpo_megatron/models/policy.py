@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ class Policy(LanguageModel):
         """Move the optimizer states to the host and free the gradient buffers: only an update needs them."""
         if not self.actor.megatron.offload_optimizer or self._offloaded.is_offloaded:
             return
-        with self.device.megatron():
+        with self._buffers():
             self.ddp.offload_grad_buffers(empty_cache=False)
         self._offloaded.offload([] if self._optimizer is None else state_tensors(self._optimizer))
 
@@ -110,7 +111,7 @@ class Policy(LanguageModel):
         """The inverse of `offload`. Does nothing if nothing is offloaded."""
         if self._offloaded.is_offloaded:
             self._offloaded.onload()
-            with self.device.megatron():
+            with self._buffers():
                 self.ddp.restore_grad_buffers()
 
     @contextlib.contextmanager
@@ -119,13 +120,20 @@ class Policy(LanguageModel):
         if self._offloaded.is_offloaded:
             yield
             return
-        with self.device.megatron():
+        with self._buffers():
             self.ddp.offload_grad_buffers()
         try:
             yield
         finally:
-            with self.device.megatron():
+            with self._buffers():
                 self.ddp.restore_grad_buffers()
+
+    @contextlib.contextmanager
+    def _buffers(self) -> Iterator[None]:
+        """Around Megatron's own offloading of gradient buffers, which uses a deprecated class of torch."""
+        with self.device.megatron(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+            yield
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
