@@ -33,6 +33,10 @@ class RankError(RuntimeError):
     """Something failed on at least one rank. Raised on every rank with the messages of all ranks."""
 
 
+class LostRank(RankError):
+    """A rank has died, or its connection is lost. No collective can succeed any more."""
+
+
 def all_gather_values(value: T, group: Any) -> list[T]:
     """Collective over `group`: the values of all its ranks, in the group's order. Small host-side values: they are pickled."""
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -110,14 +114,14 @@ class Mesh:
     def agree(self, problem: str | None) -> None:
         """Collective: if any rank has a problem, raise RankError with the problems of all ranks on every rank.
 
-        If a rank has died, the others raise RankError with their own problems.
+        If a rank has died, the others raise LostRank with their own problems.
         """
         flag = torch.tensor(0 if problem is None else 1)
         try:
             dist.all_reduce(flag, group=self.control)
         except RuntimeError as error:
             lost = f"lost the connection to another rank ({str(error).partition('. ')[0]})"
-            raise RankError(lost if problem is None else f"{problem}; {lost}") from error
+            raise LostRank(lost if problem is None else f"{problem}; {lost}") from error
         if not flag:
             return
         ranks_with: dict[str, list[str]] = {}

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
 from grpo_megatron.device import Device
-from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.parallel.mesh import LostRank, Mesh, RankError
 from grpo_megatron.rollout import vllm_process, vllm_versions
 from grpo_megatron.rollout.census import load_verified
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
@@ -109,6 +109,8 @@ class VllmEngine(RolloutEngine):
         """Collective. Raises RankError if any rank has a problem. An engine that is broken on one rank is so on all."""
         try:
             self._mesh.agree(problem)
+        except LostRank:
+            raise
         except RankError as error:
             if any(self._mesh.all_gather(self._broken is not None)):
                 self._broken = self._broken or f"{_BROKEN}: {error}"

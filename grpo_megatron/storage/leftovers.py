@@ -1,8 +1,8 @@
 """What a process tree that was killed as a whole leaves on its machine, and its removal at the next start.
 
-    /tmp/grpo_megatron-*    private folder of a launcher, which holds a lock on it
-    /dev/shm/sem.mp-*       semaphores of Python's multiprocessing
-    /dev/shm/*-cpushm_*     shared memory of vLLM on CPU
+    grpo_megatron-* among the temporary files    private folder of a launcher, which holds a lock on it
+    /dev/shm/sem.mp-*                            semaphores of Python's multiprocessing
+    /dev/shm/*-cpushm_*                          shared memory of vLLM on CPU
 
 Only this user's are removed, only after MIN_AGE_S, and shared memory only when no visible process has mapped it. Removing
 the name of a semaphore harms no process that has opened it.

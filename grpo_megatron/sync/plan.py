@@ -155,14 +155,6 @@ class SyncPlan:
         if self.open_modules:
             self.parts = side_by_side(self.parts, self._stage_of, self.numel)
 
-    @cached_property
-    def parts_of(self) -> list[list[int]]:
-        """Indices of each tensor's parts."""
-        out: list[list[int]] = [[] for _ in self.tensors]
-        for index, part in enumerate(self.parts):
-            out[part.tensor].append(index)
-        return out
-
     def numel(self, part: SyncPart) -> int:
         return self.tensors[part.tensor].numel_of(part.span)
 
