@@ -23,6 +23,9 @@ TIME_LIMIT_S = 2.0  # processor seconds per comparison
 
 _TOWER = re.compile(r"\^\s?(?:[0-9]{5,}|\{[^{}A-Za-z]*(?:[0-9]{5,}|\^|!)|[0-9]+\s?\^)")
 _POWER_OF_POWER = re.compile(r"\([^()]*\^[^()]*\)\s?\^\s?\{?[0-9]{3,}")
+_FACTORIAL_POWER = re.compile(r"([0-9a-z]!)\s?\^")  # 3!^2: the grammar reads 3!^(2)
+_FACTOR_BEFORE_BRACKET = re.compile(r"(?<![A-Za-z\\])([0-9a-zA-Z])\s?\(")  # n(n-1)!: no function n
+_SMALL_FACTORIAL = re.compile(r"\((?!.{0,11}[0-9]{4})[0-9a-z+-]{1,12}\)\s?!(?!\s?!)")  # (n-1)!, (2n+1)!
 _HUGE = re.compile(r"[0-9]{60,}|[0-9]{4,}\s?!|[)}!]\s?!\s?!?|(?:binom|choose)[^A-Za-z]*[0-9]{5,}")
 
 
@@ -34,6 +37,7 @@ def refuses(text: str) -> bool:
     for character in text:
         depth += (character in "({[") - (character in ")}]")
         deepest = max(deepest, depth)
+    text = _SMALL_FACTORIAL.sub("n", text)
     return deepest > MAX_NESTING or any(huge.search(text) for huge in (_TOWER, _HUGE, _POWER_OF_POWER))
 
 
@@ -44,7 +48,7 @@ def same_formula(answer: str, prediction: str) -> bool:
         return False
     import_math_verify()
     with time_limit(TIME_LIMIT_S, "a formula"):
-        first, second = _parsed(answer), _parsed(prediction)
+        first, second = parsed(answer), parsed(prediction)
         return first is not None and second is not None and not _differ(first, second) and _verify(first, second)
 
 
@@ -63,7 +67,25 @@ def _library() -> Any:
     return math_verify
 
 
-def _parsed(text: str) -> Any:
+def is_near(exact: str, decimal: str) -> bool:
+    """Whether `decimal` is `exact`, rounded: they differ by one unit in its last place at most. Raises TimeoutError."""
+    places = len(decimal.partition(".")[2])
+    if refuses(exact) or not places:
+        return False
+    import_math_verify()
+    with time_limit(TIME_LIMIT_S, "a rounding"):
+        try:
+            return bool(abs(complex(parsed(exact).evalf(20)) - float(decimal)) <= 10.0**-places)
+        except (TypeError, ValueError, AttributeError):  # no number, or outside the grammar
+            return False
+
+
+def parsed(text: str) -> Any:
+    """The sympy object of a LaTeX formula; None for one outside the grammar."""
+    import_math_verify()
+    text = _FACTORIAL_POWER.sub(r"(\1)^", text)
+    if "!" in text:
+        text = _FACTOR_BEFORE_BRACKET.sub(r"\1\\cdot (", text)
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
 
     config = NormalizationConfig(
@@ -94,7 +116,11 @@ def _differ(answer: Any, prediction: Any) -> bool:
 
 
 def _verify(answer: Any, prediction: Any) -> bool:
+    from sympy import Expr, factorial, gammasimp
+
     try:
+        if isinstance(answer, Expr) and isinstance(prediction, Expr) and (answer - prediction).has(factorial):
+            return bool(gammasimp((answer / prediction).rewrite("gamma")) == 1)
         return bool(_library().grader.sympy_expr_eq(answer, prediction, 6, 15))
     except Exception:  # noqa: BLE001 - sympy raises exceptions of many types at odd formulas
         return False

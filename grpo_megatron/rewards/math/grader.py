@@ -1,8 +1,9 @@
 r"""Answers to competition mathematics: the one extractor and verifier of MATH, MATH-500, OlympiadBench, AIME, AMC, Minerva.
 
 The prediction is the content of the last `\boxed{...}` (`boxed.py`), or of a later `<answer>...</answer>`. It is right
-when its value is the answer's: both are one string after `latex.py`, or one tree (`tree.py`) with equal values
-(`value.py`), where math-verify compares formulas (`formula.py`). Plain numbers, words and identical strings never reach
+when its value is the answer's: both are one string after `latex.py`, or one tree (`tree.py`, `same_tree.py`) with equal values
+(`value.py`), where math-verify compares formulas (`formula.py`); or one equation or inequality (`relation.py`). A
+sentence in the box is read for the value that it states (`sentence.py`). Plain numbers, words and identical strings never reach
 sympy. MATH: arXiv 2103.03874.
 
 Departures from math-verify 0.9: a list `3, 5` is neither `3, 5, 5` nor the pair `(3,5)`; `(-\infty,3)` = `x < 3` in both
@@ -15,7 +16,10 @@ from __future__ import annotations
 from grpo_megatron.rewards.math.boxed import MAX_BOX, box_start, last_boxed
 from grpo_megatron.rewards.math.formula import import_math_verify, same_formula
 from grpo_megatron.rewards.math.latex import tidy
-from grpo_megatron.rewards.math.tree import MAX_ANSWER, parse_tree, same_tree
+from grpo_megatron.rewards.math.relation import same_relation
+from grpo_megatron.rewards.math.same_tree import same_tree
+from grpo_megatron.rewards.math.sentence import sentence_value
+from grpo_megatron.rewards.math.tree import MAX_ANSWER, parse_tree
 from grpo_megatron.rewards.math.value import rational, same_value
 from grpo_megatron.rewards.reward import Extractor, extractors, preloads, rewards
 
@@ -35,6 +39,13 @@ def equivalent(answer: str, prediction: str) -> bool:
         return True
     if len(answer) > MAX_ANSWER or len(prediction) > MAX_ANSWER:
         return "".join(answer.split()) == "".join(prediction.split())
+    if _same_tree(answer, prediction) or same_relation(answer, prediction):
+        return True
+    value = sentence_value(prediction)
+    return value is not None and (_same_tree(answer, value) or same_relation(answer, value))
+
+
+def _same_tree(answer: str, prediction: str) -> bool:
     return same_tree(
         parse_tree(answer), parse_tree(prediction), lambda one, other: same_value(one, other, same_formula)
     )

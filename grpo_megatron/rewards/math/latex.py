@@ -32,6 +32,11 @@ _UNICODE = str.maketrans(
         "\u00a3": "\\$",
     }
 )
+_ASCII_RELATIONS = (  # `5!=120` has a factorial, `x != 3` has not
+    (re.compile(r">\s?="), r"\\ge "),
+    (re.compile(r"<\s?="), r"\\le "),
+    (re.compile(r"(?<=\s)!="), r"\\ne "),
+)
 _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|\\!,|,\\!|,\\,|\\,|\\;|\\ |~)\s*(?:\\!)?(?=[0-9]{3}(?![0-9]))")
 _BRACED_NUMBER = re.compile(r"(?<!\\)\{(-?[0-9]{1,3}(?:,[0-9]{3})+)\}")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![A-Za-z])\.?")
@@ -66,6 +71,8 @@ _SYNONYMS = {
     "lor": "text{or}",
     "degree": "circ",
     "infin": "infty",
+    "simeq": "approx",
+    "sim": "approx",
 }
 _SYNONYM = re.compile(r"\\(" + "|".join(sorted(_SYNONYMS, key=len, reverse=True)) + r")(?![A-Za-z])")
 _PLAIN = {"[", "]", "|", "<", ">"}  # without a backslash
@@ -81,6 +88,12 @@ _SHORT = (
     (re.compile(r"([_^])\s*\{([0-9A-Za-z])\}"), r"\1\2"),
 )
 _MIXED = re.compile(r"(?<![0-9.A-Za-z}_^/])([0-9]+)\s+([0-9]+)\s?/\s?([0-9]+)(?![0-9])")
+# What is left of the line that an answer was cut from: alignment, tags, ends of proofs and of environments.
+_DEBRIS = re.compile(
+    r"""(?:\s|[.,;:&]|\x00|\\+$|\{\}|\\(?:blacksquare|square|Box|qed|qedsymbol|hfill|newline)(?![A-Za-z])
+    |\\tag\*?\{[^{}]*\}|\\end\{(?:align|aligned|equation|gather|gathered|split|center)\*?\})+$""",
+    re.VERBOSE,
+)
 _FIRST_ZERO = re.compile(r"(?<![0-9])\.(?=[0-9])")
 _LAST_ZERO = re.compile(r"(?<=[0-9])\.0*(?![0-9A-Za-z\\])")
 _SPACE = re.compile(r"(\\[A-Za-z]+\s+(?=[A-Za-z]))|([0-9A-Za-z]\s+(?=[0-9A-Za-z]))|\s+")
@@ -89,6 +102,8 @@ _SPACE = re.compile(r"(\\[A-Za-z]+\s+(?=[A-Za-z]))|([0-9A-Za-z]\s+(?=[0-9A-Za-z]
 def tidy(text: str) -> str:
     """One spelling of an answer. Tidying twice changes nothing, for practical purposes. Never raises."""
     text = text.translate(_UNICODE).replace("\\\\", "\x00")  # the end of a matrix row, not a space
+    for pattern, latex in _ASCII_RELATIONS:
+        text = pattern.sub(latex, text)
     text = _LATEX_COMMA.sub("", text)
     text = _BRACED_NUMBER.sub(lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"(?<!\\)\$|\*\*|`", "", text)
@@ -107,8 +122,17 @@ def tidy(text: str) -> str:
         text = pattern.sub(full, text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _LAST_ZERO.sub("", _FIRST_ZERO.sub("0.", text))
-    text = re.sub(r"(?:\s|[.,;:]|\x00)+$", "", text)
+    text = _DEBRIS.sub("", _without_open_brace(text)).lstrip(" &")
     return _squeeze(text.replace("\x00", "\\\\")).strip()
+
+
+def _without_open_brace(text: str) -> str:
+    """Without closing braces at the end that nothing has opened."""
+    plain = text.replace("\\{", "").replace("\\}", "")
+    surplus = plain.count("}") - plain.count("{")
+    while surplus > 0 and text.rstrip().endswith("}") and not text.rstrip().endswith("\\}"):
+        text, surplus = text.rstrip()[:-1], surplus - 1
+    return text
 
 
 def _squeeze(text: str) -> str:

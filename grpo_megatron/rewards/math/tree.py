@@ -1,19 +1,19 @@
 r"""The structure of an answer: lists, tuples, intervals, sets, unions, matrices, inequalities, and single values.
 
-`parse_tree(text)` -> Node; `same_tree(answer, prediction, equal)` compares two trees. Order counts in tuples, intervals
-and matrices. It does not count in sets and lists (`3, 5`, `x=1 or x=2`, `1 \pm \sqrt2`). `(1,2)` is neither `[1,2]` nor the
-list `1,2`. An inequality in one variable is its interval. A leading `x =`, `f(x) =` or `x \in` is dropped, unless both
-sides have one and the names differ. `value.py` compares single values.
+`parse_tree(text)` -> Node. Sets and lists are `3, 5`, `x=1 or x=2`, `1 \pm \sqrt2`. `(1,2)` is neither `[1,2]` nor the list
+`1,2`. An inequality in one variable is its interval. A leading `x =`, `f(x) =` or `x \in` becomes the name of its node.
+`same_tree.py` compares two trees, `value.py` single values.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from grpo_megatron.rewards.math.latex import tidy
+from grpo_megatron.rewards.math.value import rational
 
 MAX_ANSWER = 1000  # characters; longer answers are compared as strings
 MAX_PARTS = 64
@@ -37,12 +37,17 @@ _LATEX_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\\]", re.DOTALL)
 _OPEN = {"(", "[", "{", "\\{", "\\langle", "\\begin"}
 _CLOSE = {")", "]", "}", "\\}", "\\rangle", "\\end"}
 _VARIABLE = re.compile(
-    r"\([a-z](?:,[a-z])+\)|[A-Za-z]{1,3}|[A-Za-z]_?\{?\w{1,3}\}?|\\[a-z]+|[A-Za-z]{1,2}'?\([A-Za-z0-9,]{1,5}\)|[a-zA-Z]\^\{-1\}\([a-z]\)"
+    r"\([a-z](?:,[a-z])+\)|[A-Za-z](?::[A-Za-z])+|[A-Za-z]{1,3}|[A-Za-z]_?\{?\w{1,3}\}?|\\[a-z]+|[A-Za-z]{1,2}'?\([A-Za-z0-9,]{1,5}\)|[a-zA-Z]\^\{-1\}\([a-z]\)"
 )
 _CONSTANTS = {"\\pi", "\\infty", "\\sqrt", "\\frac"}
 _WORD_NAME = re.compile(r"\\angle\s?\w+|(?:\\text\{)?[A-Za-z][A-Za-z ]*\}?")
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _OR = re.compile(r"\\text\{,?\s?(?:and|or)\s?,?\}|(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])")
+_ELEMENT = re.compile(r"\\text\{(?:is |lies )?in\}")
+_ABOUT = re.compile(
+    r"(?<=.)(?:\(\\approx\s?|=(?=[-0-9.]+\\[cl]?dots$)|\\text\{\(?(?:or )?(?:approximately|about|approx\.?) )"
+    r"(?P<number>-?[0-9]+(?:\.[0-9]+)?)(?:\\[cl]?dots|\)?\}|\))$"
+)
 _LEAD = re.compile(r"^\\text\{[^{}]* is:?\}")
 _TEXT_LIST = re.compile(r"\\text\{([^{}]*,[^{}]*)\}")
 _GROUPED_NUMBER = re.compile(r"-?(?:\\?\$)?-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9,])(?:[^,;(\[]*)")
@@ -52,7 +57,8 @@ def parse_tree(text: str) -> Node:
     """The tree of an answer. Never raises: a text without structure is one value."""
     text = tidy(text)
     text = _TEXT_LIST.sub(lambda m: ",".join(f"\\text{{{part.strip()}}}" for part in m[1].split(",")), text)
-    return _parse(_OR.sub(",", _LEAD.sub("", text)), 0)
+    text = _ABOUT.sub(r"\\approx \g<number>", _ELEMENT.sub(r"\\in ", _LEAD.sub("", text)))
+    return _parse(_OR.sub(",", text), 0)
 
 
 def _parse(text: str, depth: int) -> Node:
@@ -91,9 +97,26 @@ def _list(parts: Sequence[str], depth: int) -> Node:
     for node in nodes:
         flat += node.parts if node.kind == "list" else (node,)
     names = {node.name for node in flat}
+    if len(flat) == 2 and (both := _intersection(*flat)) is not None:  # x > 1 and x < 5
+        return both
     if len(names) == 1 and names != {""}:  # x = 1, x = 2
         return Node("list", parts=tuple(_without_name(node) for node in flat), name=names.pop())
     return Node("list", parts=tuple(flat))
+
+
+def _intersection(first: Node, second: Node) -> Node | None:
+    """The interval between a lower and an upper bound of one name; None for other nodes, and where there is nothing
+    between them (`x < 1 or x > 3` is a union)."""
+    if not (first.name == second.name != "" and {first.kind, second.kind} <= {"()", "[]", "(]", "[)"}):
+        return None
+    lower, upper = (first, second) if first.parts[1].text == "\\infty" else (second, first)
+    if lower.parts[1].text != "\\infty" or upper.parts[0].text != "-\\infty":
+        return None
+    low, high = rational(lower.parts[0].text), rational(upper.parts[1].text)
+    if low is None or high is None or low >= high:
+        return None
+    kind = _interval_kind(lower.kind[0] == "[", upper.kind[1] == "]")
+    return Node(kind, parts=(lower.parts[0], upper.parts[1]), name=first.name)
 
 
 def _without_name(node: Node) -> Node:
@@ -110,13 +133,18 @@ def _matrix(kind: str, body: str, depth: int) -> Node:
     return Node("det" if kind[0] in "vV" else "matrix", parts=parts, columns=columns)
 
 
+_RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\in", "\\approx")
+
+
 def _relation(text: str, depth: int) -> Node | None:
     if text.startswith("\\{"):
         return None
-    signs = [t for t in _tokens_outside_brackets(text) if t in ("=", "<", ">", "\\le", "\\ge", "\\in", "\\approx")]
+    signs = [token for token in tokens_outside_brackets(text) if token in _RELATIONS]
     if not signs:
         return None
     sides = [side.strip() for side in split_outside_brackets(text, set(signs))]
+    if signs[-1] == "\\approx" and not is_name(text[: text.rindex("\\approx")]):
+        return _rounded(_parse(text[: text.rindex("\\approx")], depth + 1), sides[-1])
     if set(signs) <= {"=", "\\in", "\\approx"}:
         named = is_name(sides[0]) and all(sides[1:])
         constant = "\\in" not in signs and not any(re.search(r"(?<![\\a-z])[a-zA-Z](?![a-z])", side) for side in sides)
@@ -127,6 +155,11 @@ def _relation(text: str, depth: int) -> Node | None:
     if "=" in signs or "\\in" in signs or len(signs) > 2:
         return None
     return _inequality(sides, signs, depth)
+
+
+def _rounded(node: Node, decimal: str) -> Node:
+    """`12\\pi \\approx 37.7` is the value `12\\pi`. The decimal stays for `value.py`, if the other answer is one too."""
+    return replace(node, text=f"{node.text}\\approx {decimal}") if node.kind == "value" else node
 
 
 def _inequality(sides: list[str], signs: list[str], depth: int) -> Node | None:
@@ -178,7 +211,10 @@ def _bracketed(text: str, depth: int) -> Node | None:
     if len(parts) > MAX_PARTS:
         return None
     if first == "\\{":
-        if last != "\\}" or len(split_outside_brackets(inside, {":", "\\mid", "|"})) > 1:
+        condition = split_outside_brackets(inside, {":", "\\mid", "|"})
+        if len(condition) == 2 and is_name(condition[0].partition("\\in")[0]):  # {x : 1 < x < 2}
+            return _relation(condition[1].strip(), depth + 1)
+        if last != "\\}" or len(condition) > 1:
             return None
         return Node("set", parts=tuple(_parse(part, depth + 1) for part in parts if part.strip()))
     if first == "(" and last == ")" and len(parts) == 1:
@@ -208,7 +244,7 @@ def _outer_brackets(text: str) -> tuple[str, str]:
     return (tokens[0], tokens[-1]) if len(tokens) > 1 and depth == 0 else ("", "")
 
 
-def _tokens_outside_brackets(text: str) -> list[str]:
+def tokens_outside_brackets(text: str) -> list[str]:
     found, depth = [], 0
     for token in _LATEX_TOKEN.finditer(text):
         depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
@@ -221,60 +257,3 @@ def is_name(text: str) -> bool:
     """Whether a text is a name: `x`, `x_1`, `f(x)`, `\\theta`, `AB`, `\\angle ABC`, one or two words."""
     text = text.strip()
     return bool(_VARIABLE.fullmatch(text) or (_WORD_NAME.fullmatch(text) and len(text) < 40)) and text not in _CONSTANTS
-
-
-def same_tree(answer: Node, prediction: Node, equal: Callable[[str, str], bool]) -> bool:
-    """Whether two trees are one answer; `equal` compares single values."""
-    if answer.name and prediction.name and _bare_name(answer.name) != _bare_name(prediction.name):
-        return False
-    kinds = {answer.kind, prediction.kind}
-    if kinds == {"list", "union"}:  # x < 1 or x > 3
-        return _same_unordered(answer.parts, prediction.parts, equal)
-    if kinds == {"list", "set"} or kinds == {"set"}:
-        return _same_unordered(_distinct(answer.parts, equal), _distinct(prediction.parts, equal), equal)
-    if answer.kind == "()" and prediction.kind == "list" and all(part.name for part in prediction.parts):
-        return _same_ordered(answer.parts, prediction.parts, equal)  # x = 3, y = 5 for (3,5)
-    if answer.kind != prediction.kind:
-        return False
-    if answer.kind == "value":
-        return equal(answer.text, prediction.text)
-    if answer.kind in ("list", "union"):
-        if answer.kind == "list" and _has_several_names(answer) and not any(part.name for part in prediction.parts):
-            return _same_ordered(answer.parts, prediction.parts, equal)  # 3, 5 for x = 3, y = 5
-        return _same_unordered(answer.parts, prediction.parts, equal)
-    if answer.columns != prediction.columns or answer.columns < 0:
-        return False
-    return _same_ordered(answer.parts, prediction.parts, equal)
-
-
-def _has_several_names(node: Node) -> bool:
-    """Whether the parts have several different names."""
-    return len({part.name for part in node.parts}) > 1
-
-
-def _bare_name(name: str) -> str:
-    return re.sub(r"\\text|[{}\s_]", "", name)
-
-
-def _same_ordered(answer: Sequence[Node], prediction: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
-    if len(answer) != len(prediction):
-        return False
-    return all(same_tree(one, other, equal) for one, other in zip(answer, prediction, strict=True))
-
-
-def _same_unordered(answer: Sequence[Node], prediction: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
-    left = list(prediction)
-    for part in answer:
-        found = next((index for index, other in enumerate(left) if same_tree(part, other, equal)), None)
-        if found is None:
-            return False
-        del left[found]
-    return not left
-
-
-def _distinct(parts: Sequence[Node], equal: Callable[[str, str], bool]) -> list[Node]:
-    kept: list[Node] = []
-    for part in parts:
-        if not any(same_tree(other, part, equal) for other in kept):
-            kept.append(part)
-    return kept

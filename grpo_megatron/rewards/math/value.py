@@ -16,6 +16,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from grpo_megatron.rewards.math.formula import is_near
+
 PLACES = 6  # decimals of a number that may stand for a fraction without finite decimal
 
 _INTEGER = r"[0-9]{1,60}"
@@ -25,6 +27,7 @@ _RATIONAL = re.compile(
       | (?P<mixed>{_INTEGER})?\s?\\frac\{{(?P<top>-?{_INTEGER})\}}\{{(?P<bottom>-?{_INTEGER})\}} )""",
     re.VERBOSE,
 )
+_RATIO_WORD = re.compile(r"^([0-9]+)\s?(?:to\s|\\text\{to\}\s?)\s?([0-9]+)$")
 _REPEATING = re.compile(r"(-?)([0-9]{0,20})\.([0-9]{0,20})\\overline\{([0-9]{1,20})\}")
 _SPACED = re.compile(r"-?[0-9]{1,3}(?: [0-9]{3})+")
 _GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -117,6 +120,8 @@ def same_value(answer: str, prediction: str, same_formula: Callable[[str, str], 
     """Whether two values (tidy LaTeX) are equal. `same_formula` is called last, and not for plain numbers or words."""
     if answer == prediction:
         return bool(answer)
+    if "\\approx" in answer + prediction:
+        return _same_rounded(answer, prediction, same_formula)
     answer, answer_unit = split_unit(answer)
     prediction, prediction_unit = split_unit(prediction)
     if not answer or not prediction or units_clash(answer_unit, prediction_unit):
@@ -128,6 +133,22 @@ def same_value(answer: str, prediction: str, same_formula: Callable[[str, str], 
     if answer.endswith("%") != prediction.endswith("%"):
         return _same_percent(answer, prediction, same_formula)
     return _same(answer.removesuffix("%").strip(), prediction.removesuffix("%").strip(), same_formula)
+
+
+def _same_rounded(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
+    """One or both are `exact \\approx decimal`. The exact values count; or the decimal, where the other answer is one."""
+    exact, decimal = _split_rounded(answer)
+    other, other_decimal = _split_rounded(prediction)
+    if same_value(exact, other, same_formula):
+        return True
+    if other_decimal and not decimal:
+        return "." in exact and rational(exact) == rational(other_decimal) and is_near(other, other_decimal)
+    return bool(decimal) and not other_decimal and "." in other and rational(other) == rational(decimal)
+
+
+def _split_rounded(text: str) -> tuple[str, str]:
+    exact, _, decimal = text.partition("\\approx")
+    return exact.strip(), split_unit(decimal.strip())[0]
 
 
 def _same_percent(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
@@ -149,6 +170,7 @@ def _same(answer: str, prediction: str, same_formula: Callable[[str, str], bool]
     numeral, other = _NUMERAL.fullmatch(answer), _NUMERAL.fullmatch(prediction)
     if (numeral and other) or (numeral and second is not None) or (other and first is not None):
         return _same_numeral(numeral, answer, other, prediction)
+    answer, prediction = _RATIO_WORD.sub(r"\1:\2", answer), _RATIO_WORD.sub(r"\1:\2", prediction)
     if ":" in answer and ":" in prediction:
         return _same_ratio(answer.split(":"), prediction.split(":"), same_formula)
     if _is_words(answer) or _is_words(prediction):
@@ -159,9 +181,17 @@ def _same(answer: str, prediction: str, same_formula: Callable[[str, str], bool]
     choice = re.fullmatch(r"\(?([A-Za-z])\)?", answer)
     if choice and re.fullmatch(r"\(?[A-Za-z]\)?", prediction):
         return choice[1] == prediction.strip("()")  # math-verify takes a for A
-    if choice and re.match(rf"\(?{choice[1]}(?:\)|[.:]\s)", prediction):
+    if choice and re.match(rf"\(?{choice[1]}(?:\)|[.:]\s?)", prediction):
         return True  # (B) 12, B. twelve
+    if _is_equation(answer) != _is_equation(prediction):
+        return False  # math-verify would compare 1 with the right side of x + y = 1
     return same_formula(answer, prediction)
+
+
+def _is_equation(text: str) -> bool:
+    """Whether a text is an equation with an operation on its left side, and no definition such as `P(A) = 0.5`."""
+    left, sign, _ = re.sub(r"\([^()]*\)", "", text).partition("=")
+    return bool(sign) and bool(re.search(r"[-+*^0-9]", left.strip()[1:]))
 
 
 def _rounds(text: str, value: Fraction, exact: Fraction) -> bool:

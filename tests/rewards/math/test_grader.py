@@ -23,6 +23,7 @@ from grpo_megatron.rewards.math.grader import (
 from grpo_megatron.rewards.math.tree import parse_tree
 from grpo_megatron.rewards.workers.pool import RewardPool
 from tests.rewards.answers import DIFFERENT, EQUAL, pairs
+from tests.rewards.relations import OTHER, SAME
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -67,13 +68,13 @@ def test_boxed_prediction(text: str, prediction: str | None) -> None:
     assert boxed_prediction(text) == prediction
 
 
-@pytest.mark.parametrize(("answer", "prediction"), pairs(EQUAL))
+@pytest.mark.parametrize(("answer", "prediction"), pairs(EQUAL) + pairs(SAME))
 def test_equal_answers(answer: str, prediction: str) -> None:
     assert equivalent(answer, prediction)
     assert math_reward(rf"Thus $\boxed{{{prediction}}}$.", answer) == {"score": 1.0, "acc": 1.0, "extracted": 1.0}
 
 
-@pytest.mark.parametrize(("answer", "prediction"), pairs(DIFFERENT))
+@pytest.mark.parametrize(("answer", "prediction"), pairs(DIFFERENT) + pairs(OTHER))
 def test_different_answers(answer: str, prediction: str) -> None:
     assert not equivalent(answer, prediction)
     assert math_reward(rf"Thus $\boxed{{{prediction}}}$.", answer)["score"] == 0.0

@@ -17,7 +17,8 @@ from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards import rewards
 from grpo_megatron.rewards.math import formula
 from grpo_megatron.rewards.math.grader import boxed_prediction, equivalent
-from grpo_megatron.rewards.math.tree import parse_tree, same_tree
+from grpo_megatron.rewards.math.same_tree import same_tree
+from grpo_megatron.rewards.math.tree import parse_tree
 from grpo_megatron.rewards.math.value import rational, same_value, split_unit
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
