@@ -19,6 +19,7 @@ def describe_model(source: Source, hashes: bool = False) -> str:
     rope = f"theta {arch.rope_theta:g}"
     rope += f", llama3 x{arch.rope_factor:g}" if arch.rope_factor else ""
     rope += f", linear x{arch.rope_linear_factor:g}" if arch.rope_linear_factor else ""
+    rope += f", yarn x{arch.rope_yarn.factor:g}" if arch.rope_yarn else ""
     counts = Counter(source.dtypes.values()).most_common()
     stored = sum(p.stat().st_size for p in source.data_folder.rglob("*") if p.is_file())
     lines = {

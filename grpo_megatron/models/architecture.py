@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,31 @@ class UnsupportedModel(ValueError):
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN, arXiv 2309.00071: RoPE for `factor` times the length that the model was trained for first.
+
+    Dimensions that turn more than `beta_fast` times in `original_length` tokens keep their frequency, those that turn
+    less than `beta_slow` times are divided by `factor`, a ramp lies between. `truncate`: its ends are whole dimensions.
+    `attention_factor` multiplies cosine and sine, hence the logits by its square.
+    """
+
+    factor: float
+    original_length: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def log_scale(self) -> float:
+        """The m with attention_factor = 0.1 m ln(factor) + 1. In the paper, m = 1."""
+        return (self.attention_factor - 1.0) / (0.1 * math.log(self.factor))
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A pre-norm decoder: dense, or with `num_experts` experts instead of one MLP in every layer.
 
-    `rope_factor` belongs to llama3 scaling, `rope_linear_factor` to linear interpolation.
+    `rope_factor` belongs to llama3 scaling, `rope_linear_factor` to linear interpolation, `rope_yarn` to YaRN.
     """
 
     family: str
@@ -33,6 +55,7 @@ class Architecture:
     qk_norm: bool = False
     rope_factor: float | None = None
     rope_linear_factor: float | None = None
+    rope_yarn: Yarn | None = None
     sliding_window: int | None = None  # longer sequences are refused: windows are not implemented
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
@@ -82,7 +105,34 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
                     f"llama3 RoPE scaling with {key}={merged[key]}: Megatron-Core has {value:g} built in and takes no other"
                 )
         return {**out, "rope_factor": float(merged["factor"])}
-    raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported (supported: default, linear, llama3)")
+    if kind == "yarn":
+        yarn = _yarn(merged)
+        return {**out, "rope_yarn": yarn, "max_position_embeddings": int(yarn.original_length * yarn.factor)}
+    raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported (supported: default, linear, llama3, yarn)")
+
+
+def _yarn(scaling: dict[str, Any]) -> Yarn:
+    """The defaults are those of transformers and vLLM. Raises UnsupportedModel."""
+    factor = float(scaling["factor"] or math.nan)
+    if not factor > 1.0 or not scaling.get("original_max_position_embeddings"):
+        raise UnsupportedModel(
+            f"yarn RoPE scaling with factor={scaling['factor']} and original_max_position_embeddings="
+            f"{scaling.get('original_max_position_embeddings')}: it needs a factor above 1, and that length"
+        )
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0
+        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            upper, lower = (0.1 * scaling[name] * math.log(factor) + 1.0 for name in ("mscale", "mscale_all_dim"))
+            attention_factor = upper / lower
+    return Yarn(
+        factor=factor,
+        original_length=int(scaling["original_max_position_embeddings"]),
+        attention_factor=float(attention_factor),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+    )
 
 
 def common_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.architecture import Architecture, Yarn
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
 from grpo_megatron.models.precision import fp8_settings
 from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels, engine_gradients
@@ -133,7 +133,26 @@ def transformer_config(
         **(expert_config(arch) if arch.num_experts else {}),
         **megatron.override_transformer_config,
     }
-    return TransformerConfig(**settings)
+    if arch.rope_yarn is None:
+        return TransformerConfig(**settings)
+    # The fused kernel for packed sequences would drop the attention factor without a word.
+    config = TransformerConfig(**{**settings, "apply_rope_fusion": False})
+    for name, value in yarn_config(arch.rope_yarn).items():
+        setattr(config, name, value)
+    return config
+
+
+def yarn_config(yarn: Yarn) -> dict[str, Any]:
+    """What Megatron-Core's YaRN reads from a TransformerConfig. The class has no fields for it."""
+    return {
+        "yarn_rotary_scaling_factor": yarn.factor,
+        "yarn_original_max_position_embeddings": yarn.original_length,
+        "yarn_beta_fast": yarn.beta_fast,
+        "yarn_beta_slow": yarn.beta_slow,
+        "yarn_mscale": yarn.log_scale(),
+        "yarn_mscale_all_dim": 0.0,  # the attention factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ... + 1)
+        "yarn_correction_range_round_to_int": yarn.truncate,
+    }
 
 
 def expert_config(arch: Architecture) -> dict[str, Any]:
@@ -199,7 +218,7 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if arch.rope_yarn is None else "yarn",
             rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # a float works, and some models need a float
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,

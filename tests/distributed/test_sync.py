@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,12 +39,17 @@ NODES = [
     ("qwen2", "TP4", 2, 2),
     ("qwen3", "TP4", 1, 2),
 ]
+YARN = {"rope_type": "yarn", "factor": 32.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: tiny.make_model(root / family, family, num_hidden_layers=2) for family in tiny.FAMILIES}
+    changes: dict[str, dict[str, Any]] = {"mistral": {"rope_parameters": YARN}}
+    return {
+        family: tiny.make_model(root / family, family, num_hidden_layers=2, **changes.get(family, {}))
+        for family in tiny.FAMILIES
+    }
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "hf_configs"
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
 # With theta 5e5 and original length 8192, only wavelengths above 2048 are interpolated: this needs long sequences.
 LLAMA3 = {**tiny.LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+STEEP_YARN = {**YARN, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # model -> (tiny family, changes)
     **{name: (name, {}) for name in ("llama2", "mistral", "qwen2", "qwen3")},
     **{name: ("llama2", MODELS[name]) for name in ("qwen3_moe", "mixtral")},
@@ -34,15 +36,18 @@ LONG = [([7 * i * i % 101 for i in range(600)], list(range(40))), ([3 * i % 101 
 def _scaled(root: Path, name: str, rope: dict[str, Any]) -> Path:
     family, changes = SETTINGS[name]
     settings = {**changes, "num_hidden_layers": 2, "max_position_embeddings": 16384}
+    if name == "mixtral":  # transformers' YaRN takes its null for the size of a head
+        settings["head_dim"] = tiny.COMMON["hidden_size"] // tiny.COMMON["num_attention_heads"]
     if rope:
         settings["rope_parameters"] = rope
-    return tiny.make_model(root / f"{name}-{rope.get('rope_type')}", family, std=0.1, **settings)
+    return tiny.make_model(root / f"{name}-{rope.get('rope_type')}-{len(rope)}", family, std=0.1, **settings)
 
 
 @pytest.mark.slow
 def test_rope_scaling_equals_transformers(tmp_path: Path) -> None:
-    """Linear scaling for every family, llama3 scaling for two. Half the factor must give other logprobs."""
+    """Linear scaling for every family, llama3 and YaRN for some. Half the factor must give other logprobs."""
     cases = [(name, LINEAR) for name in SETTINGS] + [("llama2", LLAMA3), ("qwen3", LLAMA3)]
+    cases += [("llama2", YARN), ("qwen2", STEEP_YARN), ("mixtral", YARN)]
     folders = [_scaled(tmp_path, name, rope) for name, rope in cases]
     [results] = worlds.run(moe_ranks.logprobs, 1, folders=folders, pairs=LONG)
     for (name, rope), folder, got in zip(cases, folders, results, strict=True):
@@ -109,7 +114,8 @@ def _refused(config: dict[str, Any], message: str) -> None:
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings=None"),
+    ("qwen2", {"rope_scaling": {**YARN, "factor": 1.0}}, "yarn RoPE scaling with factor=1.0"),
     ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'"),
     ("qwen3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE scaling 'longrope'"),
     ("llama", {"rope_scaling": {**tiny.LLAMA3_ROPE, "high_freq_factor": 8.0}}, "llama3 RoPE scaling with high_freq"),

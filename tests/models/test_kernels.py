@@ -67,6 +67,15 @@ def test_fused_kernels_are_those_that_are_installed(arch: Architecture, kernels:
     assert built.transformer_impl == ("transformer_engine" if kernels.transformer_engine else "local")
 
 
+def test_no_fused_rope_under_yarn() -> None:
+    """Transformer Engine's kernel for packed sequences drops the factor on cosine and sine."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    arch = architecture_of({**tiny.COMMON, "model_type": "qwen2", "rope_scaling": yarn})
+    config = transformer_config(arch, ENGINE, "float32", False, Kernels(transformer_engine=True))
+    assert not config.apply_rope_fusion
+    assert (config.yarn_mscale, config.yarn_mscale_all_dim) == (pytest.approx(1.0), 0.0)
+
+
 def test_the_users_table_is_applied_last(arch: Architecture) -> None:
     megatron = MegatronConfig(override_transformer_config={"bias_dropout_fusion": False})
     assert not transformer_config(arch, megatron, "bfloat16", True, Kernels(compiled=True)).bias_dropout_fusion
