@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.mapping import WeightRow, expand_table
-from grpo_megatron.models.sync_parameters import engine_spans, stages_of_parameters, sync_parameters
+from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan
@@ -112,7 +112,7 @@ class World:
 def planned(arch: Architecture, grid: Grid, sizes: list[int], budget: int) -> tuple[SyncPlan, list[range], Traffic]:
     """As `Resharding` plans it. `budget`: elements."""
     parameters = sync_parameters(arch, grid, stages_of_parameters(arch, sizes))
-    return plan_rounds(parameters, engine_spans(arch, grid.rollout_tp), grid, budget)
+    return plan_rounds(parameters, engine_tensors(arch, grid.rollout_tp, reads_shards=True).spans, grid, budget)
 
 
 def world(
