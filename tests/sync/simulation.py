@@ -20,6 +20,7 @@ from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_param
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan
+from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.rounds import Traffic, plan_rounds
 from grpo_megatron.sync.transport import Envelope
@@ -139,7 +140,7 @@ def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
             transport = Queues(rank, queues, counts[rank])
             rank_plan, shard = simulated.rank_plan(rank), simulated.shard(rank)
             dtype = next(iter(simulated.whole.values())).dtype
-            exchange = Exchange(rank_plan, shard.__getitem__, transport, dtype, torch.device("cpu"))
+            exchange = Exchange(rank_plan, shard.__getitem__, transport, Pool(dtype, torch.device("cpu")))
             for bucket in exchange.stream():
                 handed[rank].update(bucket)
         except BaseException as error:  # noqa: BLE001 - raised below, in the test's thread
