@@ -96,7 +96,8 @@ def described(ranks: list[dict[str, Any]]) -> str:
 
 
 def report(ways: Sequence[str], ranks: list[dict[str, Any]]) -> None:
-    """Medians of the seconds until all ranks have finished, with rank 0's shares, and of the processor time of all ranks.
+    """Medians of the seconds until all ranks have finished, and of the processor time of all ranks; of each share rank 0's
+    seconds and the processor time of all.
 
     A ratio is the median over pairs that followed each other. On a busy machine that of processor time says more.
     """
@@ -110,10 +111,17 @@ def report(ways: Sequence[str], ranks: list[dict[str, Any]]) -> None:
         figures = [rank["repeats"][number][way] for rank in ranks]
         return sum(f["processor"] - sum(s for name, s in f["used"].items() if left_out in name) for f in figures)
 
+    def used_for(way: str, number: int, share: str) -> float:
+        return sum(float(rank["repeats"][number][way]["used"].get(share, 0.0)) for rank in ranks)
+
     for way in ways:
         shares = [ranks[0]["repeats"][number][way]["shares"] for number in numbers]
         names = dict.fromkeys(name for share in shares for name in share)
-        parts = [f"{name} {statistics.median(share.get(name, 0.0) for share in shares):.3f}" for name in names]
+        parts = [
+            f"{name} {statistics.median(share.get(name, 0.0) for share in shares):.3f}"
+            f" / {statistics.median(used_for(way, number, name) for number in numbers):.3f}"
+            for name in names
+        ]
         wall, used = (statistics.median(f(way, number) for number in numbers) for f in (seconds, processor))
         print(f"  {way:7s}{wall:7.3f} s, processor {used:6.3f} s;  {', '.join(parts)}")
     for base in ("old", "memcpy", "bare"):

@@ -15,6 +15,7 @@ from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.sync.attest import Expected, expected_digests
 from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
 from grpo_megatron.sync.exchange import Exchange
+from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.rounds import plan_rounds
 from grpo_megatron.sync.tensors import EngineTensors
@@ -42,6 +43,7 @@ class Resharding:
         `delta`: changes are sent where possible (see `DeltaSync`); None: every sync is full.
         """
         self.mesh, self.tensors, self.dtype, self.device = mesh, tensors, dtype, device
+        self._pool = Pool(dtype, device)
         grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
         parameters = sync_parameters(arch, grid, stage_of)
         plan, rounds, self.traffic = plan_rounds(parameters, tensors.spans, grid, budget)
@@ -56,7 +58,7 @@ class Resharding:
     def _build_delta(self, limits: DeltaLimits) -> DeltaSync:
         problem, delta = None, None
         try:
-            delta = DeltaSync(self.plan, PointToPoint(), self.mesh, dtype=self.dtype, device=self.device, limits=limits)
+            delta = DeltaSync(self.plan, PointToPoint(), self.mesh, pool=self._pool, limits=limits)
         except RuntimeError as error:  # out of memory
             problem = f"no memory on the host for what rollout.sync=delta keeps there: {error}; set rollout.sync=full"
         self.mesh.agree(problem)
@@ -91,7 +93,7 @@ class Resharding:
         try:
             self._check(parameters)
             if self._delta is None:
-                exchange = Exchange(self.plan, read, PointToPoint(), self.dtype, self.device)
+                exchange = Exchange(self.plan, read, PointToPoint(), self._pool)
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
             problem = f"cannot send weights: {error}"
         self.mesh.agree(problem)

@@ -9,7 +9,7 @@ from grpo_megatron.models.families import table_of
 from grpo_megatron.models.mapping import QKV, Replicated, Vocabulary, WeightRow, expand_table
 from grpo_megatron.models.tensor_parallel import ENGINE_VOCABULARY_MULTIPLE
 from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.tensors import EngineSpans, EngineTensors, Interval, SyncParameter, SyncTensor
+from grpo_megatron.sync.tensors import EngineTensors, Interval, SyncParameter, SyncTensor
 
 
 def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str, int]:
@@ -41,36 +41,22 @@ def _sync_parameter(row: WeightRow, arch: Architecture, grid: Grid, stage: int) 
 
 
 def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool) -> EngineTensors:
-    """What an engine of `rollout_tp` ranks gets. `reads_shards`: only the parts that vLLM reads, else everything."""
-    tensors = {
-        name: SyncTensor(name, shape, row.split_dim or 0)
-        for row in expand_table(table_of(arch), arch)
-        for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True)
-    }
-    return EngineTensors(tensors, engine_spans(arch, rollout_tp) if reads_shards else whole_spans(arch, rollout_tp))
+    """What an engine of `rollout_tp` ranks gets, and which part of it each of them reads.
 
-
-def whole_spans(arch: Architecture, rollout_tp: int) -> EngineSpans:
-    """The parts that an engine reads of which nothing is known: everything, on each of its ranks."""
-    spans: dict[str, tuple[Interval, ...]] = {}
-    for row in expand_table(table_of(arch), arch):
-        for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
-            spans[name] = ((0, shape[row.split_dim or 0]),) * rollout_tp
-    return spans
-
-
-def engine_spans(arch: Architecture, rollout_tp: int) -> EngineSpans:
-    """The parts that each rank of a tensor-parallel engine reads, as vLLM cuts a model.
-
-    Linear layers are cut evenly. Key-value heads are shared by several ranks if there are more ranks than heads. The
-    vocabulary is padded to a multiple of 64 first, so that the last rank has fewer tokens, or none.
+    `reads_shards`: the parts that vLLM reads. Linear layers are cut evenly. Key-value heads are shared by several ranks if
+    there are more ranks than heads. The vocabulary is padded to a multiple of 64 first, so that the last rank has fewer
+    tokens, or none. Without `reads_shards`, every rank reads everything.
     """
+    tensors: dict[str, SyncTensor] = {}
     spans: dict[str, tuple[Interval, ...]] = {}
     for row in expand_table(table_of(arch), arch):
         for index, (name, shape) in enumerate(zip(row.hf, row.hf_shapes(arch), strict=True)):
-            length = shape[row.split_dim or 0]
-            spans[name] = tuple(_span(row, index, length, arch, rank, rollout_tp) for rank in range(rollout_tp))
-    return spans
+            tensor = tensors[name] = SyncTensor(name, shape, row.split_dim or 0)
+            if reads_shards:
+                spans[name] = tuple(_span(row, index, tensor.length, arch, r, rollout_tp) for r in range(rollout_tp))
+            else:
+                spans[name] = ((0, tensor.length),) * rollout_tp
+    return EngineTensors(tensors, spans)
 
 
 def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Interval:

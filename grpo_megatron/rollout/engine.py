@@ -64,7 +64,9 @@ class RolloutEngine(ABC):
 
     Options: ClassVar[type[Section]] = NoOptions  # the type of the section `rollout.engine_options`
     requires: ClassVar[Mapping[str, str]] = {}  # package to import -> what `pip install` calls it
-    reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part, `engine_spans` (models/)
+    reads_shards: ClassVar[bool] = (
+        False  # True: of each tensor it reads only its rank's part, `engine_tensors` (models/)
+    )
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import re
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def version_problems() -> Iterator[str]:
         yield from _problems(vllm, torch)
 
 
+@functools.cache  # every weight update asks, and reading the metadata takes a millisecond
 def installed_series() -> VllmSeries:
     """The row of the installed vLLM. Raises ConfigError for a version that is not tested."""
     for problem in version_problems():

@@ -1,13 +1,13 @@
 """Attestation: what an engine must hold, computed from the policy's shards, and the comparison with what it does hold.
 
-Every part of every tensor has one witness among the ranks that keep it. A witness digests its parts; one all-reduce adds
+Every part of every tensor has one witness among the ranks that hold it. A witness digests its parts; one all-reduce adds
 them up to a table [tensors, engine ranks] of what each engine rank must hold, and to the digest of each whole tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,7 @@ def expected_digests(
 
     `shares` are those of which this rank is the witness; shares of one parameter are neighbours. `read` gives a
     parameter as this rank keeps it. An error of `read` is raised after `reduce`, because the other ranks wait there.
-    Waits for the device once.
+    Waits for the device twice.
     """
     names = list(engine.tensors)
     row_of = {name: row for row, name in enumerate(names)}
@@ -67,16 +67,23 @@ def expected_digests(
 def _digest_shares(shares: Sequence[Share], read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     """Per share its digest, and 1 where it has non-finite values. Two int64 tensors [shares]."""
     digests: list[Tensor] = []
-    extremes: list[Tensor] = []
+    sums: list[Tensor] = []
+    for part, share in _parts(shares, read):
+        digests.append(part_digest(part, share.tensor, share.start))
+        sums.append(part.sum(-1).sum())  # on CPU twice as fast as aminmax, 60 times as isfinite().all()
+    is_finite = torch.stack(sums).isfinite()
+    if not is_finite.all():  # a sum may also have overflowed
+        extremes = torch.stack([value for part, _ in _parts(shares, read) for value in torch.aminmax(part)])
+        is_finite = extremes.view(-1, 2).isfinite().all(1)  # NaN if any value is NaN
+    return torch.stack(digests), (~is_finite).to(torch.int64)
+
+
+def _parts(shares: Sequence[Share], read: Callable[[str], Tensor]) -> Iterator[tuple[Tensor, Share]]:
     name, parameter = None, torch.empty(0)
     for share in shares:
         if share.parameter != name:
             name, parameter = share.parameter, read(share.parameter)
-        part = parameter.narrow(share.tensor.axis, share.local_start, share.stop - share.start)
-        digests.append(part_digest(part, share.tensor, share.start))
-        extremes += torch.aminmax(part)  # NaN if any value is NaN. isfinite().all() takes 30 times as long on CPU
-    is_finite = torch.stack(extremes).view(-1, 2).isfinite().all(1)
-    return torch.stack(digests), (~is_finite).to(torch.int64)
+        yield parameter.narrow(share.tensor.axis, share.local_start, share.stop - share.start), share
 
 
 def _add(

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from grpo_megatron.sync.base import Base, HostBase
 from grpo_megatron.sync.delta import Patch, encode_patch
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.patches import PatchExchange
+from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.shard import Shard, part_of
 from grpo_megatron.sync.stamp import Stamp
@@ -62,20 +62,19 @@ class DeltaSync:
         transport: Transport,
         ranks: Ranks,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        pool: Pool,
         limits: DeltaLimits,
     ) -> None:
         """Allocates the copies on the host."""
         self._plan, self._transport, self._ranks = plan, transport, ranks
-        self._dtype, self._device, self._limits = dtype, device, limits
+        self._pool, self._limits = pool, limits
         sent, received = plan.sent(), plan.received()
         self._received: dict[int, list[int]] = {}  # tensor -> parts
         for part in received:
             self._received.setdefault(plan.plan.parts[part].tensor, []).append(part)
-        pinned = device.type != "cpu"
-        self._sent: Base = HostBase(_sizes(plan, sent), dtype, pinned=pinned)
-        self._base: Base = HostBase(_sizes(plan, received), dtype, pinned=pinned)
+        pinned = pool.device.type != "cpu"
+        self._sent: Base = HostBase(_sizes(plan, sent), pool.dtype, pinned=pinned)
+        self._base: Base = HostBase(_sizes(plan, received), pool.dtype, pinned=pinned)
         self._sequence, self._digest = 0, 0
         self._age = 0  # syncs since the last full one
         self._is_complete = self._is_accepted = False
@@ -90,7 +89,7 @@ class DeltaSync:
         may_compare = self._is_accepted and self._age + 1 < self._limits.full_every
         self._is_accepted = self._is_complete = False
         self._sequence += 1
-        shard, patches, problem = Shard(self._plan, read, self._dtype, self._device), dict[int, Patch](), None
+        shard, patches, problem = Shard(self._plan, read, self._pool), dict[int, Patch](), None
         try:
             patches = self._encode(shard) if may_compare else {}
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
@@ -119,21 +118,21 @@ class DeltaSync:
     def _encode(self, shard: Shard) -> dict[int, Patch]:
         patches = {}
         for part in self._sent.parts():
-            patches[part] = encode_patch(shard.part(part), self._sent.read(part).to(self._device))
+            patches[part] = encode_patch(shard.part(part), self._sent.read(part).to(self._pool.device))
             self._sent.update(part, patches[part])
         return patches
 
     def _full(self, read: Callable[[str], Tensor], shard: Shard) -> Iterator[WeightBucket]:
         problem, exchange = None, None
         try:
-            exchange = Exchange(self._plan, read, self._transport, self._dtype, self._device)
+            exchange = Exchange(self._plan, read, self._transport, self._pool)
             for part in self._sent.parts():
                 self._sent.store(part, shard.part(part))
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
             problem = f"cannot send weights: {error}"
         self._ranks.agree(problem)
         assert exchange is not None
-        self.bytes_received = self._base.numel * self._dtype.itemsize
+        self.bytes_received = self._base.numel * self._pool.dtype.itemsize
         numbers = {tensor.name: number for number, tensor in enumerate(self._plan.plan.tensors)}
         for bucket in exchange.stream():
             for name, tensor in bucket:
@@ -144,12 +143,24 @@ class DeltaSync:
 
     def _changes(self, patches: dict[int, Patch], shard: Shard, version: int) -> Iterator[WeightBucket]:
         stamp = Stamp(self._digest, version, self._sequence, place=0, source=self._plan.rank)
-        exchange = PatchExchange(self._plan, self._transport, stamp, patches, self._dtype, self._device)
+        exchange = PatchExchange(self._plan, self._transport, stamp, patches, self._pool.dtype, self._pool.device)
         received = exchange.run(self._ranks.agree)
         self.bytes_received = exchange.bytes_received
         for part, patch in received.items():
             self._base.update(part, patch)
-        yield from shard.tensors(self._base, self._received)
+        for current in self._plan.rounds:
+            bucket = [(self._plan.tensor(tensor).name, self._patched(shard, tensor)) for tensor in current.complete]
+            shard.forget()
+            if bucket:
+                yield bucket
+
+    def _patched(self, shard: Shard, tensor: int) -> Tensor:
+        """What this rank has itself comes from its parameters, the rest from the base."""
+        out, axis = shard.begin(tensor), self._plan.tensor(tensor).axis
+        for number in self._received.get(tensor, []):
+            target = part_of(out, self._plan.plan.parts[number], axis)
+            target.copy_(self._base.read(number).view(target.shape), non_blocking=True)
+        return out
 
 
 def _sizes(plan: RankPlan, parts: list[int]) -> dict[int, int]:

@@ -20,33 +20,27 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.sync.pool import Pool
-from grpo_megatron.sync.rank_plan import Copy, Message, RankPlan, Slot
+from grpo_megatron.sync.rank_plan import Message, RankPlan, Slot
 from grpo_megatron.sync.rounds import AHEAD, DEPTH
-from grpo_megatron.sync.tensors import SyncTensor
+from grpo_megatron.sync.shard import ReadParameter, Shard, part_of
 from grpo_megatron.sync.transport import Transport
 from grpo_megatron.types import WeightBucket
 
 T = TypeVar("T")
-ReadParameter = Callable[[str], Tensor]  # name of a parameter -> this rank's shard
 
 
 class Exchange:
     """One sync. Its message buffers are allocated when it is made, so that no rank runs out of memory between messages."""
 
-    def __init__(
-        self, plan: RankPlan, read: ReadParameter, transport: Transport, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._plan, self._read_parameter, self._transport = plan, read, transport
-        self._dtype, self._device = dtype, device
-        self._pool = Pool(dtype, device)
+    def __init__(self, plan: RankPlan, read: ReadParameter, transport: Transport, pool: Pool) -> None:
+        self._plan, self._transport, self._pool = plan, transport, pool
+        self._shard = Shard(plan, read, pool)
         self._buffers = {key: self._allocate(*key) for key in DEPTH}
         self._tensors: dict[int, Tensor] = {}  # begun, not yet complete
-        self._cache: dict[str, Tensor] = {}
         self._problem: Exception | None = None
 
     def stream(self) -> Iterator[WeightBucket]:
@@ -80,7 +74,7 @@ class Exchange:
         for message in current.sends[phase].values():
             packed = self._attempt(functools.partial(self._packed, message, buffer, number))
             sends.append((message.peer, buffer[slice(*message.span)] if packed is None else packed))
-        self._cache.clear()
+        self._shard.forget()
         buffer = self._buffer(phase, True, number)
         receives = [(m.peer, buffer[slice(*m.span)]) for m in current.receives[phase].values()]
         return self._transport.post(sends, receives)
@@ -100,7 +94,7 @@ class Exchange:
         if isinstance(slot.origin, Slot):
             return _view(self._buffer(NETWORK, True, number), slot.origin)
         assert slot.origin is not None, "only what is sent has an origin"
-        return self._local(slot.origin)
+        return self._shard.local(slot.origin)
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
@@ -115,40 +109,20 @@ class Exchange:
         return [(self._plan.tensor(tensor).name, self._completed(tensor)) for tensor in current.complete]
 
     def _write(self, slot: Slot, buffer: Tensor) -> None:
-        tensor, start, stop, _, _ = self._plan.plan.parts[slot.part]
-        if tensor not in self._tensors:
-            self._tensors[tensor] = self._begin(tensor)
-        self._tensors[tensor].narrow(self._axis(tensor), start, stop - start).copy_(_view(buffer, slot))
+        part = self._plan.plan.parts[slot.part]
+        if part.tensor not in self._tensors:
+            self._tensors[part.tensor] = self._shard.begin(part.tensor)
+        axis = self._plan.tensor(part.tensor).axis
+        part_of(self._tensors[part.tensor], part, axis).copy_(_view(buffer, slot))
 
     def _completed(self, tensor: int) -> Tensor:
-        return self._tensors.pop(tensor) if tensor in self._tensors else self._begin(tensor)
-
-    def _begin(self, tensor: int) -> Tensor:
-        """The full-shaped tensor, with what this rank holds itself."""
-        whole, own = self._plan.tensor(tensor), self._plan.own.get(tensor, [])
-        if len(own) == 1 and (own[0].start, own[0].stop) == self._plan.plan.spans[whole.name][self._plan.engine_rank]:
-            window = _window(self._local(own[0]), whole, own[0].start)
-            if window is not None:
-                return window
-        out = self._pool.empty(whole.shape)
-        for copy in own:
-            out.narrow(whole.axis, copy.start, copy.stop - copy.start).copy_(self._local(copy))
-        return out
-
-    def _local(self, copy: Copy) -> Tensor:
-        name = self._plan.parameter(copy.tensor).name
-        if name not in self._cache:
-            self._cache[name] = self._read_parameter(name)
-        return self._cache[name].narrow(self._axis(copy.tensor), copy.local_start, copy.stop - copy.start)
-
-    def _axis(self, tensor: int) -> int:
-        return self._plan.plan.tensors[tensor].axis
+        return self._tensors.pop(tensor) if tensor in self._tensors else self._shard.begin(tensor)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _allocate(self, phase: int, is_receiver: bool) -> list[Tensor]:
         size = max(current.elements(phase, is_receiver) for current in self._plan.rounds)
-        return [torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(DEPTH[phase, is_receiver])]
+        return [self._pool.empty((size,)) for _ in range(DEPTH[phase, is_receiver])]
 
     def _buffer(self, phase: int, is_receiver: bool, number: int) -> Tensor:
         return self._buffers[phase, is_receiver][number % DEPTH[phase, is_receiver]]
@@ -164,16 +138,3 @@ class Exchange:
 
 def _view(buffer: Tensor, slot: Slot) -> Tensor:
     return buffer[slot.start : slot.stop].view(slot.shape)
-
-
-def _window(local: Tensor, whole: SyncTensor, start: int) -> Tensor | None:
-    """The full-shaped tensor whose part from `start` is `local`, without a copy. Its other elements are undefined.
-
-    None if that would leave the memory of `local`. Megatron's distributed optimizer keeps all parameters in one buffer, so
-    that there is room on both sides of nearly all of them.
-    """
-    first = local.storage_offset() - start * local.stride(whole.axis)
-    last = first + sum((size - 1) * stride for size, stride in zip(whole.shape, local.stride(), strict=True))
-    if first < 0 or last >= local.untyped_storage().nbytes() // local.element_size():
-        return None
-    return local.as_strided(whole.shape, local.stride(), first)

@@ -16,17 +16,19 @@ SMALLEST = 1 << 16  # bytes; malloc keeps smaller memory itself
 
 
 class Pool:
+    """Made once for all syncs. It keeps what was in use at one time: about the message buffers and the tensors of a round."""
+
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
         self._free: dict[int, list[bytearray]] = {}  # by size, which is that of few kinds of tensors
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Like `torch.empty`. The memory returns to the pool with the last view of the tensor."""
-        size = math.prod(shape) * self._dtype.itemsize
-        if self._device.type != "cpu" or size < SMALLEST:
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        size = math.prod(shape) * self.dtype.itemsize
+        if self.device.type != "cpu" or size < SMALLEST:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
         free = self._free.setdefault(size, [])
         memory = free.pop() if free else bytearray(size)
         lease = memoryview(memory)  # the tensor's storage holds it
         weakref.finalize(lease, free.append, memory).atexit = False
-        return torch.frombuffer(lease, dtype=self._dtype).view(shape)
+        return torch.frombuffer(lease, dtype=self.dtype).view(shape)

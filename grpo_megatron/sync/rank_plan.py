@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,13 +103,15 @@ class RankPlan:
         return [self.plan.parameters[index] for index in sorted(held)]
 
     def shares(self) -> list[Share]:
-        """The parts that this rank digests for the attestation, those of a parameter next to each other."""
-        parts = [
-            part
-            for index, part in enumerate(self.plan.parts)
-            if self.holds(part) and self.plan.witness(index) == self.rank
-        ]
-        return [self._share(part) for part in sorted(parts)]
+        """What this rank digests for the attestation, those of a parameter next to each other."""
+        witnessed = [p for p in self.plan.parts if self.plan.witnesses[p.tensor, p.kind] == self.rank]
+        shares: list[Share] = []
+        for part in sorted(witnessed):
+            share = self._share(part)
+            if shares and _continues(share, shares[-1]):
+                share = dataclasses.replace(shares.pop(), stop=share.stop)
+            shares.append(share)
+        return shares
 
     def sent(self) -> list[int]:
         """The parts that this rank sends from its own parameters, each once."""
@@ -175,6 +178,14 @@ class RankPlan:
             if self.holds(part) and self.engine_rank in self.plan.kinds[part.kind].readers:
                 self.own.setdefault(part.tensor, []).append(self.local(part))
         self.own = {tensor: _merged(copies) for tensor, copies in self.own.items()}
+
+
+def _continues(share: Share, last: Share) -> bool:
+    return (share.tensor, share.engine_ranks, share.start) == (
+        last.tensor,
+        last.engine_ranks,
+        last.stop,
+    ) and share.local_start - last.local_start == share.start - last.start
 
 
 def _coordinates(grid: Grid, rank: int) -> tuple[int, int]:

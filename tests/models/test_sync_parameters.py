@@ -7,7 +7,7 @@ import torch
 
 from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.mapping import expand_table
-from grpo_megatron.models.sync_parameters import engine_spans, whole_spans
+from grpo_megatron.models.sync_parameters import engine_tensors
 from tests.sync.architectures import FAMILIES, architecture
 
 
@@ -34,8 +34,12 @@ def test_pieces_are_what_shard_reads(family: str, tp: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_ranks_together_read_every_row(family: str, ranks: int) -> None:
     arch = architecture(family)
-    spans = engine_spans(arch, ranks)
-    assert spans.keys() == whole_spans(arch, ranks).keys() == hf_shapes(arch).keys()
+    engine = engine_tensors(arch, ranks, reads_shards=True)
+    spans = engine.spans
+    assert spans.keys() == engine.tensors.keys() == hf_shapes(arch).keys()
+    whole = engine_tensors(arch, ranks, reads_shards=False)
+    assert whole.tensors == engine.tensors
+    assert all(span == ((0, whole.tensors[name].length),) * ranks for name, span in whole.spans.items())
     for row in expand_table(table_of(arch), arch):
         for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
             covered = torch.zeros(shape[row.split_dim or 0])

@@ -28,6 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         return known[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    vllm_versions.installed_series.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from grpo_megatron.models.families import table_of
 from grpo_megatron.models.mapping import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
+from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.transport import Envelope
 from tests.sync.simulation import World
@@ -102,8 +103,7 @@ class DeltaWorld:
                 self.plans[rank],
                 self._transports[rank],
                 SimulatedRanks(self._crossing, rank),
-                dtype=self.dtype,
-                device=torch.device("cpu"),
+                pool=Pool(self.dtype, torch.device("cpu")),
                 limits=DeltaLimits(full_every, max_density),
             )
             for rank in range(size)

@@ -16,10 +16,11 @@ from torch import Tensor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.mapping import WeightRow, expand_table
-from grpo_megatron.models.sync_parameters import engine_spans, stages_of_parameters, sync_parameters
+from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan
+from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.rounds import Traffic, plan_rounds
 from grpo_megatron.sync.transport import Envelope
@@ -112,7 +113,7 @@ class World:
 def planned(arch: Architecture, grid: Grid, sizes: list[int], budget: int) -> tuple[SyncPlan, list[range], Traffic]:
     """As `Resharding` plans it. `budget`: elements."""
     parameters = sync_parameters(arch, grid, stages_of_parameters(arch, sizes))
-    return plan_rounds(parameters, engine_spans(arch, grid.rollout_tp), grid, budget)
+    return plan_rounds(parameters, engine_tensors(arch, grid.rollout_tp, reads_shards=True).spans, grid, budget)
 
 
 def world(
@@ -139,7 +140,7 @@ def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
             transport = Queues(rank, queues, counts[rank])
             rank_plan, shard = simulated.rank_plan(rank), simulated.shard(rank)
             dtype = next(iter(simulated.whole.values())).dtype
-            exchange = Exchange(rank_plan, shard.__getitem__, transport, dtype, torch.device("cpu"))
+            exchange = Exchange(rank_plan, shard.__getitem__, transport, Pool(dtype, torch.device("cpu")))
             for bucket in exchange.stream():
                 handed[rank].update(bucket)
         except BaseException as error:  # noqa: BLE001 - raised below, in the test's thread

@@ -79,6 +79,13 @@ def test_values_that_are_not_finite_are_named(value: float) -> None:
     assert expected_of("qwen2", (4, 2, 2, 1, 2), whole)[0].non_finite == [name]
 
 
+def test_large_finite_values_are_finite_although_their_sum_is_not() -> None:
+    whole = {name: tensor.clone() for name, tensor in weights_of("qwen2").items()}
+    whole["model.norm.weight"][:] = torch.finfo(torch.bfloat16).max
+    assert not whole["model.norm.weight"].sum().isfinite()
+    assert expected_of("qwen2", (4, 2, 2, 1, 2), whole)[0].non_finite == []
+
+
 def test_one_bit_of_any_tensor_changes_the_digest_of_the_weights() -> None:
     whole = dict(weights_of("qwen3-moe"))
     seen = {expected_of("qwen3-moe", LAYOUTS[0], whole)[0].weights_digest}

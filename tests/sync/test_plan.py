@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.sync_parameters import engine_spans, stages_of_parameters, sync_parameters
+from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.floor import floor_of
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
@@ -71,7 +71,7 @@ def test_70b_on_512_ranks() -> None:
 def test_stages_send_side_by_side_where_an_engine_may_keep_a_module_of_each() -> None:
     arch, grid = architecture("llama"), Grid(4, pp=4, rollout_tp=1, ranks_per_node=4)
     parameters = sync_parameters(arch, grid, stages_of_parameters(arch, [1] * 4))
-    spans = engine_spans(arch, 1)
+    spans = engine_tensors(arch, 1, reads_shards=True).spans
     modules = 4 * 2 * 96 * 64  # of each stage the gate and up projection
     for memory in (modules, modules - 1):
         plan = SyncPlan(parameters, spans, grid, 1 << 8, open_modules=memory)
