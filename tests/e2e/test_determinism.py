@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,25 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
     if layout == "TP2":
         rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
         assert [row.get("sync/density", 0) > 0 for row in rows if "sync/bytes_received" in row] == [0, 1, 0, 1]
+    if layout == "DP2":
+        resumes_on_two_nodes_with_tensor_parallelism(workspace, tmp_path, whole)
     before = first[0]["weights"]
     assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last two steps moved weights
+
+
+def resumes_on_two_nodes_with_tensor_parallelism(workspace: Path, tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+    """The checkpoint of two steps, once more: TP2 across two nodes of one rank each instead of DP2 on one node."""
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / f"halves/checkpoints/step_{step:06d}", ignore_errors=True)
+    trainer = {"total_training_steps": 4, "save_freq": 2, "nnodes": 2, "n_gpus_per_node": 1}
+    raw = merged(run_ranks.settings(workspace, tmp_path / "halves", 2, trainer=trainer), TP2)
+    moved = worlds.run(run_ranks.train_on_nodes_of_one, 2, raw=raw)
+    drawn, expected = ([sample[:3] for sample in run_ranks.all_samples(run)[3]] for run in (moved, whole))
+    assert moved[0]["first_step"] == 2 and drawn == expected
+    for name, tensor in whole[0]["weights"].items():
+        torch.testing.assert_close(moved[0]["weights"][name], tensor, atol=1e-5, rtol=0)
+    rows = zip(metrics(tmp_path / "whole")[2:], metrics(tmp_path / "halves")[2:], strict=True)
+    assert all(row["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-5) for row, other in rows)
 
 
 def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path: Path) -> None:
