@@ -116,7 +116,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("sections", "message"), REFUSED)
 def test_what_must_not_change_is_refused_by_name(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
-    """In the trainer, which knows the undamaged checkpoint; test_validation_refuses_before_ranks_start has the check before ranks start."""
+    """In the trainer, which knows the undamaged checkpoint. The next tests check what happens before ranks start."""
     run(tmp_path, stop_after=2)
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         run(tmp_path, **sections)
