@@ -136,7 +136,9 @@ class Soak:
         if [row["step"] for row in rows] != list(range(len(rows))):
             problems.append(f"metrics.jsonl has steps {[row['step'] for row in rows]}")
         problems += [f"step {row['step']} differs" for row in rows if row != self.expected.get(row["step"])]
-        self.attempts.append(Attempt(fault, count, self.steps_done, code, shown(out, err) if code else "the results", problems))
+        self.attempts.append(
+            Attempt(fault, count, self.steps_done, code, shown(out, err) if code else "the results", problems)
+        )
         return self.attempts[-1]
 
     def run(self, faults: Sequence[Fault]) -> None:

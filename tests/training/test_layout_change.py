@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny, worlds
 from tests.models.moe_ranks import Layout
+from tests.stored import same_stored
 from tests.training import layout_change_ranks
 
 QWEN3_MOE: dict[str, Any] = {
@@ -53,27 +52,6 @@ def alone(model: Path, out: Path) -> dict[str, Any]:
     arguments: dict[str, Any] = {"model": model, "pairs": PAIRS, "out": out, "num_updates": 1 + len(CHAIN)}
     (result,) = worlds.run(layout_change_ranks.alone, 1, **arguments)
     return dict(result)
-
-
-def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state, whole."""
-    reader = FileSystemReader(checkpoint / "state")
-    tensors = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(about, TensorStorageMetadata)
-    }
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def same_stored(one: Path, other: Path) -> None:
-    first, second = stored(one), stored(other)
-    assert first.keys() == second.keys() and any("exp_avg_sq" in name for name in first)
-    for name, tensor in first.items():
-        # The vocabulary is padded to a multiple of the tensor-parallel size: 101 tokens, or 102.
-        common = tuple(slice(min(sizes)) for sizes in zip(tensor.shape, second[name].shape, strict=True))
-        assert torch.equal(tensor[common], second[name][common]), name
 
 
 @pytest.mark.slow
