@@ -1,6 +1,6 @@
 """`make soak`: hundreds of steps under every fault of matrix.py, compared with an undisturbed run. Prints the fault matrix.
 
-    python -m tests.soak [--steps N] [--seed N] [--folder DIR]
+    python -m tests.soak [--steps N] [--seed N] [--faults N] [--folder DIR]
 
 Ends with 1 if metrics or weights differ, an exit code is wrong, a process survives, or memory, descriptors or temporary
 files grow.
@@ -9,6 +9,7 @@ files grow.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from unittest import mock
 
 from grpo_megatron.observability.summary import format_table
 from grpo_megatron.storage import leftovers
-from tests.soak.matrix import FIRST, LAST, MATRIX
+from tests.soak.matrix import FIRST, LAST, MATRIX, Fault
 from tests.soak.soak import Soak, rows_of, run_command
 from tests.soak.workspace import make_workspace, soak_settings
 
@@ -33,17 +34,22 @@ def main() -> int:
     parser = argparse.ArgumentParser("soak")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--faults", type=int, default=len(MATRIX), help="draw so many, besides the first and the last one"
+    )
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    least = 4 * (len(MATRIX) + 2)
+    least = 4 * (args.faults + 2)
     if args.steps < least:
-        parser.error(f"--steps {args.steps} is too few for {len(MATRIX) + 2} faults: set {least} or more")
-    print(f"soak: {args.steps} steps, {len(MATRIX) + 2} faults, seed {args.seed}", flush=True)
+        parser.error(f"--steps {args.steps} is too few for {args.faults + 2} faults: set {least} or more")
+    print(f"soak: {args.steps} steps, {args.faults + 2} faults, seed {args.seed}", flush=True)
+    rng = random.Random(args.seed)
+    faults = [FIRST, *rng.sample(MATRIX, args.faults), LAST]
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
-        return _soak(args.folder or Path(temporary), args.steps, args.seed)
+        return _soak(args.folder or Path(temporary), args.steps, faults, rng)
 
 
-def _soak(folder: Path, steps: int, seed: int) -> int:
+def _soak(folder: Path, steps: int, faults: list[Fault], rng: random.Random) -> int:
     root, usage, temporary = make_workspace(folder / "inputs"), folder / "usage", folder / "tmp"
     for path in (usage, temporary):
         path.mkdir()
@@ -56,11 +62,9 @@ def _soak(folder: Path, steps: int, seed: int) -> int:
         print(f"the undisturbed run has failed with exit code {code}:\n{err}")
         return 1
     print(f"undisturbed: {time.monotonic() - began:.0f} s", flush=True)
-    rng = random.Random(seed)
-    soak = Soak(
-        soak_settings(root, folder / "disturbed", steps), folder / "disturbed-command", rows_of(folder / "whole"), rng
-    )
-    soak.run([FIRST, *rng.sample(MATRIX, len(MATRIX)), LAST])
+    raw = soak_settings(root, folder / "disturbed", steps)
+    soak = Soak(raw, folder / "disturbed-command", rows_of(folder / "whole"), rng, functools.partial(print, flush=True))
+    soak.run(faults)
     print(f"disturbed: {len(soak.attempts)} attempts in {time.monotonic() - began:.0f} s\n\n{soak.table()}\n")
     problems = [f"attempt {number}: {p}" for number, a in enumerate(soak.attempts, start=1) for p in a.problems]
     if rows_of(soak.output) != rows_of(folder / "whole"):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,15 @@ def shown(out: str, err: str) -> str:
 class Soak:
     """Attempts of the run `raw` in `folder`. `expected`: the rows of metrics.jsonl of the undisturbed run, without times."""
 
-    def __init__(self, raw: dict[str, Any], folder: Path, expected: list[dict[str, Any]], rng: random.Random) -> None:
-        self.raw, self.folder, self.rng = raw, folder, rng
+    def __init__(
+        self,
+        raw: dict[str, Any],
+        folder: Path,
+        expected: list[dict[str, Any]],
+        rng: random.Random,
+        note: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self.raw, self.folder, self.rng, self.note = raw, folder, rng, note
         self.expected = {row["step"]: row for row in expected}
         self.output = Path(raw["trainer"]["output_dir"])
         self.attempts: list[Attempt] = []
@@ -136,10 +143,11 @@ class Soak:
         if [row["step"] for row in rows] != list(range(len(rows))):
             problems.append(f"metrics.jsonl has steps {[row['step'] for row in rows]}")
         problems += [f"step {row['step']} differs" for row in rows if row != self.expected.get(row["step"])]
-        self.attempts.append(
-            Attempt(fault, count, self.steps_done, code, shown(out, err) if code else "the results", problems)
-        )
-        return self.attempts[-1]
+        done = Attempt(fault, count, self.steps_done, code, sees, problems)
+        self.attempts.append(done)
+        what = "no fault" if fault is None else f"{fault.name} ({fault.point} #{count})"
+        self.note(f"attempt {len(self.attempts)}: {what}: exit {code}, {done.steps_done} steps saved {problems or ''}")
+        return done
 
     def run(self, faults: Sequence[Fault]) -> None:
         """One attempt per fault, at random steps; then one without. Needs more than 3 steps per fault."""
