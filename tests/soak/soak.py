@@ -99,6 +99,12 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
+def _sees(code: int, out: str, err: str) -> str:
+    if code < 0:
+        return "nothing: this process is killed"
+    return shown(out, err) if code else "the results"
+
+
 def shown(out: str, err: str) -> str:
     """The line by which the user knows what happened: the first error or warning, else the last line. Without folders."""
     lines = [line for line in err.splitlines() if line.startswith(("error:", "WARNING:"))] or [
@@ -143,7 +149,7 @@ class Soak:
         if [row["step"] for row in rows] != list(range(len(rows))):
             problems.append(f"metrics.jsonl has steps {[row['step'] for row in rows]}")
         problems += [f"step {row['step']} differs" for row in rows if row != self.expected.get(row["step"])]
-        done = Attempt(fault, count, self.steps_done, code, sees, problems)
+        done = Attempt(fault, count, self.steps_done, code, _sees(code, out, err), problems)
         self.attempts.append(done)
         what = "no fault" if fault is None else f"{fault.name} ({fault.point} #{count})"
         self.note(f"attempt {len(self.attempts)}: {what}: exit {code}, {done.steps_done} steps saved {problems or ''}")
