@@ -4,6 +4,9 @@
 # make test-vllm026 the fast tests and a training run with vLLM 0.26, torch 2.11 and Python 3.12, in .venv-vllm026
 # make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 4: a quarter of
 #                   them, under ten minutes each (tests/gpu/conftest.py says what is in which)
+# make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
+#                   everything must be as in an undisturbed run. Prints the faults as a table; takes about ten minutes.
+#                   FAULTS=5: with seven of them
 # All but test-gpu set up their environment first, once.
 
 PYTHON ?= python3.11
@@ -15,13 +18,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= python3
 SEED ?= 0
+STEPS ?= 200
 # Two workers. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 
-.PHONY: test-gpu setup quickstart test test-fast test-vllm026 lint clean
+.PHONY: test-gpu setup quickstart test test-fast test-vllm026 soak lint clean
 
 setup: $(INSTALLED)
 
@@ -63,6 +67,9 @@ test-vllm026: $(VENV026)/.installed
 # Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:
 	$(GPU_PYTHON) -m pytest $(if $(GROUP),tests/gpu/test_$(GROUP)_*.py,tests/gpu)
+
+soak: $(INSTALLED)
+	@$(BIN)/python -m tests.soak --steps $(STEPS) --seed $(SEED) $(if $(FAULTS),--faults $(FAULTS))
 
 clean:
 	rm -rf $(VENV) $(VENV026) outputs

@@ -10,11 +10,11 @@ import contextlib
 from pathlib import Path
 
 import torch
-import yaml
 
 from grpo_megatron.algo.needs import needs_old_logprobs
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.shaping import with_overlong_penalty
+from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
@@ -29,6 +29,7 @@ from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.sampling.build import build_collector
 from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.build import (
     build_colocation,
     build_loss,
@@ -39,14 +40,8 @@ from grpo_megatron.training.build import (
     join_world,
 )
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.checkpoint import (
-    Checkpoints,
-    check_same_model,
-    checkpoint_bytes,
-    on_disk,
-    run_state,
-    steps_of,
-)
+from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
+from grpo_megatron.training.config_record import record_config
 from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.output_folder import OutputFolder
 from grpo_megatron.training.stopping import Stopping
@@ -84,6 +79,7 @@ class Trainer:
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
         checkpoint = self._checkpoint_to_resume()
+        changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
@@ -100,10 +96,9 @@ class Trainer:
         )
 
         # The models in their state before the first step: warmed up, or restored.
-        self.folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        self.sinks = build_sinks(
-            trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=config.model_dump(mode="json")
-        )
+        raw = config.model_dump(mode="json")
+        record_config(self.output_dir, self.mesh, raw, resumed=checkpoint is not None)
+        self.sinks = build_sinks(trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=raw)
         opened.enter_context(self.sinks)
         self.sinks.note(f"kernels: {choose_kernels(self.actor.megatron, self.device, config.model.dtype).describe()}")
         if self.folder.moved_to is not None:
@@ -112,11 +107,14 @@ class Trainer:
             warm_up(self.policy, checked.supervised_rows, config.sft, self.actor, self.sinks.note)
             self._save_hf(self.output_dir / WARMUP_FOLDER)
         num_updates = self.actor.num_updates(trainer.total_training_steps, self.data.train_batch_size)
-        self.policy.set_optimizer(self.actor.optim, max(1, num_updates))
+        period = self.actor.num_updates(1, self.data.train_batch_size)
+        self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
         self.reward_model = build_reward_model(config, self.mesh, self.device)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.policy, [self.reward_model])
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")
+            if changed:
+                self.sinks.note(announcement(changed, self.policy.num_updates, num_updates))
         self.references = build_references(config, checked, self.mesh, self.device, self.cadence, self.first_step)
 
         # The parts of the step that use these models.
@@ -143,13 +141,8 @@ class Trainer:
             self._restore_run(checkpoint)
 
     def _checkpoint_to_resume(self) -> Path | None:
-        """Collective. Raises ConfigError when the checkpoint is of another model, or when all are damaged."""
-        if self.config.trainer.resume_mode != "auto":
-            return None
-        checkpoint = self.checkpoints.newest()
-        if checkpoint is not None:
-            check_same_model(checkpoint, self.config)
-        return checkpoint
+        """Collective: the newest undamaged one. Raises ConfigError when all are damaged."""
+        return self.checkpoints.newest() if self.config.trainer.resume_mode == "auto" else None
 
     def _restore_run(self, checkpoint: Path) -> None:
         """Restore what a checkpoint holds besides models and optimizers."""

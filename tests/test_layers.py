@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
         *("device", "parallel", "models", "rollout", "convert"),
     },
     "checks": {
-        *("types", "registry", "passthrough", "config", "rewards"),
+        *("types", "registry", "passthrough", "config", "storage", "rewards"),
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
     },
     "sampling": {"types", "config", "rewards", "algo", "data", "parallel", "observability", "rollout"},
@@ -59,7 +59,7 @@ ROOMS: dict[str, set[str]] = {
         *("device", "parallel", "sync", "observability", "models", "rollout", "checks", "sampling"),
     },
     "trainer": {
-        *("types", "config", "algo", "device", "parallel"),
+        *("types", "config", "storage", "algo", "device", "parallel"),
         *("observability", "models", "checks", "sampling", "training"),
     },
     "cli": {
@@ -100,7 +100,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "tokenizers": ("data.",),
     "pydantic": ("config", "cli.config_file", "data.task", "rollout."),
     "pydantic_core": ("config",),
-    "yaml": ("cli.config_file", "checks.dry_run", "trainer", "data.task_file"),
+    "yaml": ("cli.config_file", "checks.dry_run", "training.config_record", "data.task_file"),
     "matplotlib": ("observability.curves",),
     "tqdm": ("observability.sinks", "training.validation", "evaluation.", "convert."),
     "latex2mathml": ("evaluation.formulas",),
@@ -109,7 +109,16 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "sympy": ("rewards.math.formula", "rewards.math.relation"),
     "torch": ("algo.", "types", "cli.ranks"),
 }
-TORCH_FREE = ("config", "registry", "checks.layout", "checks.passthrough", "checks.dry_run", "rewards", "data")
+TORCH_FREE = (
+    "config",
+    "registry",
+    "checks.layout",
+    "checks.passthrough",
+    "checks.dry_run",
+    "checks.resume",
+    "rewards",
+    "data",
+)
 LONGER_THAN_300 = {"config": "every key of the config file, documented in one place"}
 
 

@@ -112,9 +112,9 @@ class KlController:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint needs."""
-        return {"kl_coef": self.kl_coef}
+        return {"kl_coef": self.kl_coef, "start": self._config.kl_coef}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continue from `state`. A fixed coefficient stays the config's: the user may have changed it for the resumed run."""
-        if self._config.type == "adaptive":
+        """Continue from `state`. A fixed coefficient, or one that the user has changed for the resumed run, is the config's."""
+        if self._config.type == "adaptive" and state.get("start", self._config.kl_coef) == self._config.kl_coef:
             self.kl_coef = state["kl_coef"]

@@ -23,6 +23,7 @@ from grpo_megatron.checks.names import name_problems, task_problem
 from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
+from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
@@ -75,6 +76,8 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems.add(engine_problems(config.rollout))
     problems.add(length_problems(config, arch))
     problems.add(inputs.missing_keys(config))
+    if not elsewhere:
+        problems.add(resume_problems(config))
     if not dry_run:
         problems.add(package_problems(config.rollout))
         problems.add(device_problems(config, world_size))

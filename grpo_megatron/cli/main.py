@@ -95,6 +95,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _train(args: argparse.Namespace, argv: list[str]) -> int:
     config = load_config(args.config, args.overrides)
     is_rank = "RANK" in os.environ
+    if not args.dry_run and _has_nothing_to_do(config):
+        return 0
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
     _quieten(is_rank, starts_ranks)
@@ -129,6 +131,22 @@ def _print_plan(config: Config, checked: Checked, world_size: int, device_gib: f
     problems = plan_problems(config, checked, world_size, device_gib) if device_gib is not None else []
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _has_nothing_to_do(config: Config) -> bool:
+    """Whether the run is done; then say so. A change that a resumed run may not make is left to `validate`."""
+    from grpo_megatron.checks.resume import resume_problems
+    from grpo_megatron.training.stopping import is_done
+
+    if not is_done(config.trainer) or any(resume_problems(config)):
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        folder, steps = config.trainer.output_dir, config.trainer.total_training_steps
+        print(
+            f"already done: {folder} has all {steps} steps; for more, raise trainer.total_training_steps; for another"
+            " run, set another trainer.output_dir"
+        )
+    return True
 
 
 def _join_run(is_rank: bool) -> None:

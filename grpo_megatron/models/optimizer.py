@@ -148,6 +148,20 @@ def prepare_for_load(optimizer: MegatronOptimizer) -> None:
             part._init_optimizer_states_with_dummy_values()
 
 
+def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """The settings of every parameter group (learning rates, weight decay, betas, eps), without parameters and step counts."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_settings(optimizer: MegatronOptimizer, settings: list[dict[str, Any]]) -> None:
+    """The inverse of `group_settings`. A load has overwritten the settings with the checkpoint's."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
+
+
 def finish_load(optimizer: MegatronOptimizer) -> None:
     """After a load all parameters share one `step` tensor. Each update would increment it once per parameter, so copy it."""
     for part in each_optimizer(optimizer):

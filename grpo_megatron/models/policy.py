@@ -65,6 +65,7 @@ class Policy(LanguageModel):
         self._optimizer: MegatronOptimizer | None = None
         self._lr_scheduler: OptimizerParamScheduler | None = None
         self._offloaded = OffloadedTensors(device)
+        self._period = 1
 
     def _load(
         self, model: ModelConfig, arch: Architecture, actor: ActorConfig, mesh: Mesh, device: Device
@@ -74,8 +75,11 @@ class Policy(LanguageModel):
 
     # -- optimizer -----------------------------------------------------------------------------------------------------
 
-    def set_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """A new optimizer and learning-rate schedule over the current weights. Replaces any earlier one. Collective."""
+    def set_optimizer(self, optim: OptimConfig, total_steps: int, *, period: int = 1) -> None:
+        """A new optimizer and learning-rate schedule over the current weights. Replaces any earlier one. Collective.
+
+        `period`: updates per training step, or per outer iteration. `load_state` needs it if the config has changed.
+        """
         self.onload()
         self._offloaded = OffloadedTensors(self.device)  # host copies of the old optimizer are useless to the new one
         old = self._optimizer if self.actor.megatron.fp8.param_gather else None
@@ -86,6 +90,7 @@ class Policy(LanguageModel):
             copy_main_parameters(old, optimizer)
         self._optimizer = optimizer
         self._lr_scheduler = build_lr_scheduler(optimizer, optim, total_steps)
+        self._period = period
 
     @property
     def optimizer(self) -> MegatronOptimizer:
@@ -251,8 +256,18 @@ class Policy(LanguageModel):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs besides the sharded tensors."""
-        return {"schedule": self.lr_scheduler.state_dict(), "num_skipped_in_a_row": self.num_skipped_in_a_row}
+        schedule = {"num_steps": self.lr_scheduler.num_steps, "period": self._period}
+        return {"schedule": schedule, "num_skipped_in_a_row": self.num_skipped_in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.lr_scheduler.load_state_dict(state["schedule"])
+        """Continue in the schedule of the current config. With another `period`, at the same number of training steps."""
+        schedule = state["schedule"]
+        done = schedule["num_steps"] * self._period / schedule.get("period", self._period)
+        self.lr_scheduler.num_steps = round(done)
+        self.lr_scheduler.step(0)  # sets the learning rates
         self.num_skipped_in_a_row = state["num_skipped_in_a_row"]
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far in the learning-rate schedule, without skipped ones."""
+        return int(self.lr_scheduler.num_steps)

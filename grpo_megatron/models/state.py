@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_megatron.models.optimizer import finish_load, prepare_for_load
+from grpo_megatron.models.optimizer import finish_load, group_settings, prepare_for_load, restore_settings
 from grpo_megatron.models.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights import unwrapped
@@ -157,7 +157,9 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
         missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already
+        settings = group_settings(policy.optimizer)  # of the config, which may differ from that of the checkpoint
         policy.optimizer.load_state_dict(state["optimizer"])
+        restore_settings(policy.optimizer, settings)
         finish_load(policy.optimizer)
         if same_world:
             policy.device.set_rng_state(state["rng"]["host"])

@@ -22,7 +22,6 @@ import contextlib
 import json
 import logging
 import math
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,9 +38,8 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, remove_folder, write_file
 from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
 from grpo_megatron.storage.space import check_space
+from grpo_megatron.storage.step_folders import STEP_FILE, on_disk, steps_of
 
-STEP_FILE = "trainer.json"
-STEP_FOLDER = re.compile(r"step_\d+")
 DAMAGED = ".damaged"
 OPTIMIZER_BYTES = 12  # per parameter, in float32: the weight and Adam's two moments
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -193,24 +191,3 @@ def checkpoint_bytes(arch: Architecture, dtype: str) -> int:
 def run_state(path: Path) -> dict[str, Any]:
     """The `run` that was passed to `Checkpoints.save`."""
     return json.loads((path / STEP_FILE).read_text()).get("run", {})  # type: ignore[no-any-return]
-
-
-def on_disk(output_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    found = (p for p in (output_dir / "checkpoints").glob("step_*") if STEP_FOLDER.fullmatch(p.name))
-    return sorted(found, key=steps_of)
-
-
-def steps_of(checkpoint: Path) -> int:
-    """The number of steps that a checkpoint has done, from its name."""
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def check_same_model(path: Path, config: Config) -> None:
-    """Raise ConfigError when the checkpoint was written for another model folder."""
-    saved_path = json.loads((path / STEP_FILE).read_text())["config"]["model"]["path"]
-    if Path(saved_path) != config.model.path:
-        raise ConfigError(
-            f"{path} was written by a run with model.path={saved_path}, this one has model.path={config.model.path}; "
-            "set another trainer.output_dir or trainer.resume_mode=disable"
-        )

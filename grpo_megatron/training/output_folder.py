@@ -15,13 +15,16 @@ from grpo_megatron.observability.summary import OUTPUTS
 from grpo_megatron.parallel.disk import on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import clear_leftovers, sync_path, write_file
+from grpo_megatron.storage.atomic import clear_leftovers, sync_path
 from grpo_megatron.storage.lock import FolderLock
 from grpo_megatron.storage.space import check_space
 
 EARLIER = re.compile(r"earlier_(\d+)")
 # What a run writes besides what its summary names. Everything else in the folder is the user's, or slurm/train_70b.sh's.
-OTHER_OUTPUTS = ("iterations", "reward_model", "heartbeat", "outcome.json", "wandb", "wandb_run_id")
+OTHER_OUTPUTS = (
+    *("iterations", "reward_model", "heartbeat", "outcome.json", "config_attempts"),
+    *("wandb", "wandb_run_id"),
+)
 WRITTEN_INTO = (".", "checkpoints", "iterations")  # where temporary names may be left
 
 
@@ -73,11 +76,6 @@ class OutputFolder:
         sync_path(target)
         sync_path(self.path)
         self.moved_to = target
-
-    def write_config(self, text: str) -> None:
-        """Collective: write config.yaml. Raises RankError on every rank when rank 0 cannot."""
-        path = self.path / "config.yaml"
-        on_first_rank(self.mesh, f"cannot write {path}", lambda: write_file(path, text))
 
     def check_space(self, needed: int) -> None:
         """Collective: raise RankError on every rank when a checkpoint of `needed` bytes does not fit."""

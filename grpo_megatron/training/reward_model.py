@@ -79,7 +79,8 @@ class LearningReward(FrozenReward):
         super().__init__(config, model, actor)
         self.mesh: Mesh = model.mesh
         self.iteration_steps, self.seed = iteration_steps, seed
-        model.set_optimizer(config.optim, max(1, config.num_updates(total_steps, iteration_steps)))
+        num_updates = config.num_updates(total_steps, iteration_steps)
+        model.set_optimizer(config.optim, max(1, num_updates), period=config.steps)
         model.offload()
         self.history = PairHistory(config.history_size, seed)
         self.fresh = self._new_pairs()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from grpo_megatron.config import TrainerConfig
 from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.stop_signals import EXIT_INTERRUPTED, EXIT_STOPPED, requested
 
 if TYPE_CHECKING:
@@ -44,6 +45,20 @@ class Stopped(Exception):
 def forget_outcome(output_dir: Path) -> None:
     """Remove the last run's outcome.json."""
     (output_dir / OUTCOME).unlink(missing_ok=True)
+
+
+def is_done(config: TrainerConfig) -> bool:
+    """Whether an earlier attempt has done all steps and written its results, so that nothing is left to do."""
+    if config.resume_mode != "auto":
+        return False
+    try:
+        outcome = json.loads((config.output_dir / OUTCOME).read_text())
+        done = (outcome["state"], outcome["steps_done"]) == ("done", config.total_training_steps)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    checkpoints = [steps_of(path) for path in on_disk(config.output_dir)]
+    has_model = not config.save_hf_at_end or (config.output_dir / "hf").is_dir()
+    return done and has_model and max(checkpoints, default=-1) == config.total_training_steps
 
 
 class Stopping:

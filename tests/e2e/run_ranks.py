@@ -93,6 +93,12 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
     return result
 
 
+def train_on_nodes_of_one(raw: dict[str, Any]) -> dict[str, Any]:
+    """`train`, with torchrun's environment of one rank per node."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return train(raw)
+
+
 def _no_curves() -> Any:
     """Skips the plot, which takes longer than a step. The quickstart's test draws it."""
     return mock.patch("grpo_megatron.observability.curves.plot", lambda *arguments: None)

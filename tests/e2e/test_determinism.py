@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests import worlds
@@ -41,19 +40,18 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/", "sync/"))} for row in rows]
 
 
-@pytest.mark.parametrize("layout", ["DP2", "TP2"])
-def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Path, layout: str) -> None:
-    """Also, a run repeated with the same seed is the same bit for bit: the first two steps are compared twice.
+def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Path) -> None:
+    """With tensor parallelism. (tests/soak/test_soak.py has data parallelism, with the real command.)
 
-    With TP2, the run that stops has delta syncs, and the other one full syncs.
+    Also, a run repeated with the same seed is the same bit for bit: the first two steps are compared twice. The run that
+    stops has delta syncs, and the other one full syncs.
     """
-    extra = TP2 if layout == "TP2" else {}
 
     def run(name: str, steps: int) -> list[dict[str, Any]]:
         trainer = {"total_training_steps": steps, "save_freq": 2}
         # The learning rate is constant, so that it does not depend on the number of steps.
-        raw = merged(run_ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), extra)
-        if layout == "TP2" and name == "halves":
+        raw = merged(run_ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), TP2)
+        if name == "halves":
             raw = merged(raw, DELTA)
         return worlds.run(run_ranks.train, 2, raw=raw)
 
@@ -65,9 +63,8 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
         assert a["samples"] == {**b["samples"], **c["samples"]}
         assert_same(a, c)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "halves")
-    if layout == "TP2":
-        rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
-        assert [row.get("sync/density", 0) > 0 for row in rows if "sync/bytes_received" in row] == [0, 1, 0, 1]
+    rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("sync/density", 0) > 0 for row in rows if "sync/bytes_received" in row] == [0, 1, 0, 1]
     before = first[0]["weights"]
     assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last two steps moved weights
 

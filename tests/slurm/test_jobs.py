@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny, worlds
 from tests.e2e import run_ranks
 from tests.slurm.lab import HANG_S, Lab
+from tests.stored import same_stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
@@ -101,26 +99,10 @@ class Run:
 PATIENT = {"PREFLIGHT_MINUTES": "30", "PREFLIGHT_PEER_SECONDS": "600"}  # nodes wait for each other on a busy machine
 
 
-def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state. (The files differ: their pickled parts depend on the order of imports.)"""
-    reader = FileSystemReader(checkpoint / "state")
-    wanted = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in wanted.items()
-        if isinstance(about, TensorStorageMetadata)
-    }
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
 def same_run(one: Path, other: Path, steps: int) -> None:
     """Weights, optimizer state and all metrics except times are equal bit for bit."""
     assert (one / "hf/model.safetensors").read_bytes() == (other / "hf/model.safetensors").read_bytes()
-    first, second = (stored(run / f"checkpoints/step_{steps:06d}") for run in (one, other))
-    assert first.keys() == second.keys() and any("exp_avg" in name for name in first)
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
+    same_stored(one / f"checkpoints/step_{steps:06d}", other / f"checkpoints/step_{steps:06d}")
     rows = [[json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (one, other)]
     a, b = ([{k: v for k, v in r.items() if not k.startswith(("timing", "perf/"))} for r in run] for run in rows)
     assert a == b and len(a) == steps

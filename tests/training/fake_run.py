@@ -52,7 +52,9 @@ class FakePolicy:
         self.events, self.device, self.mesh, self.updates = events, device, LoneMesh(), 0
         self.arch, self.multiple, self.is_offloaded = SimpleNamespace(**ARCH), 1, False
 
-    def set_optimizer(self, optim: Any, total_steps: int) -> None:
+    num_updates = 0
+
+    def set_optimizer(self, optim: Any, total_steps: int, *, period: int = 1) -> None:
         assert not self.is_offloaded
         self.events.append(("optimizer", optim.lr, total_steps))
 

@@ -21,8 +21,10 @@ from grpo_megatron.config import Config, ConfigError, TrainerConfig
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.storage import StorageError, atomic, lock, space
+from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training import checkpoint
-from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, on_disk
+from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes
+from grpo_megatron.training.config_record import record_config
 from grpo_megatron.training.output_folder import OutputFolder
 from tests import tiny
 from tests.sampling.fakes import LoneMesh
@@ -146,7 +148,7 @@ def test_retention_touches_only_what_this_run_has_written(tmp_path: Path) -> Non
     checkpoints = Checkpoints(tmp_path, LoneMesh(), keep=2)
     for step in (1, 2, 3):
         assert save(checkpoints, step).exists()
-    assert [checkpoint.steps_of(path) for path in on_disk(tmp_path)] == [2, 3, 40, 50]
+    assert [steps_of(path) for path in on_disk(tmp_path)] == [2, 3, 40, 50]
 
 
 def test_a_kill_while_pruning_leaves_no_part_under_a_final_name(tmp_path: Path) -> None:
@@ -197,12 +199,12 @@ def test_no_checkpoint_has_a_step_that_metrics_lack(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_written(tmp_path: Path) -> None:
     """The message has path and reason; the config of the earlier attempt stays."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with open_folder(tmp_path) as folder:
-        folder.write_config("old")
-        expected = pytest.raises(RankError, match=r"cannot write .*/config\.yaml: .*No space left on device")
+    record_config(tmp_path, LoneMesh(), {"model": "old"}, resumed=False)
+    for resumed, path in ((False, r"config\.yaml"), (True, "config_attempts")):
+        expected = pytest.raises(RankError, match=rf"cannot write .*/{path}: .*No space left on device")
         with mock.patch.object(atomic.os, "fsync", side_effect=full), expected:
-            folder.write_config("new")
-    assert (tmp_path / "config.yaml").read_text() == "old"
+            record_config(tmp_path, LoneMesh(), {"model": "new"}, resumed=resumed)
+    assert (tmp_path / "config.yaml").read_text() == "model: old\n"
 
 
 # -- free space --------------------------------------------------------------------------------------------------------

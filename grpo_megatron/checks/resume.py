@@ -1,0 +1,107 @@
+"""What a resumed run changes: the differences between its config and the checkpoint's, and whether each may be made.
+
+The classes of the keys are in resume_classes.py. Keys that the checkpoint's config lacks are of a newer program version, and
+are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.checks.problems import Problems
+from grpo_megatron.checks.resume_classes import FIXED, RESUME_CLASSES, SCHEDULE, ResumeClass
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.storage.step_folders import on_disk, saved_config, steps_of
+
+LONGEST_VALUE = 80  # characters of a value in a message
+REMEDY = (
+    "put the old value back; or start a new run from these weights: `python tools/convert_hf.py to-hf` makes a model folder"
+    " of a checkpoint, for model.path of another trainer.output_dir"
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key with another value than in the checkpoint's config. `old` and `new` are plain JSON; None: null, or no such key."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def resume_class(self) -> ResumeClass:
+        """The class of the longest part of the key that has one: a mapping's keys have that of the mapping."""
+        names = self.key.split(".")
+        candidates = (".".join(names[:end]) for end in range(len(names), 0, -1))
+        return next(RESUME_CLASSES[name] for name in candidates if name in RESUME_CLASSES)
+
+    def __str__(self) -> str:
+        return f"{self.key} {_shown(self.old)} -> {_shown(self.new)}"
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
+    """The keys of `new` whose value differs, in the order of the config. Both are configs as plain JSON."""
+    for name, value in new.items():
+        key = f"{prefix}{name}"
+        if key in RESUME_CLASSES:
+            yield from _value_differences(key, old.get(name, value), value)
+        elif isinstance(value, Mapping):
+            yield from differences(old.get(name, {}), value, f"{key}.")
+
+
+def _value_differences(key: str, old: Any, new: Any) -> Iterator[Difference]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in sorted({*old, *new}):
+            yield from _value_differences(f"{key}.{name}", old.get(name), new.get(name))
+    elif old != new:
+        yield Difference(key, old, new)
+
+
+def resume_problems(config: Config) -> Problems:
+    """Before ranks start: what the newest checkpoint on disk refuses. A damaged one is left to training/checkpoint.py."""
+    found = on_disk(config.trainer.output_dir) if config.trainer.resume_mode == "auto" else []
+    if found:
+        try:
+            saved = saved_config(found[-1])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        yield from refusals(found[-1], saved, config)
+
+
+def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
+    """The differences from the checkpoint's config. Raises ConfigError if one of them cannot be made."""
+    saved = saved_config(checkpoint)
+    if problems := list(refusals(checkpoint, saved, config)):
+        raise ConfigError("\n".join(problems))
+    return list(differences(saved, config.model_dump(mode="json")))
+
+
+def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Problems:
+    """Why the run cannot continue from `checkpoint`, which was written with the config `saved`."""
+    done, total = steps_of(checkpoint), config.trainer.total_training_steps
+    if total < done:
+        yield (
+            f"trainer.total_training_steps={total} is less than the {done} steps that {checkpoint} has done; set it to"
+            f" {done} or more, or another trainer.output_dir"
+        )
+    fixed = [d for d in differences(saved, config.model_dump(mode="json")) if d.resume_class == FIXED]
+    for difference in fixed:
+        remedy = f"; {REMEDY}" if difference is fixed[-1] else ""
+        yield f"{difference}: cannot change when a run resumes, here from {checkpoint}{remedy}"
+
+
+def announcement(changed: list[Difference], updates_done: int, total_updates: int) -> str:
+    """Lines for the console: each applied difference, and where the run is in a rebuilt schedule. "" without differences."""
+    lines = [f"  {difference}" for difference in changed]
+    if any(difference.resume_class == SCHEDULE for difference in changed):
+        lines.append(f"  the learning-rate schedule continues after update {updates_done} of {total_updates}")
+    return "\n".join(["changed since the checkpoint:", *lines]) if lines else ""
