@@ -228,7 +228,7 @@ def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
         ({"vocab_size": 10}, "has 18 tokens and the model's embedding 10 rows"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn' is not supported"),
         (None, "cannot read config.json"),
-        ("{", "config.json is not valid JSON"),
+        ("{", "config.json is not JSON"),
     ],
 )
 def test_a_wrong_model_folder_is_refused(
