@@ -96,7 +96,13 @@ class Trainer:
         self.engine = self.colocation.engine
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
         generator = Generator(
-            self.engine, pool, checked.tokenizer, self.mesh, rollout.seed, lambda: self.colocation.weights_digest
+            self.engine,
+            pool,
+            checked.tokenizer,
+            self.mesh,
+            rollout.seed,
+            lambda: self.colocation.weights_digest,
+            max_failed_ratio=config.reward.max_failed_ratio,
         )
 
         # The models in their state before the first step: warmed up, or restored.

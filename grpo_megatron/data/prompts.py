@@ -59,7 +59,7 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
         try:
             tokenizer.chat_template = read_text(data.chat_template, MAX_TEMPLATE)
         except (OSError, ReadError) as error:
-            raise ConfigError(f"data.chat_template={str(data.chat_template)!r}: {error}") from error
+            raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error}") from error
     return tokenizer
 
 

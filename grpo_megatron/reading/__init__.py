@@ -5,7 +5,8 @@ regular.py     bytes and lines of a regular file
 json_text.py   JSON
 yaml_text.py   YAML: plain data, without duplicate keys
 
-All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller puts the file's name first. Standard library and PyYAML only.
+All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller puts the file's name
+first. Standard library and PyYAML only.
 """
 
 
