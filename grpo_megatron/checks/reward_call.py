@@ -20,7 +20,9 @@ def reward_call_problems(reward: RewardConfig, prompts: Sequence[Prompt]) -> Pro
     A reward that fails on both is a problem, unless reward.max_failed_ratio=1 allows that. Takes at most
     2 x reward.timeout_s per reward, and the time of importing it.
     """
-    first = {prompt.reward: prompt for prompt in reversed(prompts)}
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.reward, prompt)
     if not first or reward.max_failed_ratio == 1:
         return
     items = [(p.reward, text, p.answer) for p in first.values() for text in (looks_right(p.answer), WRONG)]

@@ -36,7 +36,7 @@ preloads: dict[str, Callable[[], None]] = {}  # name of a reward -> slow imports
 MAX_METRICS = 64  # a metric is one curve per name: a reward with more metrics has names that depend on the data
 MAX_STEPS = 10_000
 MAX_REWARD = 1e9
-MAX_TEXT = 500  # characters of an entry that is not a number
+MAX_ENTRY = 500  # characters of an entry that is not a number
 
 Steps = tuple[tuple[int, float], ...]
 
@@ -118,7 +118,7 @@ def parse_reward(returned: object, length: int | None = None) -> RewardResult:
 
 def _text(value: object) -> str:
     try:
-        return str(value)[:MAX_TEXT].encode(errors="backslashreplace").decode()
+        return str(value)[:MAX_ENTRY].encode(errors="backslashreplace").decode()
     except Exception:  # noqa: BLE001 - an object whose __str__ raises
         return f"({type(value).__name__})"
 

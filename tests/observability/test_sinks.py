@@ -214,6 +214,18 @@ def test_table() -> None:
 # -- the end of a run ----------------------------------------------------------------------------------------------
 
 
+def test_a_score_that_is_missing_after_training_is_a_dash(tmp_path: Path) -> None:
+    """At the last validation every reward of one source has failed. Its value from before is not shown as the last one."""
+    summary, stream = Summary(tmp_path), io.StringIO()
+    summary.add(0, {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.25})
+    summary.add(4, {"val-core/a/acc/mean@1": 0.75})
+    with build_sinks(config(tmp_path, "console"), stream=stream) as sinks:
+        summary.show(sinks)
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert ["a/acc/mean@1", "0.5000", "0.7500"] in lines
+    assert ["b/acc/mean@1", "0.2500", "-"] in lines
+
+
 def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
     """Validated at steps 0 and 2 before an interruption, and at 4 after it: the table compares steps 0 and 4."""
     run, accuracy, sampled = config(tmp_path, "console", "jsonl"), "val-core/gsm8k/acc/mean@1", "val-aux/gsm8k/length"

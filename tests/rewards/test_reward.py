@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.rewards import check_reward, rewards
-from grpo_megatron.rewards.reward import MAX_TEXT, RewardResult, parse_reward
+from grpo_megatron.rewards.reward import MAX_ENTRY, RewardResult, parse_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,7 +86,7 @@ def test_further_entries_are_metrics_or_texts() -> None:
     texts = {"pred": "42", "none": None, "nan": math.nan, "array": np.ones(2), "long": "x" * 999, "odd": Unreadable()}
     result = parse_reward({"score": 1, "acc": 1, **texts, "half": "\ud800"})
     assert (result.reward, result.metrics) == (1.0, {"acc": 1.0})
-    expected = {"pred": "42", "none": "None", "nan": "nan", "array": "[1. 1.]", "long": "x" * MAX_TEXT}
+    expected = {"pred": "42", "none": "None", "nan": "nan", "array": "[1. 1.]", "long": "x" * MAX_ENTRY}
     assert result.texts == {**expected, "odd": "(Unreadable)", "half": "\\ud800"}
 
 

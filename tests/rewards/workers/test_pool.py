@@ -64,25 +64,11 @@ def reward(completion, answer, **kwargs):
         case "child": os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "601.375"); time.sleep(600)
         case "announced regex": print("it hangs now", flush=True); re.match(r"(a+)+$", "a" * 60 + "b")
         case "bonus": return kwargs["bonus"]
-        case "texts": return {"score": 1, "acc": 1.0, "said": "red \\x1b[31m", "why": None}
         case "steps": return {"score": 1, "steps": [(2, 0.5), (len(completion), 1)]}
         case "late step": return {"score": 1, "steps": [(len(completion) + 1, 1)]}
         case "gives up": raise TimeoutError("enough")
         case _: return {"score": float(completion), "pid": os.getpid()}
     return 1.0
-
-async def async_reward(completion, answer, **kwargs):
-    import asyncio
-    global queue
-    try: queue
-    except NameError: queue = asyncio.Queue()  # like a client: it belongs to the loop in which it is used first
-    match completion:
-        case "raise": raise KeyError("gone")
-        case "exit": sys.exit(2)
-        case "sleep": await asyncio.sleep(600)
-    await asyncio.sleep(0)
-    asyncio.get_running_loop().call_soon(queue.put_nowait, completion)
-    return {"score": float(await queue.get())}
 
 class Unprintable(Exception):
     def __str__(self): raise RuntimeError
@@ -140,34 +126,6 @@ def _worker_pids(pool: RewardPool, count: int) -> set[int]:
 
     _wait_until(has_all)
     return pids
-
-
-def test_an_async_reward_is_run_to_its_end(pool: RewardPool, impatient_pool: RewardPool) -> None:
-    """Items of one worker share an event loop; an item that raises, exits or hangs costs itself only."""
-
-    def graded(workers: RewardPool, *completions: str) -> list[RewardResult]:
-        return workers.grade([("user_reward:async_reward", completion, "") for completion in completions])
-
-    results = graded(pool, "1", "2", "raise", "3", "exit", "4", "5")
-    assert [result.reward for result in results if result.status == "ok"] == [1, 2, 3, 4, 5]
-    assert "KeyError: 'gone'" in results[2].message
-    assert "SystemExit: 2" in results[4].message
-    results = graded(impatient_pool, "1", "sleep", "2")
-    assert [result.status for result in results] == ["ok", "timeout", "ok"]
-
-
-def test_entries_that_are_no_numbers_are_texts_and_named_once(
-    pool: RewardPool, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(2):
-        (result,) = pool.grade([("user_reward:reward", "texts", "")])
-        assert (result.reward, result.metrics) == (1.0, {"acc": 1.0})
-        assert result.texts == {"said": "red ", "why": "None"}  # without what a terminal would obey
-    assert [record.message for record in caplog.records] == [
-        f"reward 'user_reward:reward': its entry {key!r} is no finite number, so it is no metric; it is written beside the"
-        " logged samples"
-        for key in ("said", "why")
-    ]
 
 
 @pytest.mark.parametrize(
