@@ -73,7 +73,6 @@ class Trainer:
         """Build every part once, after the parts that it needs. `opened` closes what is open if a later part fails."""
         trainer, rollout = config.trainer, config.rollout
         self.device = Device(trainer.device)
-        torch.manual_seed(trainer.seed)
         self.mesh = join_world(config, self.device)
 
         # Where the run continues: every later part may depend on it.
