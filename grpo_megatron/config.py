@@ -7,11 +7,14 @@ checks its own values here; checks that need two sections, the world size or a f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from grpo_megatron.reading.bounds import integer_problem, path_problem, text_problem
 
 
 class ConfigError(ValueError):
@@ -25,6 +28,32 @@ ENGINE_TEMPERATURES = (0.01, 2.0)
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
 
+    @field_validator("*")
+    @classmethod
+    def _can_be_used(cls, value: Any) -> Any:
+        """No key may hold what a file system, an encoding or 64 bits cannot."""
+        if problem := next(_unusable(value), None):
+            raise PydanticCustomError("unusable", "{problem}", {"problem": problem})
+        return value
+
+
+def _unusable(value: Any) -> Iterator[str]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _unusable(item)
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _unusable(pair)
+    problem = None
+    if isinstance(value, Path):
+        problem = path_problem(value)
+    elif isinstance(value, str):
+        problem = text_problem(value)
+    elif isinstance(value, int):
+        problem = integer_problem(value)
+    if problem is not None:
+        yield problem
+
 
 def _not_zero(steps: int) -> int:
     if steps == 0:
@@ -32,7 +61,14 @@ def _not_zero(steps: int) -> int:
     return steps
 
 
+# Upper bounds are far above any sensible value. A value beyond them is a slip of the pen, which would be found late: as
+# weights that are not finite, or as a machine without memory.
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Coefficient = Annotated[float, Field(ge=0, le=1e4)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Processes = Annotated[int, Field(ge=1, le=1024)]  # on one machine
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(gt=0, le=10_000_000)]  # 115 days
 Frequency = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # every so many steps; -1: never
 
 
@@ -46,8 +82,8 @@ class DataConfig(Section):
     task: str = "gsm8k"  # how rows become prompts: a built-in task, a task file, or module:function (data/tasks.py)
     train_files: list[Path] = []  # .jsonl or .json, read in this order
     val_files: list[Path] = []
-    train_batch_size: int = Field(512, ge=1)
-    gen_batch_size: int | None = Field(None, ge=1)  # prompts per round of dynamic sampling; null: train_batch_size
+    train_batch_size: Count = 512
+    gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
     val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
     val_data: Path | None = None  # folder with the files of val_tasks
     val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
@@ -55,7 +91,7 @@ class DataConfig(Section):
     max_response_length: int = Field(2048, ge=1)
     filter_overlong_prompts: bool = True  # drop prompts above max_prompt_length; false: they are an error
     shuffle: bool = True  # the training prompts, in a new order in each epoch
-    seed: int = 42  # of the shuffling
+    seed: Seed = 42  # of the shuffling
     apply_chat_template: bool = True  # false: the task's plain text prompt
     chat_template: Path | None = None  # Jinja file; null: the tokenizer's template
     system_prompt: str | None = None  # null: the task's system prompt
@@ -64,15 +100,15 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule. The schedule's steps are optimizer steps, not training steps."""
 
-    lr: float = Field(1e-6, ge=0)
-    weight_decay: float = Field(0.01, ge=0)
+    lr: float = Field(1e-6, ge=0, le=1)
+    weight_decay: float = Field(0.01, ge=0, le=1000)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, ge=1e-30, le=1)
     clip_grad: float = Field(1.0, gt=0)  # largest L2 norm of the whole gradient
     lr_warmup_steps: int = Field(0, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"  # WSD: constant, then linear decay
     lr_wsd_decay_steps: int | None = Field(None, ge=1)  # WSD needs it: optimizer steps of the linear decay
-    min_lr: float = Field(0.0, ge=0)  # the rate that a decay ends with
+    min_lr: float = Field(0.0, ge=0, le=1)  # the rate that a decay ends with
 
 
 class Fp8Config(Section):
@@ -82,8 +118,8 @@ class Fp8Config(Section):
     format: Literal["e4m3", "hybrid"] | None = None  # hybrid: e5m2 gradients; null: the recipe's own
     param_gather: bool = False  # weights are stored, and gathered over data-parallel ranks, in FP8
     wgrad: bool = True  # delayed only; false: weight gradients are computed in bf16
-    margin: int = 0  # delayed only: scales are divided by 2 ** margin
-    amax_history_len: int = Field(1024, ge=1)  # delayed only: earlier passes whose largest values set a scale
+    margin: int = Field(0, ge=-100, le=100)  # delayed only: scales are divided by 2 ** margin
+    amax_history_len: Count = 1024  # delayed only: earlier passes whose largest values set a scale
     amax_compute_algo: Literal["max", "most_recent"] = "max"  # delayed only: how that history becomes one value
     first_last_layers_bf16: bool = False  # keep the layers at both ends of the model in bf16
     num_layers_at_start_in_bf16: int = Field(1, ge=0)  # with first_last_layers_bf16
@@ -114,7 +150,7 @@ class MegatronConfig(Section):
 
 class ActorConfig(Section):
     ppo_mini_batch_size: int | None = Field(None, ge=1)  # prompts per optimizer step; null: data.train_batch_size
-    ppo_epochs: int = Field(1, ge=1)  # passes over each step's batch
+    ppo_epochs: int = Field(1, ge=1, le=1000)  # passes over each step's batch
     ppo_max_token_len_per_gpu: int = Field(16384, ge=1)  # most tokens in one packed micro-batch
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)  # most sequences in one micro-batch; null: no bound
     loss_mode: str = "vanilla"  # a registered policy loss, or module:function
@@ -126,11 +162,11 @@ class ActorConfig(Section):
     cispo_clip_ratio_low: float = Field(1.0, ge=0)  # CISPO's lower bound is 1 - this; 1 or more: no lower bound
     tau_pos: float = Field(1.0, gt=0)  # SAPO's temperature at positive advantages
     tau_neg: float = Field(1.05, gt=0)  # SAPO's temperature at the other advantages
-    dpo_beta: float = Field(0.1, gt=0)  # DPO's beta: how strongly the policy is kept near the reference
+    dpo_beta: float = Field(0.1, gt=0, le=1e4)  # DPO's beta: how strongly the policy is kept near the reference
     use_kl_loss: bool = True  # add kl_loss_coef * KL to the reference to the loss
-    kl_loss_coef: float = Field(0.001, ge=0)
+    kl_loss_coef: Coefficient = 0.001
     kl_loss_type: str = "low_var_kl"  # the estimator of that KL (algo/kl.py)
-    entropy_coeff: float = 0.0  # coefficient of the entropy (nats), which is subtracted from the loss
+    entropy_coeff: float = Field(0.0, ge=-1e4, le=1e4)  # times the entropy (nats), which is subtracted from the loss
     logprob_chunk_size: int = Field(1024, ge=1)  # tokens whose logits are in memory at a time
     max_skipped_steps: int = Field(10, ge=0)  # consecutive optimizer steps with a non-finite gradient; one more: stop
     optim: OptimConfig = OptimConfig()
@@ -156,7 +192,7 @@ class RefConfig(Section):
 class ValKwargs(Section):
     """How validation samples: its own values, instead of those of `rollout`."""
 
-    n: int = Field(1, ge=1)  # samples per prompt
+    n: int = Field(1, ge=1, le=65536)  # samples per prompt
     temperature: float = Field(0.0, ge=0)  # 0: greedy
     top_p: float = Field(1.0, gt=0, le=1)
 
@@ -164,20 +200,20 @@ class ValKwargs(Section):
 class RolloutConfig(Section):
     engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
     engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
-    n: int = Field(8, ge=1)  # samples per prompt
+    n: int = Field(8, ge=1, le=65536)  # samples per prompt
     temperature: float = Field(1.0, gt=0)
     top_p: float = 1.0  # no other value may be set: the policy's logprobs are of the full distribution
     top_k: int = -1  # no other value may be set, either
-    seed: int = 42  # each sample's seed is a hash of this, the step, the prompt and the sample's index
+    seed: Seed = 42  # each sample's seed is a hash of this, the step, the prompt and the sample's index
     tensor_model_parallel_size: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)  # share of the device's memory that vLLM may take
-    max_num_seqs: int = Field(256, ge=1)  # sequences that one engine decodes at a time
+    max_num_seqs: Count = 256  # sequences that one engine decodes at a time
     max_num_batched_tokens: int = Field(8192, ge=1)  # tokens of one engine step
     enforce_eager: bool = False  # no CUDA graphs
     free_cache_engine: bool = True  # GPU: the engine sleeps between rollouts
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # of the engine
     enable_prefix_caching: bool = True
-    update_weights_bucket_megabytes: int = Field(512, ge=1)  # MiB of weights sent to the engine at a time
+    update_weights_bucket_megabytes: Count = 512  # MiB of weights sent to the engine at a time
     sync: Literal["full", "delta"] = "full"  # delta: after a full sync, only elements whose bits have changed are sent
     delta_full_every: int = Field(50, ge=1)  # every so many syncs is full all the same
     delta_max_density: float = Field(0.1, gt=0, le=1)  # a sync is full if a larger share of the elements has changed
@@ -198,13 +234,14 @@ class OverlongBuffer(Section):
     """DAPO's soft penalty for responses that come close to data.max_response_length (algo/shaping.py)."""
 
     len: int | None = Field(None, ge=1)  # the penalty grows from 0 to 1 over the last so many tokens; null: off
-    penalty_factor: float = Field(1.0, gt=0)  # multiplies the penalty
+    penalty_factor: float = Field(1.0, gt=0, le=1e4)  # multiplies the penalty
 
 
 class RewardConfig(Section):
     function: str | None = None  # a registered reward, or module:function; null: the task's own
-    num_workers: int = Field(1, ge=1)  # processes per engine
-    timeout_s: float = Field(10.0, gt=0)  # wall-clock seconds per sample; then its worker is killed
+    num_workers: Processes = 1  # processes per engine
+    timeout_s: Seconds = 10.0  # wall-clock seconds per sample; then its worker is killed
+    max_failed_ratio: float = Field(0.5, ge=0, le=1)  # the run stops if a larger share of a draw has no reward
     kwargs: dict[str, Any] = {}  # keyword arguments of the reward function
     overlong_buffer: OverlongBuffer = OverlongBuffer()
 
@@ -213,7 +250,7 @@ class FilterGroups(Section):
     """DAPO's dynamic sampling: a prompt whose samples all got the same reward is replaced by another prompt."""
 
     enable: bool = False
-    max_num_gen_batches: int = Field(10, ge=1)  # rounds per step; after them the step trains on a smaller batch
+    max_num_gen_batches: Count = 10  # rounds per step; after them the step trains on a smaller batch
     max_staleness: int = Field(1, ge=0)  # largest age of a left-over group, in steps; older ones are dropped
 
 
@@ -221,7 +258,7 @@ class ReplayConfig(Section):
     """Groups of earlier steps in the batch. Only groups whose rewards differ are kept."""
 
     ratio: float = Field(0.0, ge=0, lt=1)  # largest share of the batch's prompts; 0: off
-    size: int = Field(512, ge=1)  # groups in the buffer
+    size: Count = 512  # groups in the buffer
     max_staleness: int = Field(2, ge=1)  # largest age of a group, in steps; older groups are dropped
 
 
@@ -229,7 +266,7 @@ class KlCtrl(Section):
     """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/kl.py)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: float = Field(0.001, ge=0)  # adaptive: its value at the start
+    kl_coef: Coefficient = 0.001  # adaptive: its value at the start
     target_kl: float = Field(0.1, gt=0)  # adaptive: nats per token
     horizon: int = Field(10000, ge=1)  # adaptive: n samples change it by at most 20 % * n / horizon
 
@@ -257,10 +294,10 @@ class RewardModelConfig(Section):
     path: Path | None = None  # Hugging Face folder: *ForSequenceClassification, or *ForCausalLM, which gets a new head
     start_iteration: int = Field(0, ge=0)  # in earlier outer iterations, the reward function alone gives the reward
     combine: Literal["replace", "add"] = "replace"  # the score replaces the function's reward, or is added to it
-    coefficient: float = Field(1.0, gt=0)  # multiplies the score
+    coefficient: float = Field(1.0, gt=0, le=1e4)  # multiplies the score
     max_pairs_per_group: int | None = Field(4, ge=1)  # (better, worse) pairs among one prompt's samples; null: all
     steps: int = Field(50, ge=1)  # its optimizer steps after each outer iteration
-    train_batch_size: int = Field(32, ge=1)  # pairs per optimizer step
+    train_batch_size: Count = 32  # pairs per optimizer step
     replay_ratio: float = Field(0.1, ge=0, lt=1)  # share of these pairs that comes from earlier outer iterations
     history_size: int = Field(2048, ge=1)  # pairs kept for the replay: a uniform sample of all earlier ones
     optim: OptimConfig = OptimConfig()
@@ -293,12 +330,12 @@ class SftConfig(Section):
 
     steps: int = Field(0, ge=0)  # optimizer steps
     train_files: list[Path] = []  # rows {"prompt": ..., "response": ...}
-    train_batch_size: int = Field(32, ge=1)  # rows per optimizer step
+    train_batch_size: Count = 32  # rows per optimizer step
     optim: OptimConfig = OptimConfig()
 
 
 class TrainerConfig(Section):
-    total_training_steps: int = Field(100, ge=0)
+    total_training_steps: int = Field(100, ge=0, le=1_000_000_000)
     output_dir: Path = Path("outputs/run")
     save_freq: Frequency = 20  # steps between checkpoints; the last step is saved, too; -1: no checkpoint at all
     test_freq: Frequency = 5  # steps between validations; -1: only val_before_train's
@@ -307,16 +344,17 @@ class TrainerConfig(Section):
     resume_mode: Literal["auto", "disable"] = "auto"
     verify_checkpoints: Literal["full", "sizes"] = "full"  # before resuming, compare files by sha256, or by size only
     stop_file: Path | None = None  # once this file exists, save after the step and exit with code 75
-    stop_at: float | None = Field(None, gt=0)  # Unix time in seconds: the same, before a step that could end later
+    # Unix time in seconds: the same, before a step that could end later
+    stop_at: float | None = Field(None, gt=0, le=1e11)
     max_actor_ckpt_to_keep: int | None = Field(3, ge=1)  # older checkpoints are removed; null: keep all
     save_hf_at_end: bool = True  # write the trained model as a Hugging Face folder, output_dir/hf
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl"]
     num_logged_samples: int = Field(4, ge=0)  # completions written as text per validation
-    nnodes: int = Field(1, ge=1)
-    n_gpus_per_node: int = Field(8, ge=1)  # ranks per node, on CPU too
+    nnodes: int = Field(1, ge=1, le=65536)
+    n_gpus_per_node: Processes = 8  # ranks per node, on CPU too
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees one
-    seed: int = 42  # of everything in training that is neither data.seed's nor rollout.seed's
-    timeout_s: float = Field(1800.0, gt=0)  # seconds after which a collective fails
+    seed: Seed = 42  # of everything in training that is neither data.seed's nor rollout.seed's
+    timeout_s: Seconds = 1800.0  # seconds after which a collective fails
     peak_tflops: float | None = Field(None, gt=0)  # TFLOP/s of one device, for MFU; null: by device name, if known
 
 

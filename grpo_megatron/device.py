@@ -129,6 +129,12 @@ class Device:
 
     # -- random state: vLLM reseeds every generator of its process, and `generate` advances torch's --------------------
 
+    def seed(self, seed: int, rank: int) -> None:
+        """torch's generators are alike on all ranks, as Megatron-Core expects; Python's and numpy's differ per rank."""
+        torch.manual_seed(seed)
+        random.seed(f"{seed}/{rank}")
+        np.random.seed(np.random.SeedSequence([seed, rank]).generate_state(4))
+
     def rng_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "python": random.getstate(),

@@ -12,10 +12,12 @@ has the defaults. An unknown fact is a TypeError where it is declared.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,16 +25,42 @@ F = TypeVar("F")
 
 
 def import_function(path: str) -> object:
-    """Import `package.module:attribute`. Raises ValueError that says which half of the path is wrong."""
+    """Import `package.module:attribute`. Raises ValueError that says which half of the path is wrong.
+
+    Other exceptions of the module are passed on, except one that would end the process: it is a ValueError.
+    """
     module_name, _, attribute = path.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        with no_exit(f"{path!r}: importing module {module_name!r}"):
+            module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(f"{path!r}: cannot import module {module_name!r} ({error}); is it on PYTHONPATH?") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         raise ValueError(f"{path!r}: module {module_name!r} has no attribute {attribute!r}") from None
+
+
+@contextlib.contextmanager
+def no_exit(what: str) -> Iterator[None]:
+    """A user's code in the block cannot end this process: it would end as if the run had succeeded.
+
+    Raises ValueError instead of SystemExit, and where `os._exit` is called. A child process that the block forks may exit.
+    """
+    process, leave = os.getpid(), os._exit
+
+    def refuse(code: int) -> None:
+        if os.getpid() != process:
+            leave(code)
+        raise SystemExit(code)
+
+    os._exit = refuse  # type: ignore[assignment]
+    try:
+        yield
+    except SystemExit as error:
+        raise ValueError(f"{what} ends the process (exit code {error.code}); take that call out of it") from error
+    finally:
+        os._exit = leave
 
 
 class Registry(Generic[T]):

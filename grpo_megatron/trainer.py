@@ -68,7 +68,6 @@ class Trainer:
         """Build every part once, after the parts that it needs. `opened` closes what is open if a later part fails."""
         trainer, rollout = config.trainer, config.rollout
         self.device = Device(trainer.device)
-        torch.manual_seed(trainer.seed)
         self.mesh = join_world(config, self.device)
 
         # Where the run continues: every later part may depend on it.
@@ -92,7 +91,13 @@ class Trainer:
         self.engine = self.colocation.engine
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
         generator = Generator(
-            self.engine, pool, checked.tokenizer, self.mesh, rollout.seed, lambda: self.colocation.weights_digest
+            self.engine,
+            pool,
+            checked.tokenizer,
+            self.mesh,
+            rollout.seed,
+            lambda: self.colocation.weights_digest,
+            max_failed_ratio=config.reward.max_failed_ratio,
         )
 
         # The models in their state before the first step: warmed up, or restored.

@@ -55,6 +55,8 @@ class Sample:
     reward_metrics: dict[str, float] = field(default_factory=dict)  # what the reward function also reports
     steps: list[tuple[int, float]] = field(default_factory=list)  # (last token of the step, its reward), increasing
     loss_mask: list[int] = field(default_factory=list)  # 1 or 0 per response token; default: 1 everywhere
+    reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number
+    reward_failure: str = field(default="", kw_only=True)  # why there is no reward
 
     def __post_init__(self) -> None:
         if not self.loss_mask:

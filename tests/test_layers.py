@@ -33,24 +33,28 @@ ROOMS: dict[str, set[str]] = {
     "importing": set(),
     "child": set(),
     "extensions": set(),
-    "config": set(),
+    "reading": set(),
+    "config": {"reading"},
     "storage": set(),
     "rewards": {"registry", "child"},
     "algo": {"types", "registry", "config"},
-    "data": {"types", "registry", "config", "rewards"},
+    "data": {"types", "registry", "reading", "config", "rewards"},
     "device": {"extensions", "config"},
     "parallel": {"types", "storage", "device"},
     "sync": {"types", "parallel"},
     "observability": {"types", "config", "storage", "algo"},
-    "models": {"types", "extensions", "config", "storage", "algo", "device", "parallel", "sync", "observability"},
+    "models": {
+        *("types", "extensions", "reading", "config", "storage", "algo"),
+        *("device", "parallel", "sync", "observability"),
+    },
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},
-    "convert": {"storage", "models"},
+    "convert": {"reading", "storage", "models"},
     "evaluation": {
-        *("types", "config", "storage", "rewards", "data"),
+        *("types", "reading", "config", "storage", "rewards", "data"),
         *("device", "parallel", "models", "rollout", "convert"),
     },
     "checks": {
-        *("types", "registry", "passthrough", "config", "storage", "rewards"),
+        *("types", "registry", "passthrough", "config", "storage", "rewards", "reading"),
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
     },
     "sampling": {"types", "config", "rewards", "algo", "data", "parallel", "observability", "rollout"},
@@ -63,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
         *("observability", "models", "checks", "sampling", "training"),
     },
     "cli": {
-        *("importing", "child", "config", "storage", "parallel", "rollout"),
+        *("importing", "child", "reading", "config", "storage", "parallel", "rollout"),
         *("convert", "evaluation", "checks", "training", "trainer"),
     },
     "__main__": {"cli"},
@@ -75,6 +79,7 @@ WITHOUT_TORCH = {
     "registry",
     "passthrough",
     "importing",
+    "reading",
     "config",
     "storage",
     "rewards",
@@ -88,7 +93,7 @@ ENTRANCES = {  # module -> the rooms that may import it
     "rewards.math.boxed": {"data", "evaluation"},
     "rewards.math.grader": {"data"},
     "rewards.math.formula": {"evaluation"},
-    "rewards.workers.pool": {"evaluation", "sampling", "training"},
+    "rewards.workers.pool": {"evaluation", "checks", "sampling", "training"},
 }
 THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the names of modules that may import it
     "megatron": ("models.", "parallel.mesh", "device"),
@@ -100,7 +105,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "tokenizers": ("data.",),
     "pydantic": ("config", "cli.config_file", "data.task", "rollout."),
     "pydantic_core": ("config",),
-    "yaml": ("cli.config_file", "checks.dry_run", "training.config_record", "data.task_file"),
+    "yaml": ("reading.yaml_text", "checks.dry_run", "training.config_record"),
     "matplotlib": ("observability.curves",),
     "tqdm": ("observability.sinks", "training.validation", "evaluation.", "convert."),
     "latex2mathml": ("evaluation.formulas",),
@@ -220,7 +225,7 @@ def test_the_command_line_starts_light() -> None:
     at_the_top = {
         "cli.main": {"config", "cli.config_file", "importing", "cli"}
         | {"storage", "storage.leftovers", "storage.lock"},  # standard library only
-        "cli.failures": {"config"},
+        "cli.failures": {"reading.bounds", "config"},
         "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers"},
         "importing": set(),
     }

@@ -19,6 +19,8 @@ order. So results are bit-identical for every sample order and data-parallel lay
 0. Equality is decided on the rewards: the computed std of eight rewards 0.1 is rounding noise, and a division by it gives
 advantages in the thousands. gpg counts non-zero rewards, as verl does; the paper counts samples with a gradient.
 
+A reward beyond MAX_ABSOLUTE is refused: sums of squares would overflow, and float32 could not hold what is left.
+
 A sample whose reward is not finite is unscorable: it is left out of mean, std and n, and gets 0. (The plan also leaves
 it out of the loss.) A response without a loss token that has a reward is a sample of the policy like any other and
 stays in. With a KL penalty in the reward, r_i is the reward minus the penalties of the response's loss tokens.
@@ -35,7 +37,7 @@ validation must know about it (the fields of `EstimatorFacts`):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from grpo_megatron.config import AlgorithmConfig
@@ -43,6 +45,7 @@ from grpo_megatron.registry import FactRegistry
 from grpo_megatron.types import GroupTable
 
 EPSILON = 1e-6
+MAX_ABSOLUTE = 1e15  # of a reward; the square is far from the limit of float32, 3e38
 
 # One entry per table row: a number for the whole response; a list of response_length numbers, of which those outside
 # the loss are not read; or None: the sample is left out of the loss and counts in no denominator.
@@ -67,6 +70,16 @@ advantage_estimators: FactRegistry[AdvantageEstimator, EstimatorFacts] = FactReg
 )
 
 
+def check_rewards(values: Iterable[float]) -> None:
+    """Raises ValueError at a finite reward beyond MAX_ABSOLUTE. Not finite: unscorable, hence allowed."""
+    for value in values:
+        if MAX_ABSOLUTE < abs(value) < math.inf:
+            raise ValueError(
+                f"a reward of {value:g} is too large to compute with: a mean or a standard deviation would overflow; scale"
+                f" the reward to at most {MAX_ABSOLUTE:g} (reward_model.coefficient scales that of a reward model)"
+            )
+
+
 def is_informative(rewards: Sequence[float]) -> bool:
     """Whether a prompt's samples have a gradient: two or more are scorable, and their rewards are not all equal.
 
@@ -77,12 +90,14 @@ def is_informative(rewards: Sequence[float]) -> bool:
 
 def penalised_rewards(table: GroupTable) -> list[float]:
     """Each sample's reward minus the penalties of its loss tokens, where the table has any. Not finite: unscorable."""
+    check_rewards(table.reward)
     if not table.token_penalties:
         return table.reward
     rewards = list(table.reward)
     for row, reward in enumerate(table.reward):
         if math.isfinite(reward):
             penalties = at_loss_tokens(table, row, table.token_penalties[row])
+            check_rewards(penalties)
             rewards[row] = math.fsum([reward, *(-penalty for penalty in penalties)])
     return rewards
 
@@ -240,6 +255,7 @@ def _finite_steps(table: GroupTable, row: int) -> list[tuple[int, float]]:
             f"table row {row}: steps end at response tokens {ends}, of {length}; they must increase, from 0 or more to "
             f"{length - 1} or less: correct the step reward function"
         )
+    check_rewards(reward for _, reward in steps)
     return [(end, reward) for end, reward in steps if math.isfinite(reward)]
 
 

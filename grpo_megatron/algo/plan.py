@@ -25,7 +25,7 @@ import heapq
 import itertools
 import math
 
-from grpo_megatron.algo.advantages import Advantages, advantage_estimators, informative_groups
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.shaping import dupo_copies
 from grpo_megatron.algo.token_weights import token_weights
@@ -165,6 +165,7 @@ def _weights(
 def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
     """Run the estimator and check what it returns: it may be the user's own."""
     name = algorithm.adv_estimator
+    check_rewards(table.reward)  # also for estimators of the user's own
     advantages = advantage_estimators.get(name)(table, algorithm)
     if len(advantages) != len(table):
         raise ValueError(

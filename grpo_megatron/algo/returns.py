@@ -25,6 +25,7 @@ from grpo_megatron.algo.advantages import (
     Advantages,
     advantage_estimators,
     at_loss_tokens,
+    check_rewards,
     deviations,
     is_informative,
     penalised_rewards,
@@ -95,6 +96,7 @@ def remax(table: GroupTable, config: AlgorithmConfig) -> Advantages:
             "algorithm.adv_estimator='remax' needs the reward of each prompt's greedy response, and none was drawn; "
             "draw one, or set adv_estimator='rloo', whose baseline is the other samples"
         )
+    check_rewards(table.greedy_reward)
     advantages: Advantages = [0.0] * len(table)
     for row, baseline in enumerate(table.greedy_reward):
         if not math.isfinite(baseline):
@@ -111,12 +113,14 @@ def remax(table: GroupTable, config: AlgorithmConfig) -> Advantages:
 def _returns(table: GroupTable, row: int, gamma: float) -> float | list[float]:
     """R_t at the loss tokens of one response: a single number where every token has the same."""
     reward = table.reward[row]
+    check_rewards([reward])
     if gamma == 1.0 and not table.token_penalties:
         return reward
     no_penalties = [0.0] * table.response_length[row]
     penalties = at_loss_tokens(table, row, table.token_penalties[row] if table.token_penalties else no_penalties)
     if not penalties:
         return reward
+    check_rewards(penalties)
     rewards = [-penalty for penalty in penalties]
     rewards[-1] += reward
     return discounted_returns(rewards, gamma)

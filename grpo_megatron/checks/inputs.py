@@ -27,13 +27,15 @@ from grpo_megatron.data.tasks import get_task
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.regular import special_file_in
 from grpo_megatron.types import Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def read_model(path: Path, key: str = "model.path") -> Architecture:
-    """The architecture that `path`/config.json describes. Its sizes are positive integers."""
+    """The architecture that `path`/config.json describes, of a folder of regular files."""
     if not path.is_dir():
         name = str(path)
         hub = f"; fetch one with: hf download {name} --local-dir DIR" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
@@ -42,24 +44,11 @@ def read_model(path: Path, key: str = "model.path") -> Architecture:
             f" tokenizer){hub}"
         )
     try:
-        arch = read_architecture(path)
-        _check_sizes(arch)
-    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        if problem := special_file_in(path):
+            raise ReadError(f"it holds {problem}; remove it")
+        return read_architecture(path)
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{key}={str(path)!r}: {error}; set it to a folder of a supported model") from error
-    return arch
-
-
-def _check_sizes(arch: Architecture) -> None:
-    sizes = ("hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "head_dim")
-    for name in (*sizes, "vocab_size", "max_position_embeddings"):
-        value = getattr(arch, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"config.json gives {name}={value!r}, not a positive integer")
-    if arch.num_attention_heads % arch.num_query_groups:
-        raise ValueError(
-            f"config.json gives {arch.num_attention_heads} attention heads in {arch.num_query_groups} key-value groups;"
-            " the second must divide the first"
-        )
 
 
 def check_weights(path: Path, arch: Architecture, key: str = "model.path") -> None:

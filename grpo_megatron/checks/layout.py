@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from grpo_megatron.checks.problems import Problems
@@ -121,7 +122,8 @@ def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None
 
 def divisors(number: int) -> list[int]:
     """In increasing order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def joined(numbers: list[int]) -> str:

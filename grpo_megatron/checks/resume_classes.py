@@ -64,7 +64,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("rollout", "update_weights_bucket_megabytes sync delta_full_every delta_max_density", APPLIES),
     **_keys("rollout", "probe_tolerance engine_kwargs", APPLIES),
     **_keys("rollout.val_kwargs", "n temperature top_p", APPLIES),
-    **_keys("reward", "function num_workers timeout_s kwargs", APPLIES),
+    **_keys("reward", "function num_workers timeout_s kwargs max_failed_ratio", APPLIES),
     **_keys("reward.overlong_buffer", "len penalty_factor", APPLIES),
     # The reward model: its weights, optimizer and pairs are in the checkpoint.
     **_keys("reward_model", "path", FIXED),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError, RewardModelConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.reading.json_text import read_json
 
 KEY = "reward_model.path"
 OTHER_REWARDS = {  # estimators that also need rewards of another kind, which the model does not give
@@ -143,7 +143,7 @@ def _vocabulary_problems(policy_folder: Path, arch: Architecture, folder: Reward
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Token -> id of a folder's tokenizer.json; None without a readable one."""
     try:
-        tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        tokenizer = read_json(folder / "tokenizer.json")
         vocabulary = tokenizer["model"]["vocab"]
         if isinstance(vocabulary, list):  # unigram: [piece, score] in the order of ids
             vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}

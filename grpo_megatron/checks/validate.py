@@ -24,6 +24,7 @@ from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.resume import resume_problems
+from grpo_megatron.checks.reward_call import reward_call_problems
 from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
@@ -50,11 +51,14 @@ class Checked:
     reward_folder: RewardFolder | None = None  # reward_model.path
 
 
-def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False) -> Checked:
+def validate(
+    config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False, call_reward: bool = False
+) -> Checked:
     """Check the whole config for a world of `world_size` ranks. Raises ConfigError with every problem, one per line.
 
     `dry_run`: the model folder may lack weights, and the machine Megatron-Core and vLLM. `elsewhere`: the plan is for
-    another machine, so the tokenizer and data files may be missing on this one.
+    another machine, so the tokenizer and data files may be missing on this one. `call_reward`: call the reward functions
+    on a row of the data, in a worker process; one process of a run is enough.
     """
     problems = ProblemList()
     arch = problems.attempt(inputs.read_model, config.model.path)
@@ -108,6 +112,11 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
 
     problems.raise_if_any()
     assert arch is not None
+    if call_reward:
+        problems.add(
+            reward_call_problems(config.reward, [*(train_prompts or []), *(val_prompts or []), *(task_prompts or [])])
+        )
+        problems.raise_if_any()
     if not dry_run:
         problems.add(phase_shortages(config, world_size, arch, reward_folder))
         problems.raise_if_any()

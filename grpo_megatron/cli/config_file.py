@@ -6,60 +6,73 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.bounds import cut, shown
+from grpo_megatron.reading.regular import read_text
+from grpo_megatron.reading.yaml_text import MAX_LEVELS, MAX_YAML, parse_yaml
+
+MAX_EXPLAINED = 50  # wrong keys that are shown
 
 
 def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
     """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError."""
     try:
-        raw = yaml.safe_load(Path(path).read_text())
+        text = read_text(path, MAX_YAML)
     except OSError as error:
-        raise ConfigError(f"cannot read config {str(path)!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"config {str(path)!r} is not UTF-8 text: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config {str(path)!r} is not valid YAML: {error}") from error
+        raise ConfigError(f"cannot read config {shown(str(path))}: {error.strerror}") from error
+    except ReadError as error:
+        raise ConfigError(f"config {shown(str(path))} {error}") from error
+    try:
+        raw = parse_yaml(text)
+    except ReadError as error:
+        raise ConfigError(f"config {shown(str(path))} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"config {str(path)!r} must be a mapping of sections, not {type(raw).__name__}")
+        raise ConfigError(f"config {shown(str(path))} must be a mapping of sections, not {type(raw).__name__}")
     for override in overrides or []:
         _apply_override(raw, override)
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        mistakes = error.errors()
+        lines = [_explain(mistake) for mistake in mistakes[:MAX_EXPLAINED]]
+        if len(mistakes) > MAX_EXPLAINED:
+            lines.append(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong")
+        raise ConfigError("\n".join(lines)) from None
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        raise ConfigError(f"override {shown(override)} is not of the form section.key=value")
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+        parsed = parse_yaml(value)
+    except ReadError as error:
+        raise ConfigError(f"override {shown(override)}: the value is not valid YAML: {error}") from error
     *sections, leaf = key.split(".")
+    if len(sections) > MAX_LEVELS:
+        raise ConfigError(f"override {shown(override)}: the key has {len(sections):,} sections within each other")
     node = raw
     for section in sections:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+            raise ConfigError(f"override {shown(override)}: {shown(section)} is a value, not a section")
     node[leaf] = parsed
 
 
 def _explain(error: Any) -> str:
     """One line for one pydantic error; for an unknown key with the nearest known key."""
-    location = ".".join(str(part) for part in error["loc"])
+    location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
         known = _fields_at(error["loc"][:-1])
-        close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
         hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?" if close else ""
         return f"unknown key {location!r}{hint} (known here: {', '.join(known)})"
     if error["type"] == "missing":
         return f"missing key {location!r}: it has no default"
-    return f"{location}={error['input']!r}: {error['msg']}"
+    return f"{location}={shown(error['input'])}: {cut(error['msg'], 1000)}"
 
 
 def _fields_at(location: tuple[Any, ...]) -> list[str]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.reading.bounds import cut
 
 EXPECTED = {  # module -> exception whose message tells what to do: it is shown without a traceback
     "grpo_megatron.config": "ConfigError",
@@ -38,6 +39,7 @@ PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it c
 ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by default, and where training/stop_signals.py listens
 END_FILE = "end"  # in the launcher's folder: written before it ends all ranks
 AGENT_S = 60.0  # the agent needs about 0.1 s to find a dead rank; the limit is for an agent that never does
+MAX_LINE, MAX_LINES = 2000, 200  # of an expected error: a value from a file may have megabytes
 SRUN_S = 2.0  # srun --kill-on-bad-exit needs this time to end the ranks that would only report symptoms
 
 
@@ -125,8 +127,11 @@ def _describe(error: Exception, folder: Path | None) -> FailureReport:
     if is_debugging() or not is_expected:
         text += "".join(traceback.format_exception(error))
     if is_expected:
-        for line in message.splitlines():
-            text += f"{line}\n" if line.startswith(" ") else f"error: {line}\n"
+        lines = message.splitlines()
+        for line in lines[:MAX_LINES]:
+            text += f"{cut(line, MAX_LINE)}\n" if line.startswith(" ") else f"error: {cut(line, MAX_LINE)}\n"
+        if len(lines) > MAX_LINES:
+            text += f"error: and {len(lines) - MAX_LINES:,} more lines\n"
     return FailureReport(
         rank=int(os.environ.get("RANK", "0")),
         code=2 if isinstance(error, ConfigError) else 1,

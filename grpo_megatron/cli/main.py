@@ -32,6 +32,8 @@ from grpo_megatron.storage.lock import FolderLock
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
+MAX_PLANNED_RANKS, MAX_GPU_GIB = 1 << 20, 1 << 20  # of --world-size and --gpu-memory
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. In a rank of several, a failure ends the process at once."""
@@ -85,10 +87,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if argument.startswith("-"):
             train.error(f"unknown option {argument}")
         args.overrides.append(argument)
-    if args.world_size is not None and (not args.dry_run or args.world_size < 1):
-        train.error("--world-size N needs --dry-run and N >= 1; a run has trainer.nnodes x n_gpus_per_node ranks")
-    if args.gpu_memory is not None and (not args.dry_run or args.gpu_memory <= 0):
-        train.error("--gpu-memory GIB needs --dry-run and GIB > 0; a run reads the memory of its own GPU")
+    if args.world_size is not None and not (args.dry_run and 1 <= args.world_size <= MAX_PLANNED_RANKS):
+        train.error(
+            f"--world-size N needs --dry-run and 1 <= N <= {MAX_PLANNED_RANKS:,}; a run has trainer.nnodes x"
+            " n_gpus_per_node ranks"
+        )
+    if args.gpu_memory is not None and not (args.dry_run and 0 < args.gpu_memory <= MAX_GPU_GIB):  # not NaN either
+        train.error(
+            f"--gpu-memory GIB needs --dry-run and 0 < GIB <= {MAX_GPU_GIB:,}; a run reads the memory of its own GPU"
+        )
     return args
 
 
@@ -109,7 +116,10 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
             _join_run(is_rank)
         from grpo_megatron.checks.validate import validate
 
-    checked = validate(config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None)
+    is_first = os.environ.get("RANK", "0") == "0" and ranks.LAUNCHER_PID not in os.environ
+    checked = validate(
+        config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, call_reward=is_first
+    )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             _print_plan(config, checked, world_size, args.gpu_memory)
@@ -189,6 +199,8 @@ def _run(config: Config, checked: Checked) -> int:
         Trainer(config, checked).run()
     except Stopped as stopped:
         return stopped.exit_code
+    except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run
+        raise RuntimeError(f"sys.exit({error.code}) was called during the run; raise an exception instead") from error
     return 0
 
 

@@ -15,6 +15,7 @@ from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name
 from grpo_megatron.convert.span import Resident, Span, row_blocks
 from grpo_megatron.models.families import architecture_of, hf_shapes, read_config
+from grpo_megatron.reading.json_text import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote
@@ -92,7 +93,7 @@ class HFFolder(Source):
         if not path.exists():
             return None
         try:
-            weight_map = json.loads(path.read_text())["weight_map"]
+            weight_map = read_json(path)["weight_map"]
             if not all(
                 isinstance(v, str) and Path(v).name == v and v.endswith(".safetensors") for v in weight_map.values()
             ):

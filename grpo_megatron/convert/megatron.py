@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -27,6 +26,7 @@ from grpo_megatron.convert.source import FLOATS, Source, dtype_name
 from grpo_megatron.convert.span import ReusedMemory, Span
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.mapping import Vocabulary, WeightRow
+from grpo_megatron.reading.json_text import read_json
 
 FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"
 
@@ -81,7 +81,7 @@ class MegatronFolder(Source):
             return self.folder / "hf"
         path = self.folder / TRAINER_FILE
         try:
-            return Path(json.loads(path.read_text())["config"]["model"]["path"])
+            return Path(read_json(path)["config"]["model"]["path"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConvertError(
                 f"{self.folder} has neither hf/config.json nor a {TRAINER_FILE} that names its model; give --hf FOLDER"
@@ -89,7 +89,7 @@ class MegatronFolder(Source):
 
     def _check_format(self) -> None:
         try:
-            found = json.loads((self.data_folder / FORMAT_FILE).read_text())
+            found = read_json(self.data_folder / FORMAT_FILE)
             backend, version = found["sharded_backend"], found["sharded_backend_version"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConvertError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.convert import ConvertError, listing_error
+from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.storage.manifest import MANIFEST_FILE
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx", ".distcp", ".npz"}
@@ -51,7 +51,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise ConvertError(f"{path}: not readable JSON ({error})") from error
 

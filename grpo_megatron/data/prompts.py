@@ -16,12 +16,16 @@ from grpo_megatron.data.rendering import encode_prompts, render_chat
 from grpo_megatron.data.rows import Question, read_question, read_rows, text_field
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.bounds import path_problem
+from grpo_megatron.reading.regular import read_text, special_file_in
 from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SupervisedExample = tuple[list[int], list[int]]  # prompt ids, response ids with the end-of-sequence token
+MAX_TEMPLATE = 1 << 20  # bytes of a chat template
 OfflineGroup = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses, their rewards
 
 
@@ -30,14 +34,18 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
 
     Raises ConfigError: no such folder, no tokenizer in it, no end-of-sequence token, unreadable template.
     """
-    if not Path(path).is_dir():
+    if path_problem(path) or not Path(path).is_dir():
         raise ConfigError(f"tokenizer folder {str(path)!r} does not exist (model.tokenizer_path, or else model.path)")
     from transformers import AutoTokenizer  # takes seconds, so only where it is needed
 
     try:
+        if problem := special_file_in(Path(path)):
+            raise ReadError(f"it holds {problem}; remove it")
         # False: by default it offers to run the folder's code, at a terminal
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds here
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # transformers raises many kinds; tokenizers a PanicException, which is no Exception
         reason = str(error).strip().partition("\n")[0][:300]
         raise ConfigError(
             f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"
@@ -49,8 +57,8 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
         )
     if data.chat_template is not None:
         try:
-            tokenizer.chat_template = data.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            tokenizer.chat_template = read_text(data.chat_template, MAX_TEMPLATE)
+        except (OSError, ReadError) as error:
             raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error}") from error
     return tokenizer
 

@@ -7,17 +7,28 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import Messages
+from grpo_megatron.data.template_limits import MAX_RENDERED, TEMPLATE_BYTES, template_limits
+from grpo_megatron.reading.bounds import cut
 
 
 def render_chat(messages: Messages, tokenizer: Any, where: str) -> str:
     """The text that the tokenizer's chat template makes of `messages`, up to the beginning of the assistant's turn.
 
-    Raises ConfigError when the template fails; `where` names the row in the message.
+    Raises ConfigError when the template fails or takes too long; `where` names the row in the message.
     """
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        with template_limits():
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except MemoryError as error:
+        raise ConfigError(f"the chat template fails on {where}: it takes {TEMPLATE_BYTES >> 30} GiB or more") from error
     except Exception as error:  # whatever the template raises
-        raise ConfigError(f"the chat template fails on {where}: {type(error).__name__}: {error}") from error
+        reason = cut(f"{type(error).__name__}: {error}", 500)
+        raise ConfigError(f"the chat template fails on {where}: {reason}") from error
+    if len(text) > MAX_RENDERED:
+        raise ConfigError(
+            f"the chat template makes {len(text):,} characters of {where}; at most {MAX_RENDERED:,} are accepted"
+        )
+    return text
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any, *, is_chat: bool) -> list[list[int]]:

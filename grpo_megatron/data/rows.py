@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.bounds import cut, shown, surrogate_problem
+from grpo_megatron.reading.json_text import parse_json
+from grpo_megatron.reading.regular import lines_of, read_regular
 
 T = TypeVar("T")
 SHOWN_PROBLEMS = 5
+BOM = b"\xef\xbb\xbf"
+MAX_ROW = 1 << 22  # bytes of a line, and characters of a field: a text of a million tokens
+MAX_FILE = 1 << 31  # bytes of a .json file, which is read as a whole
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
 Question = str | Messages
@@ -33,7 +39,7 @@ def read_rows(path: Path | str, parse: Callable[[dict[str, Any]], T]) -> list[T]
                 raise ValueError(f"is {type_name(row)}, not an object")
             parsed.append(parse(row))
         except ValueError as error:
-            problems.append(f"  {place}: {error}")
+            problems.append(f"  {place}: {cut(str(error), 500)}")
     if problems:
         more = f"\n  and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         total = len(problems) + len(parsed)
@@ -51,6 +57,10 @@ def text_field(row: dict[str, Any], field: str, empty: bool = False) -> str:
     value = row[field]
     if not isinstance(value, str):
         raise ValueError(f"field {field!r} is {type_name(value)}, not a string")
+    if len(value) > MAX_ROW:
+        raise ValueError(f"field {field!r} has {len(value):,} characters; at most {MAX_ROW:,} are read")
+    if problem := surrogate_problem(value):
+        raise ValueError(f"field {field!r}: {problem}")
     if not empty and not value.strip():
         raise ValueError(f"field {field!r} is empty")
     return value
@@ -85,32 +95,39 @@ def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix not in (".jsonl", ".json"):
         raise ConfigError(f"data file {str(path)!r}: the name must end with .jsonl or .json")
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        if path.suffix == ".json":
+            yield from _rows_of_list(path)
+        else:
+            yield from _rows_of_lines(path)
     except OSError as error:
-        raise ConfigError(f"cannot read data file {str(path)!r}: {error.strerror}") from error
-    if path.suffix == ".json":
-        rows = _parse(content)
-        if isinstance(rows, ValueError):
-            raise ConfigError(f"data file {str(path)!r}: {rows}")
-        if not isinstance(rows, list):
-            raise ConfigError(f"data file {str(path)!r} must be a list of objects, not {type_name(rows)}")
-        yield from ((f"row {number}", row) for number, row in enumerate(rows))
-        return
-    for number, line in enumerate(content.split(b"\n"), start=1):
+        raise ConfigError(f"cannot read data file {shown(str(path))}: {error.strerror}") from error
+    except ReadError as error:
+        raise ConfigError(f"data file {shown(str(path))} {error}") from error
+
+
+def _rows_of_list(path: Path) -> Iterator[tuple[str, Any]]:
+    rows = parse_json(read_regular(path, MAX_FILE).removeprefix(BOM))
+    if not isinstance(rows, list):
+        raise ReadError(f"must be a list of objects, not {type_name(rows)}")
+    yield from ((f"row {number}", row) for number, row in enumerate(rows))
+
+
+def _rows_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines_of(path, MAX_ROW), start=1):
+        if isinstance(line, ReadError):
+            yield f"line {number}", line
+            continue
+        line = line.removeprefix(BOM) if number == 1 else line
         if line.strip():
-            yield f"line {number}", _parse(line)
+            yield f"line {number}", _parsed(line)
 
 
-def _parse(content: bytes) -> Any:
-    """The JSON value, or a ValueError. It is returned, not raised, so that the rows after it are read too."""
+def _parsed(line: bytes) -> Any:
+    """The JSON value, or a ReadError. It is returned, not raised, so that the rows after it are read too."""
     try:
-        return json.loads(content)
-    except UnicodeDecodeError:
-        return ValueError("is not UTF-8")
-    except json.JSONDecodeError as error:
-        return ValueError(f"is not JSON ({error.msg} at line {error.lineno}, column {error.colno})")
-    except RecursionError:
-        return ValueError("is not JSON (nested too deeply)")
+        return parse_json(line)
+    except ReadError as error:
+        return error
 
 
 def type_name(value: Any) -> str:

@@ -15,12 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
 from grpo_megatron.config import ConfigError, Section
 from grpo_megatron.data.rows import Question, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.task import PLACEHOLDER, Task, fill_template
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading.regular import read_regular
+from grpo_megatron.reading.yaml_text import MAX_YAML, parse_yaml
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.math.boxed import box_start, last_boxed
 
@@ -111,14 +114,14 @@ def read_task_file(path: Path) -> Task:
 
 def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
     try:
-        content = path.read_bytes()
-        raw: Any = yaml.safe_load(content.decode("utf-8"))
+        content = read_regular(path, MAX_YAML)
+        raw: Any = parse_yaml(content.decode("utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read task file {str(path)!r}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"task file {str(path)!r} is not YAML: {error}") from error
+        raise ConfigError(f"cannot read task file {shown(str(path))}: {error.strerror}") from error
+    except (UnicodeDecodeError, ReadError) as error:
+        raise ConfigError(f"task file {shown(str(path))} cannot be used: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"task file {str(path)!r} must be a mapping, not {type_name(raw)}")
+        raise ConfigError(f"task file {shown(str(path))} must be a mapping, not {type_name(raw)}")
     return content, {str(key): value for key, value in raw.items()}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.task_file import FOLDER, read_task_file
-from grpo_megatron.registry import import_function
+from grpo_megatron.registry import import_function, no_exit
 
 
 def task_names() -> list[str]:
@@ -70,9 +70,10 @@ def _built_in(name: str) -> Task:
 def _python_task(name: str) -> Task:
     try:
         entry = import_function(name)
+        with no_exit(f"task {name!r}: calling it"):
+            task = entry() if callable(entry) else entry
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    task = entry() if callable(entry) else entry
     if not isinstance(task, Task):
         raise ConfigError(f"task {name!r} is {type(task).__name__}, not a grpo_megatron.data.task.Task")
     return task if task.sha256 else dataclasses.replace(task, sha256=_source_sha256(name.partition(":")[0]))

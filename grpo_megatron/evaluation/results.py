@@ -19,6 +19,7 @@ from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.evaluation.voting import vote_classes
+from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.types import GREEDY
@@ -249,7 +250,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 def read_result(path: Path) -> dict[str, Any]:
     """A results.json. Raises ConfigError."""
     try:
-        result: Any = json.loads(path.read_text(encoding="utf-8"))
+        result: Any = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     if (

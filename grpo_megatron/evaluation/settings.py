@@ -7,7 +7,6 @@ them: every sample has a seed made of (seed, task, problem, sample).
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
 from grpo_megatron.evaluation.prompting import PromptSet, build_prompts, choose_format
 from grpo_megatron.models.families import read_config
 from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes
+from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.types import GREEDY, Prompt
 
 
@@ -241,7 +241,7 @@ def _eos_token_ids(source: Source, tokenizer: Any) -> list[int]:
     configs = [read_config(source.hf_folder)]
     if path.exists():
         try:
-            configs.append(json.loads(path.read_text()))
+            configs.append(read_json(path))
         except ValueError as error:
             raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
     for config in configs:

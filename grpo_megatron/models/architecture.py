@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_megatron.reading.bounds import shown
+
 
 class UnsupportedModel(ValueError):
     """A config.json with a feature that Megatron-Core or this project cannot express. The message names it."""
@@ -81,6 +83,58 @@ class Architecture:
         return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tied else 2)
 
 
+# Some hundred times the largest model that exists. A number beyond them would fill the memory, or the weights with NaN.
+LARGEST_SIZES = {
+    "hidden_size": 1 << 20,
+    "ffn_hidden_size": 1 << 24,
+    "num_layers": 10_000,
+    "num_attention_heads": 1 << 16,
+    "num_query_groups": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 27,
+    "max_position_embeddings": 1 << 30,
+    "sliding_window": 1 << 40,
+    "num_experts": 1 << 16,
+    "experts_per_token": 1 << 16,
+}
+ABSENT = {"sliding_window": None, "num_experts": 0, "experts_per_token": 0}  # the value that stands for "none"
+MAX_BLOCKS = 1 << 20  # experts of all layers together
+RANGES = {  # smallest and largest
+    "norm_eps": (0.0, 1.0),
+    "rope_theta": (1.0, 1e15),
+    "rope_factor": (1.0, 1e6),
+    "rope_linear_factor": (1.0, 1e6),
+}
+
+
+def check_bounds(arch: Architecture) -> None:
+    """Raises UnsupportedModel that names the first number which no model can have."""
+    for name, largest in LARGEST_SIZES.items():
+        value = getattr(arch, name)
+        if value == ABSENT.get(name, "never"):
+            continue
+        if type(value) is not int or value < 1:
+            raise UnsupportedModel(f"config.json gives {name}={shown(value)}, not a positive integer")
+        if value > largest:
+            raise UnsupportedModel(f"config.json gives {name}={value}; at most {largest:,} is accepted")
+    for name, (low, high) in RANGES.items():
+        value = getattr(arch, name)
+        if value is None and name.endswith("factor"):
+            continue
+        if type(value) not in (int, float) or not low <= value <= high:  # false for NaN
+            raise UnsupportedModel(f"config.json gives {name}={shown(value)}, not a number from {low:g} to {high:g}")
+    if arch.num_layers * arch.num_experts > MAX_BLOCKS:
+        raise UnsupportedModel(
+            f"config.json gives {arch.num_layers} layers of {arch.num_experts} experts; at most {MAX_BLOCKS:,} experts"
+            " altogether are accepted"
+        )
+    if arch.num_attention_heads % arch.num_query_groups:
+        raise UnsupportedModel(
+            f"config.json gives {arch.num_attention_heads} attention heads in {arch.num_query_groups} key-value groups;"
+            " the second must divide the first"
+        )
+
+
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Architecture keywords of RoPE: theta and scaling. Raises UnsupportedModel for a scaling that cannot be expressed.
 
@@ -114,10 +168,10 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
 def _yarn(scaling: dict[str, Any]) -> Yarn:
     """The defaults are those of transformers and vLLM. Raises UnsupportedModel."""
     factor = float(scaling["factor"] or math.nan)
-    if not factor > 1.0 or not scaling.get("original_max_position_embeddings"):
+    if not 1.0 < factor <= 1e6 or not scaling.get("original_max_position_embeddings"):
         raise UnsupportedModel(
             f"yarn RoPE scaling with factor={scaling['factor']} and original_max_position_embeddings="
-            f"{scaling.get('original_max_position_embeddings')}: it needs a factor above 1, and that length"
+            f"{scaling.get('original_max_position_embeddings')}: it needs a factor from 1 to 1e6, and that length"
         )
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:

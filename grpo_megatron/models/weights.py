@@ -5,7 +5,6 @@ Any folder loads into any tp x pp x ep layout. From any layout, `hf_weights` str
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.mapping import WeightRow, expand_table, local_name
 from grpo_megatron.models.precision import dequantized, set_parameter
 from grpo_megatron.parallel.mesh import Mesh, all_gather_values
+from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.types import WeightBucket
 
 
@@ -83,7 +83,7 @@ class SafetensorsFolder:
 def _indexed_files(index: Path) -> list[str]:
     """The names of the files in an index. Raises WeightsError for a name that is no *.safetensors file of its folder."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index}: not a readable index ({type(error).__name__}: {error})") from error
     outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]

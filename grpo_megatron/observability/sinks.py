@@ -237,6 +237,23 @@ COLUMN_WIDTH = 11  # 6 + 9 * 11 = 105 characters per line
 ROWS_PER_HEADER = 20
 
 
+def skip_reason(metrics: Mapping[str, float]) -> str | None:
+    """Why a training step made no update, or fewer than planned. None: it made all, or the metrics are of no step."""
+    if "actor/skipped_updates" not in metrics:
+        return None
+    count = metrics["actor/skipped_updates"]
+    if count:
+        updates = "update" if count == 1 else "updates"
+        return f"skipped {count:g} {updates}: the gradient is not finite"
+    if "actor/grad_norm" in metrics:
+        return None
+    if metrics.get("critic/unscorable_ratio") == 1:
+        return "skipped: no sample has a reward"
+    if metrics.get("critic/zero_variance_ratio", 1) == 1:  # also where dynamic sampling has found no group at all
+        return "skipped: no informative group (the samples of each prompt have equal rewards)"
+    return "skipped: no sample is in the loss"
+
+
 class ConsoleSink(Sink):
     """One aligned line per step. On a terminal the lines scroll above a progress bar; a file gets no bar."""
 
@@ -258,7 +275,9 @@ class ConsoleSink(Sink):
         accuracies = [value for name, value in metrics.items() if VALIDATION_ACCURACY.fullmatch(name)]
         if accuracies:
             metrics = {**metrics, "val acc": sum(accuracies) / len(accuracies)}
-        self.note(f"{step:>6}" + "".join(f"{column.cell(metrics):>{COLUMN_WIDTH}}" for column in CONSOLE_COLUMNS))
+        cells = "".join(f"{column.cell(metrics):>{COLUMN_WIDTH}}" for column in CONSOLE_COLUMNS)
+        reason = skip_reason(metrics)
+        self.note(f"{step:>6}{cells}" + (f"  {reason}" if reason else ""))
         if self._bar is not None:
             self._bar.update(
                 min(step + 1, self._bar.total) - self._bar.n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -49,14 +50,15 @@ class Summary:
         sinks.note("\n" + "\n".join(self._files()))
 
     def _rows(self) -> list[list[object]]:
-        """Name, first and last value of each metric with several values. val-core comes before val-aux."""
-        names = sorted(self.results, key=lambda name: (name.startswith("val-aux"), name))
+        """Name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""
+        steps = sorted({step for values in self.results.values() for step in values})
+        if len(steps) < 2:
+            return []
         rows: list[list[object]] = []
-        for name in names:
-            values = self.results[name]
-            if len(values) > 1:
-                short = name.removeprefix("val-core/").removeprefix("val-aux/")
-                rows.append([short, values[min(values)], values[max(values)]])
+        for name in sorted(self.results, key=lambda name: (name.startswith("val-aux"), name)):
+            before, after = (self.results[name].get(step) for step in (steps[0], steps[-1]))
+            if name.startswith("val-core") or None not in (before, after):
+                rows.append([name.removeprefix("val-core/").removeprefix("val-aux/"), before, after])
         return rows
 
     def _files(self) -> Iterator[str]:
@@ -90,6 +92,6 @@ def format_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str
 
 
 def _cell(value: object) -> str:
-    if value is None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

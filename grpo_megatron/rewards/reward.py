@@ -1,8 +1,9 @@
 """What a reward function is: the registry, the check that a name can be used, and the check of what it returned.
 
-A reward function is `f(completion: str, answer: str, **kwargs) -> float | dict`; `kwargs` are `reward.kwargs`. A dict
-holds "score", which is the reward, and further numbers that become metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}).
-A reward has no unit; larger is better.
+A reward function is `f(completion: str, answer: str, **kwargs) -> float | dict`; `kwargs` are `reward.kwargs`. It may be
+`async`. A dict holds "score", which is the reward, and further numbers that become metrics ({"score": 1.0, "acc": 1.0,
+"format": 0.0}). Entries that are not numbers are kept as text, beside the logged samples. A reward has no unit; larger is
+better. Its absolute value is at most MAX_REWARD: sums of squares stay far from overflow, in float32 too.
 
 A step reward (a process reward model, or `rewards/steps.py`) also returns "steps": [(end, value), ...]. `end` is the
 number of characters of the completion up to the end of the step. Ends increase; they are between 1 and its length.
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 from grpo_megatron.registry import FactRegistry, Registry
 
-RewardFunction = Callable[..., Any]  # returns float or dict; `parse_reward` checks that
+RewardFunction = Callable[..., Any]  # returns float or dict, or an awaitable of one; `parse_reward` checks that
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ preloads: dict[str, Callable[[], None]] = {}  # name of a reward -> slow imports
 
 MAX_METRICS = 64  # a metric is one curve per name: a reward with more metrics has names that depend on the data
 MAX_STEPS = 10_000
+MAX_REWARD = 1e9
+MAX_ENTRY = 500  # characters of an entry that is not a number
 
 Steps = tuple[tuple[int, float], ...]
 
@@ -47,6 +50,7 @@ class RewardResult:
     status: Literal["ok", "error", "timeout"] = "ok"
     message: str = ""
     steps: Steps = ()  # (end of the step in the completion, its reward), increasing
+    texts: dict[str, str] = field(default_factory=dict)  # what the function reports that is not a finite number
 
 
 @dataclass(frozen=True)
@@ -88,21 +92,42 @@ def check_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFu
     return function
 
 
-def parse_reward(returned: object, length: int | None = None) -> tuple[float, dict[str, float], Steps]:
-    """(reward, metrics, steps) of what a function returned for a completion of `length` characters.
+def parse_reward(returned: object, length: int | None = None) -> RewardResult:
+    """What a function returned for a completion of `length` characters.
 
-    Raises ValueError unless every entry is a finite number, and "steps" are (end, value) pairs with increasing ends.
+    Raises ValueError unless the score is a number up to MAX_REWARD, and "steps" are (end, value) pairs with increasing ends.
     """
     if not isinstance(returned, Mapping):
-        return _finite_number("the reward", returned), {}, ()
+        return RewardResult(_bounded_number("the reward", returned))
     if "score" not in returned:
         raise ValueError(f"the reward returned a dict without 'score' (keys: {', '.join(map(str, returned))})"[:500])
     if len(returned) > MAX_METRICS + 2:
         raise ValueError(f"the reward returned {len(returned)} entries; at most {MAX_METRICS} besides 'score'")
     entries = {str(key): value for key, value in returned.items()}
     steps = _parse_steps(entries.pop("steps", ()), length)
-    numbers = {key: _finite_number(f"the reward's entry {key!r}", value) for key, value in entries.items()}
-    return numbers.pop("score"), numbers, steps
+    score = _bounded_number("the reward's entry 'score'", entries.pop("score"))
+    numbers: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for key, value in entries.items():
+        try:
+            numbers[key] = _finite_number(key, value)
+        except Exception:  # noqa: BLE001 - whatever an object of the user raises when it is read as a number
+            texts[key] = _text(value)
+    return RewardResult(score, numbers, steps=steps, texts=texts)
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)[:MAX_ENTRY].encode(errors="backslashreplace").decode()
+    except Exception:  # noqa: BLE001 - an object whose __str__ raises
+        return f"({type(value).__name__})"
+
+
+def _bounded_number(what: str, value: object) -> float:
+    number = _finite_number(what, value)
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"{what} is {number:g}; it must be between -{MAX_REWARD:g} and {MAX_REWARD:g}: scale it")
+    return number
 
 
 def _parse_steps(returned: object, length: int | None) -> Steps:
@@ -112,7 +137,7 @@ def _parse_steps(returned: object, length: int | None) -> Steps:
     for step in returned:
         if not isinstance(step, Sequence) or len(step) != 2:
             raise ValueError(f"the reward's step {len(steps)} is {type(step).__name__}, not (end, value)")
-        end, value = _finite_number("a step's end", step[0]), _finite_number("a step's value", step[1])
+        end, value = _finite_number("a step's end", step[0]), _bounded_number("a step's value", step[1])
         last = steps[-1][0] if steps else 0
         if end != int(end) or end <= last or (length is not None and end > length):
             bound = "" if length is None else f" and at most the completion's {length}"

@@ -38,7 +38,8 @@ def arithmetic_steps_reward(completion: str, answer: str, outcome: str = "gsm8k"
 
     "step_acc": the share of right steps. "checked_steps": their number. Raises ValueError for an unknown `outcome`.
     """
-    reward, metrics, _ = parse_reward(rewards.get(outcome)(completion, answer, **kwargs))
+    result = parse_reward(rewards.get(outcome)(completion, answer, **kwargs))
+    reward, metrics = result.reward, dict(result.metrics)
     steps: list[tuple[int, float]] = []
     end = 0
     for end, text in split_steps(completion):
@@ -53,4 +54,4 @@ def arithmetic_steps_reward(completion: str, answer: str, outcome: str = "gsm8k"
     if end:
         end = len(completion.rstrip())
         steps = [*(step for step in steps if step[0] < end), (end, reward)]
-    return {**metrics, "score": reward, "steps": steps}
+    return {**result.texts, **metrics, "score": reward, "steps": steps}

@@ -18,7 +18,7 @@ from grpo_megatron.passthrough import PassThrough
 class VllmOptions(Section):
     """`rollout.engine_options` of vLLM."""
 
-    kv_cache_gib: float = Field(1.0, gt=0)  # CPU only: the key-value cache of one rank
+    kv_cache_gib: float = Field(1.0, gt=0, le=4096)  # CPU only: the key-value cache of one rank
     sleep_level: Literal[1, 2] = (
         2  # GPU. 1: sleeping weights are kept on the host; 2: dropped (every sync sends them anew)
     )

@@ -15,6 +15,7 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
+from grpo_megatron.sampling.failures import check_failures
 from grpo_megatron.types import GREEDY, Prompt, Sample
 
 
@@ -32,9 +33,11 @@ class Generator:
         mesh: Mesh,
         seed: int,
         weights_digest: Callable[[], str],
+        *,
+        max_failed_ratio: float = 1.0,
     ) -> None:
         self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, seed
-        self.weights_digest = weights_digest
+        self.weights_digest, self.max_failed_ratio = weights_digest, max_failed_ratio
 
     def draw(
         self,
@@ -53,7 +56,8 @@ class Generator:
 
         `draw_id` (the step) and the prompt's uid seed the draws. A prompt that is in `prompts` twice gets different
         seeds. `greedy` adds one greedy response per prompt, with index `GREEDY`. `version` is that of the engine's
-        weights. Raises RankError on every rank when the reward workers of any rank cannot run at all.
+        weights. Raises RankError on every rank when the reward workers of any rank cannot run at all, or when more than
+        `max_failed_ratio` of all ranks' samples get no reward.
         """
         indices = ([GREEDY] if greedy else []) + list(range(n))
         requests = [(p, i) for p in range(len(prompts)) for i in indices]
@@ -94,6 +98,8 @@ class Generator:
             except RuntimeError as error:  # the workers cannot run at all: every rank must stop
                 problem = str(error)
             self.mesh.agree(problem)
+            what = f"step {version}" if draw_id >= 0 else f"the validation before step {version}"
+            check_failures(what, samples if self.pool is not None else [], self.max_failed_ratio, self.mesh)
         return samples
 
     def _score(self, samples: list[Sample]) -> None:
@@ -108,6 +114,7 @@ class Generator:
                 {**result.metrics, "ok": float(result.status == "ok")},
             )
             sample.reward_metrics["timeout"] = float(result.status == "timeout")
+            sample.reward_texts, sample.reward_failure = result.texts, result.message
             sample.steps = self._step_tokens(sample, result.steps)
 
     def _text(self, token_ids: Sequence[int]) -> str:

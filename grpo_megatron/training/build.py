@@ -35,9 +35,9 @@ from grpo_megatron.training.warm_up import WARMUP_FOLDER
 
 
 def join_world(config: Config, device: Device) -> Mesh:
-    """The mesh of the configured layout. Collective."""
+    """The mesh of the configured layout. Collective. Seeds this rank's generators."""
     megatron = config.actor.megatron
-    return build_mesh(
+    mesh = build_mesh(
         device,
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
@@ -47,6 +47,8 @@ def join_world(config: Config, device: Device) -> Mesh:
         seed=config.trainer.seed,
         timeout_s=config.trainer.timeout_s,
     )
+    device.seed(config.trainer.seed, mesh.rank)
+    return mesh
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:

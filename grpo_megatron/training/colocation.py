@@ -26,8 +26,8 @@ from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sync.attest import Expected, compare, shortened
-from grpo_megatron.training.probe import Probe
+from grpo_megatron.sync.attest import Expected, compare
+from grpo_megatron.training.probe import Probe, logprobs_problem, weights_problem
 from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.types import Batch, WeightBucket
 
@@ -57,6 +57,7 @@ class Colocation:
         self.resharding, self.probe, self.provenance = resharding, probe, provenance
         self.weights_digest = ""  # of the weights that the engine holds
         self._is_attested = False  # the last sync
+        self._has_synced = False  # since this process was started
         engine.sleep()
 
     @contextlib.contextmanager
@@ -70,7 +71,7 @@ class Colocation:
             self.policy.offload()
             self.policy.device.empty_cache()
             self.engine.wake_weights()
-        self._sync(self.policy, version, metrics)
+        self._sync("policy", self.policy, version, metrics)
         with metrics.phase("update_weights"):
             self.policy.device.empty_cache()
             self.engine.wake_kv_cache()
@@ -83,16 +84,15 @@ class Colocation:
 
     def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
         """Stream another model into the awake engine, which holds it until `rollout` is entered again. Collective."""
-        self._sync(source, version, metrics)
+        self._sync("reference", source, version, metrics)
         self._probe("reference", source, metrics)
 
-    def _sync(self, source: WeightSource, version: int, metrics: Metrics) -> None:
+    def _sync(self, name: str, source: WeightSource, version: int, metrics: Metrics) -> None:
         """Collective. Raises RankError."""
         self.weights_digest = ""
         with metrics.phase("attest"):
             expected = source.expected_digests(self.resharding)
-            wrong = [f"{name} has non-finite values" for name in expected.non_finite]
-            self.mesh.agree(shortened(["the weights cannot be used", *wrong]) if wrong else None)
+            self.mesh.agree(weights_problem(name, version, expected.non_finite, is_first=not self._has_synced))
         with metrics.phase("update_weights"):
             self.engine.load_weights(source.engine_weights(self.resharding, version), version)
         metrics.max("sync/bytes_received", self.resharding.bytes_received)
@@ -100,7 +100,7 @@ class Colocation:
             metrics.max("sync/density", self.resharding.density)
         with metrics.phase("attest"):
             self.mesh.agree(self._attest(expected))
-        self.weights_digest = expected.weights_digest
+        self.weights_digest, self._has_synced = expected.weights_digest, True
         self.provenance.record(version, expected.weights_digest)
 
     def _attest(self, expected: Expected) -> str | None:
@@ -118,6 +118,7 @@ class Colocation:
         """Compare the engine with `source` on fixed tokens at temperature 1. Collective. Raises RankError."""
         with metrics.phase("probe"):
             expected = source.logprobs(self.probe.batch, temperature=1.0)
+            self.mesh.agree(logprobs_problem(name, expected))
             measured = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in self.probe.batch.tokens]))
             difference = (measured - expected).abs()
             metrics.max("rollout/probe_logp_diff_mean", difference.mean().item())

@@ -16,6 +16,7 @@ Below rounding, and left to the attestation (sync/attest.py): one wrong query or
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +61,32 @@ class Probe:
             f" sent by {mean:.3g} on average (at most {difference.abs().max().item():.3g}), more than {origin}{bound:.3g}: "
             "the engine does not hold that model's weights"
         )
+
+
+def weights_problem(model: str, step: int, non_finite: Sequence[str], *, is_first: bool) -> str | None:
+    """Why the weights of a model cannot be sent: they are wrong themselves. `is_first`: no update was made before."""
+    if not non_finite:
+        return None
+    others = f" (and {len(non_finite) - 1} more)" if len(non_finite) > 1 else ""
+    origin = "they were loaded so; check the model's folder or the checkpoint"
+    if not is_first:
+        origin = (
+            f"the update of step {step - 1} was too large; resume from the last checkpoint with a lower actor.optim.lr or"
+            " actor.optim.clip_grad"
+        )
+    return f"step {step}: the {model}'s own weights are not finite: {non_finite[0]}{others}. No sync was made: {origin}"
+
+
+def logprobs_problem(model: str, logprobs: Tensor) -> str | None:
+    """Why log-probabilities of the trained model, whose weights are finite, cannot be compared with those of the engine."""
+    wrong = int((~logprobs.isfinite()).sum())
+    if not wrong:
+        return None
+    return (
+        f"the {model}'s own log-probabilities are not finite for {wrong} of {logprobs.numel()} fixed tokens, although its"
+        " weights are: they are too large to be computed with, or config.json describes another model; lower"
+        " actor.optim.lr, or check config.json (the engine has not been asked yet)"
+    )
 
 
 def _factor(is_attested: bool) -> float:

@@ -28,7 +28,7 @@ class ValidationRow:
     length: int  # response tokens
     truncated: bool
     reward_metrics: tuple[tuple[str, float], ...]
-    example: tuple[str, str, str] | None  # prompt, response, answer; only of the first few prompts
+    example: tuple[str, str, str, str] | None  # prompt, response, notes, answer; only of the first few prompts
 
 
 class Validator:
@@ -82,7 +82,7 @@ class Validator:
             length=len(sample.response_ids),
             truncated=sample.finish_reason == "length",
             reward_metrics=tuple(sorted(extra.items())),
-            example=(sample.prompt.text, sample.text, sample.prompt.answer) if is_logged else None,
+            example=(sample.prompt.text, sample.text, _notes(sample), sample.prompt.answer) if is_logged else None,
         )
 
     def _write_examples(self, version: int, rows: Sequence[ValidationRow]) -> None:
@@ -92,16 +92,27 @@ class Validator:
         for row in rows:
             if row.example is None:
                 continue
-            prompt, response, answer = row.example
-            about = f"{row.length} tokens{', truncated' if row.truncated else ''}, scored {row.value:g}"
-            parts.append(f"--- prompt\n{prompt}\n--- response ({about})\n{response}\n--- reference answer\n{answer}\n")
-        (folder / f"step_{version:06d}.txt").write_text("\n".join(parts))
+            prompt, response, notes, answer = row.example
+            score = "-" if math.isnan(row.value) else f"{row.value:g}"
+            about = f"{row.length} tokens{', truncated' if row.truncated else ''}, scored {score}"
+            response = f"--- response ({about})\n{response}\n{notes}"
+            parts.append(f"--- prompt\n{prompt}\n{response}--- reference answer\n{answer}\n")
+        text = "\n".join(parts)
+        (folder / f"step_{version:06d}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def _notes(sample: Sample) -> str:
+    """What the reward function says of a sample besides numbers."""
+    notes = [f"{name}: {text}\n" for name, text in sample.reward_texts.items()]
+    if sample.reward_failure:
+        notes.append(f"{sample.reward_failure}\n")
+    return "".join(["--- reward\n", *notes]) if notes else ""
 
 
 def summarize(rows: Sequence[ValidationRow], n: int) -> dict[str, float]:
     """Per source: mean over samples, unbiased pass@n for 0/1 values, lengths, truncation, failures of the reward.
 
-    A sample whose reward failed counts as wrong (0), and as a failure.
+    A sample whose reward failed counts as wrong (0), and as a failure. Where all failed there is no mean.
     """
     metrics: dict[str, float] = {}
     for source in sorted({row.source for row in rows}):
@@ -113,8 +124,11 @@ def _summarize_source(source: str, rows: Sequence[ValidationRow], n: int) -> dic
     kind = "acc" if any(row.is_acc for row in rows) else "reward"
     values = [0.0 if math.isnan(row.value) else row.value for row in rows]
     core, aux = f"val-core/{source}/{kind}", f"val-aux/{source}"
-    metrics = {f"{core}/mean@{n}": sum(values) / len(values)}
-    if n > 1 and set(values) <= {0.0, 1.0}:
+    metrics: dict[str, float] = {}
+    is_scored = not all(math.isnan(row.value) for row in rows)
+    if is_scored:
+        metrics[f"{core}/mean@{n}"] = sum(values) / len(values)
+    if is_scored and n > 1 and set(values) <= {0.0, 1.0}:
         solved = {row.prompt_index for row, value in zip(rows, values, strict=True) if value}
         metrics[f"{core}/pass@{n}"] = len(solved) / len({row.prompt_index for row in rows})
     metrics[f"{aux}/response_length/mean"] = sum(row.length for row in rows) / len(rows)

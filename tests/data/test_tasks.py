@@ -189,7 +189,7 @@ def test_a_variant_extends_a_built_in_task(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("- 1", "must be a mapping, not a list"),
-        ("{", "is not YAML"),
+        ("{", "cannot be used"),
         (
             "name: x\nversion: 0\n",
             r"(?s)title: Field required.*question: Field.*answer: Field.*version: Input should be",

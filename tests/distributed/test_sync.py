@@ -124,7 +124,7 @@ def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: st
     """On every rank the message names the rank and the tensor. Afterwards the engine refuses to generate."""
     expected = {
         "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
-        "nan": "has non-finite values",
+        "nan": "the policy's own weights are not finite: ",
         "exception": "rank 1: KeyError: 'broken stream'",
         "stale": "the weights that were sent, model.layers.1.mlp.down_proj.weight columns 0 to 112 on rank 1",
         "other_model": "the engine does not hold that model's weights",

@@ -18,6 +18,7 @@ from tests.e2e import run_ranks
 def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -> None:
     raw = run_ranks.settings(workspace, tmp_path, 2)
     raw["reward"] = {"function": "tests.e2e.rewards:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
+    raw["reward"]["max_failed_ratio"] = 1.0  # half of the samples fail, by chance some more
     raw["actor"] = {**raw["actor"], "use_kl_loss": False}
     results = worlds.run(run_ranks.train, 2, raw=raw)
     rewards = [sample[4] for step in run_ranks.all_samples(results).values() for sample in step]
@@ -35,7 +36,7 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_step_without_a_single_reward_changes_nothing(workspace: Path, tmp_path: Path) -> None:
     raw = run_ranks.settings(workspace, tmp_path, 1)
-    raw["reward"] = {"function": "tests.e2e.rewards:broken_reward"}
+    raw["reward"] = {"function": "tests.e2e.rewards:broken_reward", "max_failed_ratio": 1.0}
     raw["trainer"]["save_freq"] = 1  # before the optimizer has done anything
     (result,) = worlds.run(run_ranks.train, 1, raw=raw)
     with safe_open(workspace / "model/model.safetensors", framework="pt") as file:

@@ -214,6 +214,49 @@ def test_table() -> None:
 # -- the end of a run ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({"actor/skipped_updates": 0, "actor/grad_norm": 1.0}, None),
+        ({"val-core/s/acc/mean@1": 0.5}, None),  # the validation after the last step
+        ({"actor/skipped_updates": 1}, "skipped 1 update: the gradient is not finite"),
+        ({"actor/skipped_updates": 2, "actor/grad_norm": 1.0}, "skipped 2 updates: the gradient is not finite"),
+        ({"actor/skipped_updates": 0, "critic/unscorable_ratio": 1.0}, "skipped: no sample has a reward"),
+        (
+            {"actor/skipped_updates": 0, "critic/unscorable_ratio": 0.5, "critic/zero_variance_ratio": 1.0},
+            "skipped: no informative group (the samples of each prompt have equal rewards)",
+        ),
+        (
+            {"actor/skipped_updates": 0},  # an empty table: dynamic sampling found no group
+            "skipped: no informative group (the samples of each prompt have equal rewards)",
+        ),
+        (
+            {"actor/skipped_updates": 0, "critic/unscorable_ratio": 0.0, "critic/zero_variance_ratio": 0.5},
+            "skipped: no sample is in the loss",
+        ),
+    ],
+)
+def test_the_console_says_why_no_update_was_made(tmp_path: Path, metrics: dict[str, float], reason: str | None) -> None:
+    stream = io.StringIO()
+    with build_sinks(config(tmp_path, "console"), stream=stream) as sinks:
+        sinks.log(3, metrics)
+    line = stream.getvalue().splitlines()[-1]
+    assert line.split()[0] == "3"
+    assert line.rpartition("  skipped")[1:] == (("  skipped", reason.removeprefix("skipped")) if reason else ("", line))
+
+
+def test_a_score_that_is_missing_after_training_is_a_dash(tmp_path: Path) -> None:
+    """At the last validation every reward of one source has failed. Its value from before is not shown as the last one."""
+    summary, stream = Summary(tmp_path), io.StringIO()
+    summary.add(0, {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.25})
+    summary.add(4, {"val-core/a/acc/mean@1": 0.75})
+    with build_sinks(config(tmp_path, "console"), stream=stream) as sinks:
+        summary.show(sinks)
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert ["a/acc/mean@1", "0.5000", "0.7500"] in lines
+    assert ["b/acc/mean@1", "0.2500", "-"] in lines
+
+
 def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
     """Validated at steps 0 and 2 before an interruption, and at 4 after it: the table compares steps 0 and 4."""
     run, accuracy, sampled = config(tmp_path, "console", "jsonl"), "val-core/gsm8k/acc/mean@1", "val-aux/gsm8k/length"

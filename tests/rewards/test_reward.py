@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from decimal import Decimal
@@ -11,9 +12,19 @@ import numpy as np
 import pytest
 
 from grpo_megatron.rewards import check_reward, rewards
-from grpo_megatron.rewards.reward import parse_reward
+from grpo_megatron.rewards.reward import MAX_ENTRY, RewardResult, parse_reward
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+LEAVING = """
+import os
+child = os.fork()
+if not child:
+    os._exit(0)  # a child may
+os.waitpid(child, 0)
+os._exit(3)
+"""
 
 
 def test_built_in_rewards() -> None:
@@ -31,12 +42,19 @@ def test_built_in_rewards() -> None:
         ("json:decoder", "is module, not a function"),
         ("__main__:score", "a worker process cannot import __main__"),
         ("raising_module:score", "importing it raised ZeroDivisionError"),
+        (
+            "exiting_module:score",
+            r"importing module 'exiting_module' ends the process \(exit code 0\); take that call out",
+        ),
+        ("leaving_module:score", r"importing module 'leaving_module' ends the process \(exit code 3\)"),
     ],
 )
 def test_a_name_that_cannot_be_used_is_a_clear_error(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "raising_module.py").write_text("1 / 0")
+    (tmp_path / "exiting_module.py").write_text("import sys; sys.exit(0)")
+    (tmp_path / "leaving_module.py").write_text(LEAVING)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=message):
         check_reward(name)
@@ -53,11 +71,23 @@ def test_kwargs_are_checked_against_the_signature(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("returned", [1, True, 1.0, np.float32(1.0), np.int64(1), Decimal(1), {"score": 1}])
 def test_any_finite_number_is_a_reward(returned: object) -> None:
-    assert parse_reward(returned) == (1.0, {}, ())
+    assert parse_reward(returned) == RewardResult(1.0)
 
 
-def test_further_entries_are_numbers_too() -> None:
-    assert parse_reward({"score": 0.5, "acc": True, "length": 3}) == (0.5, {"acc": 1.0, "length": 3.0}, ())
+class Unreadable:
+    def __float__(self) -> float:
+        raise RuntimeError
+
+    __str__ = __float__  # type: ignore[assignment]
+
+
+def test_further_entries_are_metrics_or_texts() -> None:
+    assert parse_reward({"score": 0.5, "acc": True, "length": 3}) == RewardResult(0.5, {"acc": 1.0, "length": 3.0})
+    texts = {"pred": "42", "none": None, "nan": math.nan, "array": np.ones(2), "long": "x" * 999, "odd": Unreadable()}
+    result = parse_reward({"score": 1, "acc": 1, **texts, "half": "\ud800"})
+    assert (result.reward, result.metrics) == (1.0, {"acc": 1.0})
+    expected = {"pred": "42", "none": "None", "nan": "nan", "array": "[1. 1.]", "long": "x" * MAX_ENTRY}
+    assert result.texts == {**expected, "odd": "(Unreadable)", "half": "\\ud800"}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +98,8 @@ def test_further_entries_are_numbers_too() -> None:
         (float("nan"), "the reward is nan, not a finite number"),
         ({"score": float("inf")}, "entry 'score' is inf"),
         ({"acc": 1.0}, r"a dict without 'score' \(keys: acc\)"),
-        ({"score": 1.0, "pred": "42"}, "entry 'pred' is str, not a number"),
+        ({"score": "1"}, "entry 'score' is str, not a number"),
+        (1e308, r"the reward is 1e\+308; it must be between -1e\+09 and 1e\+09: scale it"),
         ({"score": 1.0, **{str(n): n for n in range(66)}}, "returned 67 entries"),
     ],
 )
@@ -79,7 +110,7 @@ def test_anything_else_is_an_error(returned: object, message: str) -> None:
 
 def test_steps_are_ends_and_values() -> None:
     steps = [(3, 1), [np.int64(7), np.float32(0.5)], (10, -1.0)]
-    assert parse_reward({"score": 1.0, "steps": steps}, 10) == (1.0, {}, ((3, 1.0), (7, 0.5), (10, -1.0)))
+    assert parse_reward({"score": 1.0, "steps": steps}, 10) == RewardResult(1.0, steps=((3, 1.0), (7, 0.5), (10, -1.0)))
 
 
 @pytest.mark.parametrize(
@@ -95,6 +126,7 @@ def test_steps_are_ends_and_values() -> None:
         ([(2.5, 1.0)], "step 0 ends at 2.5"),
         ([(11, 1.0)], "step 0 ends at 11"),
         ([(3, float("nan"))], "a step's value is nan, not a finite number"),
+        ([(3, -1e10)], "a step's value is -1e\\+10; it must be between"),
         ([(3, "1")], "a step's value is str, not a number"),
         ([(n + 1, 0.0) for n in range(10_001)], "more than 10000 steps|step 10 ends at 11"),
     ],

@@ -11,7 +11,7 @@ import torch
 
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.training.probe import Probe
+from grpo_megatron.training.probe import Probe, logprobs_problem, weights_problem
 from tests import tiny, worlds
 from tests.distributed.sync_ranks import build
 from tests.models.policy_ranks import loss
@@ -37,6 +37,23 @@ def test_later_probes_are_held_to_the_healthy_ones() -> None:
     assert made.problem("policy", difference(0.09), is_attested=False) is None  # a wrong probe is not remembered
     assert made.problem("policy", difference(0.44), is_attested=True) is None  # proven weights: 5 times
     assert made.problem("policy", difference(2.3), is_attested=True)
+
+
+def test_a_model_that_is_not_finite_is_blamed_itself() -> None:
+    """Not the sync: the message has the step, the first tensor and the cause."""
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    assert weights_problem("policy", 4, [], is_first=False) is None
+    assert weights_problem("policy", 4, names, is_first=False) == (
+        "step 4: the policy's own weights are not finite: model.embed_tokens.weight (and 1 more). No sync was made:"
+        " the update of step 3 was too large; resume from the last checkpoint with a lower actor.optim.lr or"
+        " actor.optim.clip_grad"
+    )
+    assert "model.norm.weight. No sync was made: they were loaded so" in str(
+        weights_problem("reference", 0, names[1:], is_first=True)
+    )
+    assert logprobs_problem("policy", torch.zeros(3)) is None
+    problem = str(logprobs_problem("policy", torch.tensor([0.0, float("nan"), float("inf")])))
+    assert problem.startswith("the policy's own log-probabilities are not finite for 2 of 3 fixed tokens")
 
 
 def test_old_probes_are_forgotten() -> None:

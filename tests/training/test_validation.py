@@ -74,3 +74,33 @@ def test_the_first_problems_are_written_as_text(tmp_path: Path) -> None:
     text = file.read_text()
     assert [line for line in text.splitlines() if line.startswith("question")] == ["question 0", "question 1"]
     assert "--- response (2 tokens, scored 0.5)" in text and "--- reference answer\nanswer\n" in text
+
+
+def test_a_failed_score_is_a_dash(tmp_path: Path) -> None:
+    """In the written samples, with the reason and the texts of the reward; and there is no mean where all have failed."""
+    rows = [
+        row(0, math.nan, source="a"),
+        row(1, math.nan, source="a"),
+        row(2, math.nan, source="b"),
+        row(3, 1.0, source="b"),
+    ]
+    metrics = summarize(rows, n=1)
+    assert {name: value for name, value in metrics.items() if "core" in name or "failed" in name} == {
+        "val-aux/a/reward_failed_ratio": 1.0,
+        "val-core/b/acc/mean@1": 0.5,
+        "val-aux/b/reward_failed_ratio": 0.5,
+    }
+    generator = FakeGenerator(reward=lambda prompt, index, draw_id: math.nan)
+    draw = generator.draw
+
+    def failing(*args: Any, **kwargs: Any) -> list[Any]:
+        samples = draw(*args, **kwargs)
+        for sample in samples:
+            sample.reward_failure, sample.reward_texts = "reward 'm:f': KeyError", {"prediction": "\ud800 42"}
+        return samples
+
+    generator.draw = failing  # type: ignore[method-assign]
+    validator(tmp_path, generator).run(0, Metrics())
+    text = (tmp_path / "samples" / "step_000000.txt").read_text()
+    assert "--- response (2 tokens, scored -)\n" in text
+    assert "--- reward\nprediction: \\ud800 42\nreward 'm:f': KeyError\n--- reference answer\n" in text

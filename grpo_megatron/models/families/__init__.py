@@ -6,14 +6,19 @@ export, sync and tests use that table.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_megatron.models.architecture import Architecture, UnsupportedModel
+from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
 from grpo_megatron.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from grpo_megatron.models.mapping import WeightRow, expand_table
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.bounds import cut, shown
+from grpo_megatron.reading.json_text import read_json
+
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+MAX_CONFIG = 1 << 24  # bytes of a config.json
 
 FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
     "llama": llama,
@@ -29,11 +34,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder. Raises ValueError that names what is wrong with it."""
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path, MAX_CONFIG)
     except OSError as error:
         raise ValueError(f"model folder {str(folder)!r}: cannot read config.json ({error.strerror})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model folder {str(folder)!r}: config.json is not valid JSON ({error})") from error
+    except ReadError as error:
+        raise ValueError(f"model folder {str(folder)!r}: config.json {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"model folder {str(folder)!r}: config.json is not an object")
     return config
@@ -45,11 +50,23 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
-    """The architecture that a config.json describes. Raises UnsupportedModel."""
+    """The architecture that a config.json describes, with sizes and numbers in their bounds. Raises UnsupportedModel."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise UnsupportedModel(f"model_type={model_type!r} is not supported (supported: {', '.join(sorted(FAMILIES))})")
-    return FAMILIES[model_type].architecture_from(config)  # type: ignore[no-any-return]
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"model_type={shown(model_type)} is not supported (supported: {', '.join(sorted(FAMILIES))})"
+        )
+    for key in SWITCHES:
+        if config.get(key) not in (None, True, False):  # bool("false") is true
+            raise UnsupportedModel(f"config.json gives {key}={shown(config[key])}, not true or false")
+    try:
+        arch: Architecture = FAMILIES[model_type].architecture_from(config)
+    except UnsupportedModel:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:  # of a value of another type
+        raise UnsupportedModel(f"config.json has a value that cannot be used ({cut(str(error))})") from error
+    check_bounds(arch)
+    return arch
 
 
 def table_of(arch: Architecture) -> list[WeightRow]:

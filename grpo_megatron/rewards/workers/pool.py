@@ -57,6 +57,7 @@ class RewardPool:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._tested: set[str] = set()
+        self._named: set[tuple[str, str]] = set()  # (reward, entry) that were reported as text
         self._closed = False
         self._failed_starts = 0
         self._log_left = MAX_LOG
@@ -80,8 +81,10 @@ class RewardPool:
             self._remove(worker)
         self._selector.close()
 
-    def grade(self, items: Sequence[Item]) -> list[RewardResult]:
+    def grade(self, items: Sequence[Item], *, quiet: bool = False) -> list[RewardResult]:
         """One result per (reward name, completion, answer), in order. The reward is NaN where the function failed.
+
+        `quiet`: the caller reports failures.
 
         Raises RuntimeError when worker processes cannot start, when a reward of this package fails its self-test, or
         when the pool is closed.
@@ -90,7 +93,7 @@ class RewardPool:
         results = self._run(items, self.kwargs)
         self.counts.update(result.status for result in results)
         failed = [result for result in results if result.status != "ok"]
-        if failed:
+        if failed and not quiet:
             logger.warning(
                 "%d of %d samples could not be graded (%d timeouts); the first: %s",
                 len(failed),
@@ -182,8 +185,19 @@ class RewardPool:
                 self._fail(reply["id"], status, reply["error"])
             else:
                 steps = tuple((end, value) for end, value in reply["steps"])
-                self._results[reply["id"]] = RewardResult(reply["reward"], reply["metrics"], steps=steps)
+                texts = {key: printable(text) for key, text in reply["texts"].items()}
+                self._name_texts(self._items[reply["id"]][0], texts)
+                self._results[reply["id"]] = RewardResult(reply["reward"], reply["metrics"], steps=steps, texts=texts)
         return alive
+
+    def _name_texts(self, name: str, texts: Mapping[str, str]) -> None:
+        for key in [key for key in texts if (name, key) not in self._named]:
+            self._named.add((name, key))
+            logger.warning(
+                "reward %r: its entry %r is no finite number, so it is no metric; it is written beside the logged samples",
+                name,
+                key,
+            )
 
     def _fail(self, number: int, status: Literal["error", "timeout"], message: str) -> None:
         message = printable(f"reward {self._items[number][0]!r}: {message}")

@@ -164,10 +164,12 @@ def printable(text: str) -> str:
 def _is_result(message: dict[str, Any]) -> bool:
     if "error" in message:
         return isinstance(message["error"], str)
-    steps = message.get("steps")
+    steps, texts = message.get("steps"), message.get("texts")
     return (
         isinstance(message.get("reward"), float)
         and isinstance(message.get("metrics"), dict)
+        and isinstance(texts, dict)
+        and all(isinstance(text, str) for text in texts.values())
         and isinstance(steps, list)
         and all(isinstance(step, list) and list(map(type, step)) == [int, float] for step in steps)
     )

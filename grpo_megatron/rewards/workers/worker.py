@@ -5,7 +5,8 @@ A user's reward may print, read stdin, raise, exit or crash: it has no access to
 
     <- {"sys_path": [...]}                                                  -> {"ready": true}
     <- {"id": 7, "name": "gsm8k", "completion": "...", "answer": "72", "kwargs": {}}
-            -> {"loaded": "gsm8k"} once per name, then {"id": 7, "reward": 1.0, "metrics": {"acc": 1.0}, "steps": []}
+            -> {"loaded": "gsm8k"} once per name, then
+               {"id": 7, "reward": 1.0, "metrics": {"acc": 1.0}, "steps": [], "texts": {"prediction": "72"}}
                                                     or {"id": 7, "error": "ValueError: ..."}
                                                     or {"id": 7, "error": "...", "status": "timeout"}
 
@@ -16,16 +17,21 @@ Status "timeout": the reward has raised TimeoutError, because it limits its own 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import os
 import resource
 import sys
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from grpo_megatron.child import die_with_parent
 from grpo_megatron.rewards import RewardFunction, rewards
 from grpo_megatron.rewards.reward import parse_reward, preloads
 from grpo_megatron.rewards.workers.family import adopt_orphans
+
+if TYPE_CHECKING:
+    import asyncio
 
 MEMORY_LIMIT = 2 << 30
 MAX_MESSAGE = 500  # characters of an exception's text
@@ -68,12 +74,24 @@ def _grade(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
     completion: str = request["completion"]
     try:
         returned = function(completion, request["answer"], **request["kwargs"])
-        reward, metrics, steps = parse_reward(returned, len(completion))
-        return {"reward": reward, "metrics": metrics, "steps": steps}
+        if inspect.isawaitable(returned):
+            returned = _event_loop().run_until_complete(returned)
+        result = parse_reward(returned, len(completion))
+        return {"reward": result.reward, "metrics": result.metrics, "steps": result.steps, "texts": result.texts}
     except TimeoutError as error:
         return {"error": _describe(error), "status": "timeout"}
     except BaseException as error:  # noqa: BLE001 - sys.exit() in a reward costs its sample, not the worker
         return {"error": _describe(error)}
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all items: a client that an async reward has opened belongs to the loop that it was opened in."""
+    import asyncio  # takes as long as the start of the worker
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
 
 
 class AddressSpaceLimit:

@@ -79,7 +79,7 @@ class Unprintable(Exception):
 def user_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("user")
     (folder / "user_reward.py").write_text(MODULE)
-    (folder / "dying_import.py").write_text("import os; os._exit(9)")
+    (folder / "dying_import.py").write_text("import os; os.kill(os.getpid(), 9)")
     sys.path.insert(0, str(folder))
     yield str(folder)
     sys.path.remove(str(folder))
@@ -267,7 +267,7 @@ def test_every_reward_of_the_package_is_known_for_right_and_wrong_completions() 
     for name, known in KNOWN_REWARDS.items():
         assert len({reward for _, _, reward in known}) > 1, name
         for completion, answer, reward in known:
-            assert parse_reward(rewards.get(name)(completion, answer))[0] == reward, (name, completion)
+            assert parse_reward(rewards.get(name)(completion, answer)).reward == reward, (name, completion)
 
 
 def test_the_memory_of_a_built_in_reward_is_limited() -> None:
