@@ -92,7 +92,7 @@ def row(arch: Architecture, grid: Grid, bucket_megabytes: int) -> str:
         f"{floor.nodes.max() * ITEMSIZE / 1e9:.1f}",
         f"{(sent.max(axis=1) / sent.mean(axis=1)).max():.3f}",
         f"{max(planned.operations(rank) for rank in range(0, grid.world_size, grid.world_size // grid.pp)):,}",
-        f"{len(planned.rounds):,}",
+        f"{planned.rounds.count:,}",
         f"{planned.traffic.buffers().max() * ITEMSIZE / 2**20:.0f}",
         f"{planned.seconds():.2f}",
         f"{seconds:.1f}",

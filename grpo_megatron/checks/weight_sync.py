@@ -21,7 +21,7 @@ from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.rollout.build import find_engine
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
 from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import Traffic, plan_rounds
+from grpo_megatron.sync.rounds import Rounds, Traffic, plan_rounds
 
 NVLINK_BYTES_PER_S = 200e9  # of one GPU, in each direction: what is usable of NVLink on an 8-GPU node
 NETWORK_BYTES_PER_S = 400e9 / 8  # of one GPU's network card of 400 Gbit/s, in each direction
@@ -32,7 +32,7 @@ class PlannedSync:
     """A plan of all ranks with its traffic; `itemsize` is bytes per element."""
 
     plan: SyncPlan
-    rounds: list[range]
+    rounds: Rounds
     traffic: Traffic
     itemsize: int
 
@@ -102,5 +102,5 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
     bandwidths = [NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S]
     within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in bandwidths)
     yield f"at most {received} of {whole:,.4g} GB into a rank, {borders} over the border of a node"
-    yield f"{len(planned.rounds):,} rounds, {messages:,} messages of rank 0; {planned.seconds():.2g} s at {within} per GPU"
+    yield f"{planned.rounds.count:,} rounds, {messages:,} messages of rank 0; {planned.seconds():.2g} s at {within} per GPU"
     yield f"within a node and {between} between nodes (estimated)"

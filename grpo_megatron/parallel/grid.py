@@ -31,6 +31,10 @@ class Grid:
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
+    def stage(self, rank: int) -> int:
+        """The pipeline stage."""
+        return rank // (self.tp * self.replicas)
+
     def ranks(self, tp_rank: int, pp_rank: int, ep_rank: int | None) -> list[int]:
         """The ranks that hold one shard of one stage, in order. `ep_rank` None: of a weight that is no expert's."""
         return [

@@ -1,29 +1,48 @@
-"""The order in which a sync sends: which modules follow each other, and which streams travel side by side."""
+"""The order in which a sync sends: which modules follow each other, which streams travel side by side, which stage begins.
+
+With pipeline stages, all ranks of a stage send at the same time as those of every other stage, to other receivers:
+
+    slot                  0         1         2         3
+    ranks of stage 0      stage 1   stage 2   stage 3   stage 0
+    ranks of stage 1      stage 2   stage 3   stage 0   stage 1    receive
+    ranks of stage 2      stage 3   stage 0   stage 1   stage 2
+    ranks of stage 3      stage 0   stage 1   stage 2   stage 3
+
+So each stage sends to as many ranks as it has itself, and an engine keeps no more than one incomplete module. In the last
+slot everything comes from the own stage, and mostly from the own node. Ranks that pass parts on to each other have the
+same order, that of a **lane**: all of a node, or of an engine where there is a single node.
+"""
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
+from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.tensors import SyncParameter
 
 _P = TypeVar("_P")
 
 
 def in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
-    """Stages take turns, module by module, so that all stages send at about the same time.
+    """Stage by stage, and each stage module by module.
 
     A module (attention input with its bias, all experts of a layer) is never interrupted: an engine keeps what it has of
     a module until all of it has arrived.
     """
-    stages: dict[int, dict[str, list[SyncParameter]]] = {}
+    modules: dict[tuple[int, str], list[SyncParameter]] = {}
     for parameter in parameters:
-        stages.setdefault(parameter.stage, {}).setdefault(module_of(parameter.name), []).append(parameter)
-    queues = [list(stages[stage].values()) for stage in sorted(stages)]
-    longest = max(len(queue) for queue in queues)
-    ordered = [queue[i] for i in range(longest) for queue in queues if i < len(queue)]
-    return [parameter for module in ordered for parameter in module]
+        modules.setdefault((parameter.stage, module_of(parameter.name)), []).append(parameter)
+    by_stage = sorted(modules.items(), key=lambda item: item[0][0])
+    return [parameter for _, module in by_stage for parameter in module]
+
+
+def first_stage(rank: int, stages: Sequence[int], grid: Grid) -> int:
+    """Index in `stages` of the one that a rank receives first: the one after its own. This is the number of its lane."""
+    size = grid.ranks_per_node if grid.num_nodes > 1 else grid.rollout_tp
+    return bisect.bisect_right(stages, grid.stage(rank - rank % size)) % len(stages)
 
 
 def side_by_side(parts: list[_P], stream_of: Callable[[_P], Hashable], numel: Callable[[_P], int]) -> list[_P]:
@@ -39,17 +58,6 @@ def side_by_side(parts: list[_P], stream_of: Callable[[_P], Hashable], numel: Ca
         sent[stream] += size
     shares = [middle / sent[stream] for stream, middle in zip(streams, middles, strict=True)]
     return [parts[i] for i in sorted(range(len(parts)), key=shares.__getitem__)]
-
-
-def largest_modules(parameters: Sequence[SyncParameter]) -> int:
-    """Elements of the largest module of every stage, together."""
-    modules: Counter[tuple[int, str]] = Counter()
-    for parameter in parameters:
-        modules[parameter.stage, module_of(parameter.name)] += parameter.numel
-    largest: dict[int, int] = {}
-    for (stage, _), size in modules.items():
-        largest[stage] = max(size, largest.get(stage, 0))
-    return sum(largest.values())
 
 
 def module_of(name: str) -> str:

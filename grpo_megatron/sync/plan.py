@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.order import in_sync_order, largest_modules, module_of, side_by_side
+from grpo_megatron.sync.order import first_stage, in_sync_order, module_of, side_by_side
 from grpo_megatron.sync.tensors import EngineSpans, Interval, SyncParameter, SyncTensor
 
 NETWORK, NODE = 0, 1  # the two phases of a transfer
@@ -126,7 +126,10 @@ def _tasks(kind: PartKind, grid: Grid, holders: list[int]) -> Iterator[_Task]:
 
 
 class SyncPlan:
-    """`tensors` are in the order of the sync; `parts` cut all of them completely, in the order in which they travel."""
+    """`tensors` are in the order of the sync; `parts` cut all of them completely.
+
+    A lane's ranks receive the parts in this order too, but begin with another stage (see order.py). `lanes` [ranks].
+    """
 
     def __init__(
         self,
@@ -134,13 +137,8 @@ class SyncPlan:
         spans: EngineSpans,
         grid: Grid,
         largest_part: int = 1 << 62,
-        open_modules: int = 0,
     ) -> None:
-        """`largest_part`: elements. `open_modules`: elements of modules that an engine may keep before they are complete.
-
-        If one module of every stage fits, the stages send side by side, part by part; else in turn, module by module.
-        Expert-parallel ranks send side by side always, because an engine keeps all experts of a layer anyway.
-        """
+        """`largest_part`: elements. Expert-parallel ranks send side by side, as an engine keeps all experts of a layer anyway."""
         self.grid, self.spans, self.largest_part = grid, spans, largest_part
         self.parameters = in_sync_order(parameters)
         self.tensors: list[SyncTensor] = [tensor for p in self.parameters for tensor in p.tensors]
@@ -151,10 +149,11 @@ class SyncPlan:
         self.routes: list[Routes] = []
         modules = itertools.groupby(self._make_parts(), key=self._module_of)
         self.parts = [p for _, parts in modules for p in side_by_side(list(parts), self._ep_rank_of, self.numel)]
-        kept = largest_modules(self.parameters)
-        self.open_modules = kept if kept <= open_modules else 0
-        if self.open_modules:
-            self.parts = side_by_side(self.parts, self._stage_of, self.numel)
+        # Stage -> its parts, which are neighbours
+        stages = [self.kinds[part.kind].stage for part in self.parts]
+        borders = [0, *(i for i in range(1, len(stages)) if stages[i] != stages[i - 1]), len(stages)]
+        self.stages = {stages[low]: range(low, high) for low, high in itertools.pairwise(borders)}
+        self.lanes = [first_stage(rank, list(self.stages), grid) for rank in range(grid.world_size)]
 
     def numel(self, part: SyncPart) -> int:
         return self.tensors[part.tensor].numel_of(part.span)
@@ -206,9 +205,6 @@ class SyncPlan:
     def _module_of(self, part: SyncPart) -> tuple[int, str]:
         parameter = self.parameters[self.owner[part.tensor]]
         return parameter.stage, module_of(parameter.name)
-
-    def _stage_of(self, part: SyncPart) -> int:
-        return self.kinds[part.kind].stage
 
     def _ep_rank_of(self, part: SyncPart) -> int | None:
         return self.kinds[part.kind].ep_rank

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPart, SyncPlan
+from grpo_megatron.sync.rounds import Rounds
 from grpo_megatron.sync.tensors import Interval, Share, SyncParameter, SyncTensor
 
 
@@ -66,16 +66,21 @@ class RankPlan:
     """`own[tensor]`: what this rank's engine reads and the rank itself holds. `held[part]`: where the rank has a part that
     it sends or witnesses. Elements are counted by `SyncPlan.numel`."""
 
-    def __init__(self, plan: SyncPlan, rounds: list[range], rank: int) -> None:
+    def __init__(self, plan: SyncPlan, rounds: Rounds, rank: int) -> None:
         self.plan, self.rank = plan, rank
+        self._lane = plan.lanes[rank]
         self.engine_rank = plan.grid.engine_rank(rank)
-        self._stage, self._tp_rank = _coordinates(plan.grid, rank)
+        self._stage, self._tp_rank = plan.grid.stage(rank), rank % plan.grid.tp
         self._holds = [rank in set(routes.holders) for routes in plan.routes]
         self._mine: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
         self.own: dict[int, list[Copy]] = {}
-        self.rounds = [self._round(parts) for parts in rounds]
+        self.rounds = [self._round(rounds, number) for number in range(rounds.count)]
         self._find_own()
-        last = {part.tensor: number for number, parts in enumerate(rounds) for part in self._parts(parts)}
+        last = {
+            plan.parts[index].tensor: number
+            for number in range(rounds.count)
+            for index in rounds.parts(self._lane, number)
+        }
         for tensor in range(len(plan.tensors)):
             self.rounds[last[tensor]].complete.append(tensor)
 
@@ -128,19 +133,21 @@ class RankPlan:
         readers = self.plan.kinds[part.kind].readers
         return Share(name, tensor, part.start, part.stop, self.local(part).local_start, readers)
 
-    def _parts(self, numbers: range) -> list[SyncPart]:
-        return self.plan.parts[numbers.start : numbers.stop]
-
-    def _round(self, numbers: range) -> Round:
+    def _round(self, rounds: Rounds, number: int) -> Round:
         sends: dict[int, dict[int, Message]] = {NETWORK: {}, NODE: {}}
         receives: dict[int, dict[int, Message]] = {NETWORK: {}, NODE: {}}
-        for number in numbers:
-            part = self.plan.parts[number]
-            for phase, peer, is_sender in self._transfers(part.kind, part.turn):
-                side = (sends if is_sender else receives)[phase]
-                if peer not in side:
-                    side[peer] = Message(peer)
-                side[peer].parts.append(number)
+        for lane in range(rounds.num_lanes):
+            if lane != self._lane and rounds.stage(lane, number) != self._stage:
+                continue  # other lanes receive only what this rank holds
+            for index in rounds.parts(lane, number):
+                part = self.plan.parts[index]
+                for phase, peer, is_sender in self._transfers(part.kind, part.turn):
+                    if lane != (self.plan.lanes[peer] if is_sender else self._lane):
+                        continue
+                    side = (sends if is_sender else receives)[phase]
+                    if peer not in side:
+                        side[peer] = Message(peer)
+                    side[peer].parts.append(index)
         for phase in (NETWORK, NODE):
             self._lay_out(receives[phase])
         forwarded = {slot.part: slot for message in receives[NETWORK].values() for slot in message.slots}
@@ -186,11 +193,6 @@ def _continues(share: Share, last: Share) -> bool:
         last.engine_ranks,
         last.stop,
     ) and share.local_start - last.local_start == share.start - last.start
-
-
-def _coordinates(grid: Grid, rank: int) -> tuple[int, int]:
-    """(pp_rank, tp_rank)"""
-    return rank // (grid.tp * grid.replicas), rank % grid.tp
 
 
 def _merged(copies: list[Copy]) -> list[Copy]:

@@ -22,7 +22,7 @@ from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import Traffic, plan_rounds
+from grpo_megatron.sync.rounds import Rounds, Traffic, plan_rounds
 from grpo_megatron.sync.transport import Envelope
 
 HANG_S = 120.0
@@ -81,7 +81,7 @@ class World:
     arch: Architecture
     grid: Grid
     plan: SyncPlan
-    rounds: list[range]
+    rounds: Rounds
     traffic: Traffic
     whole: dict[str, Tensor]
     _rank_plans: dict[int, RankPlan] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class World:
         return shard
 
 
-def planned(arch: Architecture, grid: Grid, sizes: list[int], budget: int) -> tuple[SyncPlan, list[range], Traffic]:
+def planned(arch: Architecture, grid: Grid, sizes: list[int], budget: int) -> tuple[SyncPlan, Rounds, Traffic]:
     """As `Resharding` plans it. `budget`: elements."""
     parameters = sync_parameters(arch, grid, stages_of_parameters(arch, sizes))
     return plan_rounds(parameters, engine_tensors(arch, grid.rollout_tp, reads_shards=True).spans, grid, budget)

@@ -84,7 +84,7 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
             n for peer, n in count.received.items() if grid.node(peer) != grid.node(rank)
         )
     assert over_borders == floor.nodes.tolist()
-    bound = 2 * len(world.rounds) * (grid.world_size - 1)
+    bound = 2 * world.rounds.count * (grid.world_size - 1)
     assert all(count.operations <= bound for count in counts)
 
 
