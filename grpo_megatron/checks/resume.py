@@ -100,8 +100,8 @@ def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Prob
 
 
 def announcement(changed: list[Difference], updates_done: int, total_updates: int) -> str:
-    """Lines for the console: each applied difference, and where the run is in a rebuilt schedule. "" without differences."""
-    lines = [f"  {difference}" for difference in changed]
-    if any(difference.resume_class == SCHEDULE for difference in changed):
-        lines.append(f"  the learning-rate schedule continues after update {updates_done} of {total_updates}")
-    return "\n".join(["changed since the checkpoint:", *lines]) if lines else ""
+    """Lines for the console: each applied difference, and where the policy is in a rebuilt schedule."""
+    lines = ["changed since the checkpoint:", *(f"  {difference}" for difference in changed)]
+    if any(d.resume_class == SCHEDULE and not d.key.startswith("reward_model.") for d in changed):
+        lines.append(f"  the policy's learning-rate schedule continues after update {updates_done} of {total_updates}")
+    return "\n".join(lines)

@@ -3,7 +3,7 @@
     output_dir/checkpoints/step_000020/
         state/          Megatron-Core distributed checkpoint: policy, optimizer, random state of every rank
         reward_model/   the same for a reward model that learns (training/reward_model.py)
-        trainer.json    step, learning-rate schedule, config, world size, data position, stored groups, KL coefficient
+        trainer.json    step, place in the schedule, config, world size, data position, stored groups, KL coefficient
         manifest.json   size and sha256 of every file above; written last
 
 All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/atomic.py).

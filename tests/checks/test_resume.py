@@ -63,17 +63,19 @@ def test_changes_are_announced_and_recorded(tmp_path: Path, capsys: pytest.Captu
     run(tmp_path, trainer={**trainer, "total_training_steps": 2})
     first = (tmp_path / "config.yaml").read_text()
     capsys.readouterr()
-    changed: dict[str, Any] = {"actor": {"optim": {"lr": 5e-5, "lr_decay_style": "linear"}}, "reward": {"timeout_s": 7}}
+    actor = {"ppo_epochs": 2, "optim": {"lr": 5e-5, "lr_decay_style": "linear"}}
+    changed: dict[str, Any] = {"actor": actor, "reward": {"timeout_s": 7}}
     events, _ = run(tmp_path, trainer={**trainer, "total_training_steps": 5}, **changed)
-    assert only(events, "optimizer", "load")[-2:] == [("optimizer", 5e-5, 5), ("load", "step_000002")]
+    assert only(events, "optimizer", "load")[-2:] == [("optimizer", 5e-5, 10), ("load", "step_000002")]
     out = capsys.readouterr().out
     expected = [
         "changed since the checkpoint:",
+        "  actor.ppo_epochs 1 -> 2",
         "  actor.optim.lr 1e-06 -> 5e-05",
         "  actor.optim.lr_decay_style constant -> linear",
         "  reward.timeout_s 10.0 -> 7.0",
         "  trainer.total_training_steps 2 -> 5",
-        "  the learning-rate schedule continues after update 0 of 5",  # the stand-in's optimizer has done none
+        "  the policy's learning-rate schedule continues after update 4 of 10",
     ]
     assert "\n".join(expected) in out
     run(tmp_path, trainer={**trainer, "total_training_steps": 5}, **changed)
@@ -81,7 +83,7 @@ def test_changes_are_announced_and_recorded(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "config.yaml").read_text() == first
     attempts = {path.name: yaml.safe_load(path.read_text()) for path in (tmp_path / "config_attempts").iterdir()}
     difference = {
-        "actor": {"optim": {"lr": 5e-5, "lr_decay_style": "linear"}},
+        "actor": actor,
         "reward": {"timeout_s": 7.0},
         "trainer": {"total_training_steps": 5},
     }

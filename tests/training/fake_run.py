@@ -52,11 +52,14 @@ class FakePolicy:
         self.events, self.device, self.mesh, self.updates = events, device, LoneMesh(), 0
         self.arch, self.multiple, self.is_offloaded = SimpleNamespace(**ARCH), 1, False
 
-    num_updates = 0
-
     def set_optimizer(self, optim: Any, total_steps: int, *, period: int = 1) -> None:
+        self.period = period
         assert not self.is_offloaded
         self.events.append(("optimizer", optim.lr, total_steps))
+
+    @property
+    def num_updates(self) -> int:
+        return self.updates * self.period
 
     def update(self, batch: Any, loss: Any, *, epochs: int = 1) -> Any:
         self.updates += 1
