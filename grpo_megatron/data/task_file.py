@@ -126,11 +126,12 @@ def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
-    base_path = FOLDER / f"{name}.yaml"
-    if not isinstance(name, str) or base_path.parent != FOLDER or not base_path.is_file():
-        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
-        raise ConfigError(f"task file {str(path)!r}: extends {name!r} is not a built-in task; set one of {known}")
-    content, base = _load(base_path)
+    known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+    if name not in known:
+        raise ConfigError(
+            f"task file {str(path)!r}: extends {shown(name)} is not a built-in task; set one of {', '.join(known)}"
+        )
+    content, base = _load(FOLDER / f"{name}.yaml")
     if "extends" in base:
         raise ConfigError(
             f"task file {str(path)!r} extends {name!r}, which extends {base['extends']!r}; set extends to the latter"

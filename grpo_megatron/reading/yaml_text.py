@@ -15,7 +15,7 @@ from grpo_megatron.reading.bounds import MAX_NUMBER, cut, shown, text_problem
 
 MAX_YAML = 1 << 18  # bytes; PyYAML reads some 100 KB in a second
 MAX_LEVELS = 50  # tables and lists within each other
-MAX_NODES = 50_000  # values, with each alias counted in full
+MAX_NODES = 20_000  # values, with each alias counted in full
 PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
 TAG = "tag:yaml.org,2002:"
 
@@ -26,13 +26,10 @@ def parse_yaml(text: str) -> Any:
         raise ReadError(f"it has {len(text):,} characters; at most {MAX_YAML:,} are read")
     if problem := text_problem(text):  # PyYAML's own message has no remedy
         raise ReadError(problem)
-    loader = _PlainLoader(text)
     try:
-        return _unshared(loader.get_single_data())
-    except (yaml.YAMLError, RecursionError) as error:
+        return _unshared(_PlainLoader(text).get_single_data())
+    except yaml.YAMLError as error:
         raise ReadError(cut(str(error), 600)) from None
-    finally:
-        loader.dispose()
 
 
 def _unshared(value: Any) -> Any:
@@ -69,7 +66,7 @@ class _PlainLoader(yaml.SafeLoader):
             self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in _parts(node))
         elif id(node) not in self._sizes:  # still being read
             raise _mistake("an alias stands for a table or a list that contains it", event.start_mark)
-        if self._sizes[id(node)] > MAX_NODES:
+        if max(len(self._sizes), self._sizes[id(node)]) > MAX_NODES:
             raise _mistake(f"more than {MAX_NODES:,} values, with aliases counted in full", event.start_mark)
         return node
 

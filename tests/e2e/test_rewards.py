@@ -44,3 +44,19 @@ def test_a_step_without_a_single_reward_changes_nothing(workspace: Path, tmp_pat
             assert torch.equal(tensor, file.get_tensor(name)), name
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["reward/failed_ratio"] for row in rows] == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_a_reward_that_always_fails_stops_every_rank(workspace: Path, tmp_path: Path) -> None:
+    """Dynamic sampling would hide it: a group without rewards is replaced, ten times, and then the step is skipped."""
+    raw = run_ranks.settings(workspace, tmp_path, 2, algorithm={"filter_groups": {"enable": True}})
+    raw["reward"] = {"function": "tests.e2e.rewards:broken_reward"}
+    with pytest.raises(AssertionError) as raised:
+        worlds.run(run_ranks.train, 2, raw=raw)
+    reports = str(raised.value).split("--- rank ")[1:]
+    assert len(reports) == 2
+    for rank, text in enumerate(reports):
+        assert text.startswith(f"{rank} ---")
+        assert "step 0: 18 of 18 samples (100 %) have no reward, more than reward.max_failed_ratio=0.5 allows" in text
+        assert "reward 'tests.e2e.rewards:broken_reward': ValueError: never works" in text
+    assert not (tmp_path / "metrics.jsonl").read_text()

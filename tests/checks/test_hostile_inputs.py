@@ -1,0 +1,367 @@
+"""Hostile inputs: each gives one clear error, whatever it would do to a parser, and no value is printed whole.
+
+Nothing here is timed. What hangs is ended by pytest's own limit; what fills the memory is ended by the system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.checks.inputs import read_model
+from grpo_megatron.checks.names import name_problems
+from grpo_megatron.cli import main
+from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.data.prompts import load_tokenizer
+from grpo_megatron.data.rendering import render_chat
+from grpo_megatron.data.rows import read_question, read_rows
+from grpo_megatron.data.task_file import read_task_file
+from grpo_megatron.rollout.build import engine_problems
+from tests import tiny
+from tests.runs import write_tokenizer
+
+LONGEST, MOST_LINES = 1200, 60  # characters of a line of a message, and its lines
+MODEL = "model: {path: m}\n"
+MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
+    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 9)}]}}\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def refusal(call: Callable[..., object], *arguments: Any) -> str:
+    """The message of the ConfigError that the call raises."""
+    with pytest.raises(ConfigError) as raised:
+        call(*arguments)
+    message = str(raised.value)
+    lines = message.splitlines()
+    assert len(lines) <= MOST_LINES and all(len(line) <= LONGEST for line in lines), message
+    return message
+
+
+YAML: dict[str, tuple[str, str]] = {  # content of the config -> part of the message
+    "duplicate section": (
+        f"{MODEL}data: {{}}\n{MODEL}",
+        "line 3, column 1: the key 'model' is there twice, first in line 1",
+    ),
+    "duplicate key": (
+        "model:\n  path: m\n  'path': n\n",
+        "line 3, column 3: the key 'path' is there twice, first in line 2",
+    ),
+    "duplicate in a flow": (
+        "model: {path: m, dtype: float32, path: n}",
+        "line 1, column 34: the key 'path' is there twice",
+    ),
+    "duplicate merge": ("a: &a {x: 1}\nb: {<<: *a, <<: *a}", "the key '<<' is there twice"),
+    "alias bomb": (BOMB, "more than 20,000 values, with aliases counted in full"),
+    "alias bomb of merges": (MERGE_BOMB, "more than 20,000 values"),
+    "alias of itself": ("model: &m {path: *m}", "an alias stands for a table or a list that contains it"),
+    "unknown alias": ("model: *" + "x" * 9000, "found undefined alias"),
+    "deep flow": ("[" * 100_000, "line 1, column 51: more than 50 tables and lists within each other"),
+    "deep block": ("\n".join(" " * i + "a:" for i in range(300)), "more than 50 tables and lists"),
+    "deep keys": ("? " * 50_000, "more than 50 tables and lists"),
+    "long integer": ("data: {seed: " + "9" * 5000 + "}", "a number of 5,000 characters; at most 100 are read"),
+    "long hexadecimal": ("data: {seed: 0x" + "f" * 5000 + "}", "a number of 5,002 characters"),
+    "long sexagesimal": ("data: {seed: 1" + ":59" * 20_000 + "}", "a number of 60,001 characters"),
+    "lone surrogate": (
+        'model: {path: "\\ud800"}',
+        "line 1, column 15: a text cannot be used: it contains '\\ud800', half of",
+    ),
+    "escaped NUL": (
+        'model: {path: "a\\0b"}',
+        "line 1, column 15: a text cannot be used: it contains the character NUL",
+    ),
+    "raw NUL": ("model: {path: a\0b}", "it contains the character NUL"),
+    "control character": ("model: {path: a\x07b}", "special characters are not allowed"),
+    "binary tag": ("model: !!binary zzz", "could not determine a constructor for the tag 'tag:yaml.org,2002:binary'"),
+    "python tag": ("model: !!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
+    "wrong tag": ("model: {path: m}\ndata: {seed: !!int x}", "line 2, column 14: 'x' is no int"),
+    "table as key": ("? [a, b]\n: 1", "a key is a table or a list; write a text"),
+    "two documents": (f"{MODEL}---\n{MODEL}", "expected a single document"),
+    "a list": ("- model", "must be a mapping of sections, not list"),
+    "50 MB": (f"{MODEL}# " + "x" * 50_000_000, "has 50,000,019 bytes; at most 262,144 are read"),
+    "many values": ("data: {train_files: [" + "x," * 60_000 + "]}", "more than 20,000 values"),
+    "many unknown keys": (MODEL + "".join(f"key{n}: 1\n" for n in range(4000)), "and 3,950 more keys are wrong"),
+    "long unknown key": (f"{MODEL}? {'k' * 9000}\n: 1", "unknown key 'kkk"),
+    "long value": (
+        f"model: {{path: m, dtype: {'x' * 9000}}}",
+        "... (8,800 more characters): Input should be 'float32'",
+    ),
+    "long list": ("model: {path: m, dtype: [" + "x," * 9_000 + "]}", "model.dtype=['x', 'x', "),
+}
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_a_hostile_config_file_is_refused(tmp_path: Path, name: str) -> None:
+    content, expected = YAML[name]
+    (tmp_path / "run.yaml").write_text(content)
+    assert expected in refusal(load_config, tmp_path / "run.yaml")
+
+
+OVERRIDES = {  # override -> part of the message
+    "data.seed=99999999999999999999": "data.seed=99999999999999999999: Input should be less than 9223372036854775808",
+    "trainer.seed=-1": "trainer.seed=-1: Input should be greater than or equal to 0",
+    "rollout.engine_kwargs.x=" + "9" * 60: "it needs 200 bits; an integer may have 63 and a sign",
+    "data.seed=" + "9" * 5000: "a number of 5,000 characters",
+    "trainer.n_gpus_per_node=1000000": "Input should be less than or equal to 1024",
+    "trainer.nnodes=1000000": "Input should be less than or equal to 65536",
+    "trainer.total_training_steps=99999999999": "Input should be less than or equal to 1000000000",
+    "trainer.timeout_s=1e300": "Input should be less than or equal to 10000000",
+    "trainer.stop_at=1e300": "Input should be less than or equal to",
+    "reward.num_workers=100000": "Input should be less than or equal to 1024",
+    "reward.max_failed_ratio=1.5": "Input should be less than or equal to 1",
+    "data.train_batch_size=1000000000000": "Input should be less than or equal to 1000000",
+    "rollout.n=1000000000": "Input should be less than or equal to 65536",
+    "actor.optim.lr=1e30": "actor.optim.lr='1e30': Input should be less than or equal to 1",
+    "actor.optim.lr=.nan": "Input should be a finite number",
+    "actor.optim.lr=1e999": "Input should be a finite number",
+    "actor.optim.eps=0": "Input should be greater than or equal to",
+    "actor.optim.weight_decay=1e30": "Input should be less than or equal to 1000",
+    "actor.optim.betas=[0.9,1.0]": "Input should be less than 1",
+    "actor.kl_loss_coef=1e30": "Input should be less than or equal to 10000",
+    "actor.entropy_coeff=-1e30": "Input should be greater than or equal to -10000",
+    "model.path=" + "a" * 300: "a name in it has 300 bytes; file systems take at most 255",
+    "model.path=" + "a/" * 3000: "it has 5,999 bytes; a path may have at most 4,096",
+    "data.train_files=[" + "\u00e9" * 200 + "]": "a name in it has 400 bytes",
+    "model.path=\udcff": "half of a surrogate pair",
+    'data.system_prompt="\\0"': "it contains the character NUL",
+    'reward.kwargs.a="\\ud800"': "half of a surrogate pair",
+    "rollout.engine_kwargs." + "a." * 60 + "b=1": "the key has 62 sections within each other",
+    "x" * 9000: "is not of the form section.key=value",
+    "data.seed={" + "a: {" * 9000: "is not valid YAML",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda text: text[:40].encode("ascii", "replace").decode())
+def test_a_hostile_override_is_refused(tmp_path: Path, override: str) -> None:
+    (tmp_path / "run.yaml").write_text(MODEL)
+    assert OVERRIDES[override] in refusal(load_config, tmp_path / "run.yaml", [override])
+
+
+def test_aliases_are_copies(tmp_path: Path) -> None:
+    """An override of one section must not change the other one that was written with an alias."""
+    (tmp_path / "run.yaml").write_text(f"{MODEL}actor: {{optim: &o {{lr: 0.1}}}}\nsft: {{optim: *o}}\n")
+    config = load_config(tmp_path / "run.yaml", ["actor.optim.lr=0.2"])
+    assert (config.actor.optim.lr, config.sft.optim.lr) == (0.2, 0.1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.make_model(tmp_path_factory.mktemp("hostile") / "model", "qwen2", num_hidden_layers=1)
+    write_tokenizer(folder)
+    return folder
+
+
+CONFIG_JSON: list[tuple[dict[str, Any] | str, str]] = [
+    ({"num_hidden_layers": 10**9}, "num_layers=1000000000; at most 10,000 is accepted"),
+    ({"num_hidden_layers": True}, "num_layers=True, not a positive integer"),
+    ({"num_hidden_layers": 2.0}, "num_layers=2.0, not a positive integer"),
+    ({"num_hidden_layers": -1}, "num_layers=-1, not a positive integer"),
+    ({"hidden_size": 10**12}, "hidden_size=1000000000000; at most"),
+    ({"hidden_size": "128"}, "config.json has a value that cannot be used"),
+    ({"intermediate_size": 10**12}, "ffn_hidden_size=1000000000000; at most"),
+    ({"vocab_size": 10**12}, "vocab_size=1000000000000; at most"),
+    ({"max_position_embeddings": 10**12}, "max_position_embeddings=1000000000000; at most"),
+    ({"num_attention_heads": 0}, "config.json has a value that cannot be used"),
+    ({"head_dim": 10**9}, "head_dim=1000000000; at most"),
+    ({"rms_norm_eps": float("nan")}, "norm_eps=nan, not a number from 0 to 1"),
+    ({"rms_norm_eps": "1e-6"}, "norm_eps='1e-6', not a number from 0 to 1"),
+    ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta=nan, not a number from 1 to 1e+15"),
+    ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta=inf, not a number from 1"),
+    ({"rope_parameters": {"rope_theta": -1e4}}, "rope_theta=-10000.0, not a number from 1"),
+    ({"rope_parameters": {"rope_theta": "x" * 9000}}, "config.json has a value that cannot be used"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_linear_factor=0.0, not a number from 1"),
+    ({"rope_parameters": [1]}, "config.json has a value that cannot be used"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not true or false"),
+    ({"use_sliding_window": True, "sliding_window": "big"}, "sliding_window='big', not a positive integer"),
+    ({"model_type": ["qwen2"]}, "model_type=['qwen2'] is not supported"),
+    ({"model_type": "x" * 9000}, "... (8,800 more characters) is not supported"),
+    (
+        {"model_type": "mixtral", "num_local_experts": 10**9, "num_experts_per_tok": 2},
+        "num_experts=1000000000; at most",
+    ),
+    (
+        {"model_type": "mixtral", "num_local_experts": 60_000, "num_experts_per_tok": 2, "num_hidden_layers": 99},
+        "99 layers of 60000 experts",
+    ),
+    (
+        '{"model_type": "qwen2", "vocab_size": ' + "9" * 5000 + "}",
+        "has an integer of 5,000 digits; at most 100 are read",
+    ),
+    ('{"model_type": "qwen2", "model_type": "llama"}', "has the key 'model_type' twice in one object"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"model_type": "\xff"}', "config.json is not UTF-8"),
+    ("[]", "config.json is not an object"),
+    (" " * (1 << 24) + "{}", "config.json has 16,777,218 bytes; at most 16,777,216 are read"),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), CONFIG_JSON, ids=lambda value: str(value)[:50])
+def test_a_hostile_model_config_is_refused(
+    folder: Path, tmp_path: Path, content: dict[str, Any] | str, expected: str
+) -> None:
+    whole = (
+        content
+        if isinstance(content, str)
+        else json.dumps({**json.loads((folder / "config.json").read_text()), **content})
+    )
+    (tmp_path / "config.json").write_bytes(whole.encode("latin-1"))
+    message = refusal(read_model, tmp_path)
+    assert expected in message
+    assert message.startswith("model.path=")
+
+
+ROWS: list[tuple[bytes, str]] = [
+    (b'{"prompt": "' + b"x" * 50_000_000 + b'"}', "line 1: has 50,000,014 bytes; at most 4,194,304 are read"),
+    (b"x" * 9_000_000 + b'\n{"prompt": "a"}\n[1]', "2 of 3 rows are wrong:\n  line 1: has 9,000,001 bytes; at most"),
+    (b'{"prompt": "a", "prompt": "b"}', "line 1: has the key 'prompt' twice in one object; keep one"),
+    (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "line 1: has an integer of 5,000 digits"),
+    (b'{"prompt": "\\ud800"}', "line 1: field 'prompt': it contains '\\ud800', half of a surrogate pair"),
+    (b'{"prompt": [{"role": "user", "content": "\\udfff"}]}', "line 1: field 'content': it contains '\\udfff'"),
+    (b"[" * 100_000, "line 1: is not JSON that can be read (nested too deeply)"),
+    (b'{"a":' * 100_000, "line 1: is not JSON"),
+    (b'{"prompt": "\xff"}', "line 1: is not UTF-8"),
+    (b"\x00" * 100, "line 1: is not JSON"),
+    (b'{"' + b"k" * 9000 + b'": 1}', "field 'prompt' is missing"),
+    (b"", "has no rows"),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(("content", "expected"), ROWS, ids=lambda value: str(value)[:40])
+def test_hostile_rows_are_refused(tmp_path: Path, content: bytes, expected: str, suffix: str) -> None:
+    """The same as a list in a .json file, where there is no line to name and the limit is that of a field."""
+    file = tmp_path / f"rows{suffix}"
+    file.write_bytes(content if suffix == ".jsonl" else b"[" + content + b"]")
+    message = refusal(read_rows, file, read_question)
+    assert message.startswith(f"data file '{file}'")
+    if suffix == ".jsonl":
+        assert expected in message
+
+
+TASKS: list[tuple[str, str]] = [
+    ("name: a\nname: b", "the key 'name' is there twice"),
+    (BOMB, "more than 20,000 values"),
+    ("[" * 9999, "more than 50 tables and lists"),
+    ("version: " + "9" * 5000, "a number of 5,000 characters"),
+    ("title: x\nversion: 1\nname: " + "x" * 9000 + "!", "name: String should match pattern"),
+    ("x" * 300_000, "has 300,000 bytes"),
+    ("extends: ../../x", "extends '../../x' is not a built-in task"),
+    ("extends: [a]", "is not a built-in task"),
+    ("extends: " + "x" * 300, "is not a built-in task"),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), TASKS, ids=lambda value: value[:30])
+def test_a_hostile_task_file_is_refused(tmp_path: Path, content: str, expected: str) -> None:
+    (tmp_path / "task.yaml").write_text(content)
+    assert expected in refusal(read_task_file, tmp_path / "task.yaml")
+
+
+TEMPLATES = {
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "it took more than 2 s of processor time",
+    "{{ 'a' * 10000000000 }}": "it takes 2 GiB or more",
+    "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "it takes 2 GiB or more",
+    "{{ 'a' * 20000000 }}": "makes 20,000,000 characters of row 1; at most 16,777,216",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{{ raise_exception('x' * 9000) }}": "TemplateError: xxx",
+    "{{ messages.__class__.__mro__ }}": "SecurityError",
+    "{% if a %}" * 5000: "RecursionError",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda text: text[:40])
+def test_a_hostile_chat_template_is_refused(folder: Path, template: str) -> None:
+    tokenizer = load_tokenizer(folder, DataConfig())
+    tokenizer.chat_template = template
+    message = refusal(render_chat, [{"role": "user", "content": "1 + 1 ="}], tokenizer, "row 1")
+    assert TEMPLATES[template] in message
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert render_chat([{"role": "user", "content": "1"}], tokenizer, "row 2") == "1"  # no limit is left behind
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "extra.bin"])
+def test_a_folder_with_a_fifo_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    """A library that reads it would wait for ever."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    expected = f"it holds '{name}', which is a FIFO, not a regular file; remove it"
+    assert expected in refusal(read_model, model)
+    assert expected in refusal(load_tokenizer, model, DataConfig())
+
+
+@pytest.mark.parametrize("read", [load_config, read_task_file, lambda path: read_rows(path, dict)])
+def test_a_fifo_or_device_is_no_input_file(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "folder.jsonl").mkdir()
+    assert "is a FIFO, not a regular file" in refusal(read, tmp_path / "fifo.jsonl")
+    assert "is a device, not a regular file" in refusal(read, tmp_path / "zero.jsonl")
+    assert "Is a directory" in refusal(read, tmp_path / "folder.jsonl")
+    assert "a name in it has 306 bytes" in refusal(read, tmp_path / ("x" * 300 + ".jsonl"))
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "exit()"])
+def test_a_module_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """A run would end with exit code 0, as if it had finished."""
+    (tmp_path / "ending_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for section, key in (
+        ("algorithm", "adv_estimator"),
+        ("actor", "loss_mode"),
+        ("data", "task"),
+        ("reward", "function"),
+    ):
+        config = Config.model_validate({"model": {"path": "m"}, section: {key: "ending_module:thing"}})
+        (problem,) = name_problems(config)
+        assert problem.startswith(f"{section}.{key}: ")
+        assert "importing module 'ending_module' ends the process" in problem
+        assert "ending_module" not in sys.modules
+    config = Config.model_validate({"model": {"path": "m"}, "rollout": {"engine": "ending_module:Engine"}})
+    assert "importing module 'ending_module' ends the process" in next(engine_problems(config.rollout))
+
+
+def test_a_task_function_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ending_task.py").write_text("import sys\ndef task(): sys.exit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"task": "ending_task:task"}})
+    (problem,) = name_problems(config)
+    assert problem.startswith("data.task: task 'ending_task:task': calling it ends the process (exit code 0)")
+
+
+def test_the_engines_cache_has_a_bound() -> None:
+    config = Config.model_validate({"model": {"path": "m"}, "rollout": {"engine_options": {"kv_cache_gib": 1e9}}})
+    assert list(engine_problems(config.rollout)) == [
+        "rollout.engine_options.kv_cache_gib=1000000000.0: Input should be less than or equal to 4096"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "long lines", "many lines", "far too many ranks"])
+def test_the_command_line_exits_with_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """No line that is printed is longer than 2,100 characters, and there are at most 201."""
+    file, arguments = tmp_path / "run.yaml", []
+    file.write_text(MODEL)
+    if kind == "fifo":
+        file.unlink()
+        os.mkfifo(file)
+    elif kind == "far too many ranks":
+        arguments = ["trainer.n_gpus_per_node=1000000"]
+    else:
+        problem = "x" * 10**6 if kind == "long lines" else "\n".join(["wrong"] * 1000)
+        monkeypatch.setattr(main, "load_config", lambda *_: (_ for _ in ()).throw(ConfigError(problem)))
+    assert main.main(["train", str(file), *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("error: ") and len(line) < 2100 for line in lines)
+    assert len(lines) == (201 if kind == "many lines" else 1)
