@@ -56,10 +56,13 @@ class FakePolicy:
         assert not self.is_offloaded
         self.events.append(("optimizer", optim.lr, total_steps))
 
-    def update(self, batch: Any, loss: Any, *, epochs: int = 1) -> Any:
+    def update(self, batch: Any, loss: Any, *, epochs: int = 1, guard: Any = None) -> Any:
         self.updates += 1
         self.events.append(("update", len(batch)))
         return [], {"actor/lr": 0.0, "actor/pg_loss": 0.0}
+
+    def has_finite_weights(self) -> bool:
+        return True
 
     def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
         return logprob_under(f"policy after {self.updates}") * batch.response_mask
