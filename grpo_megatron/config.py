@@ -334,6 +334,38 @@ class SftConfig(Section):
     optim: OptimConfig = OptimConfig()
 
 
+class Band(Section):
+    """A range that a number of every optimizer step should be in. Both bounds null: the guard is off."""
+
+    low: float | None = None  # the guard fires below it; null: no bound
+    high: float | None = None  # the guard fires above it; null: no bound
+    action: Literal["warn", "skip", "stop"] = "warn"
+
+    @property
+    def is_on(self) -> bool:
+        return self.low is not None or self.high is not None
+
+
+class GuardsConfig(Section):
+    """What happens when a number is not finite, or leaves its band (training/guards.py).
+
+    warn: the run goes on. skip: the optimizer step is left out, and nothing changes. stop: the run ends.
+    """
+
+    rewards: Literal["warn", "skip", "stop"] = "stop"  # an infinite reward; NaN is a sample without a reward
+    logprobs: Literal["warn", "skip", "stop"] = "skip"  # log-probabilities of loss tokens, and the loss
+    gradients: Literal["skip", "stop"] = "skip"  # their norm; actor.max_skipped_steps in a row end the run
+    weights: Literal["warn", "stop"] = "stop"  # after the step, before a checkpoint is saved
+    grad_norm: Band = Band()  # before clipping
+    entropy: Band = Band()  # nats per token, as actor/entropy
+    kl: Band = Band()  # as actor/kl_loss; needs actor.use_kl_loss
+    response_length: Band = Band()  # tokens, the mean of the training step
+    rollout_gap: Band = Band()  # mean |old - rollout log-probability|, as training/rollout_logp_diff_mean
+    max_dumps: int = Field(
+        3, ge=0
+    )  # batches written to output_dir/dumps, with the weights, each time the run is started
+
+
 class TrainerConfig(Section):
     total_training_steps: int = Field(100, ge=0, le=1_000_000_000)
     output_dir: Path = Path("outputs/run")
@@ -355,6 +387,7 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees one
     seed: Seed = 42  # of everything in training that is neither data.seed's nor rollout.seed's
     timeout_s: Seconds = 1800.0  # seconds after which a collective fails
+    stall_timeout_s: Seconds | None = 45.0  # seconds without a sign of life of a rank; then the run ends
     peak_tflops: float | None = Field(None, gt=0)  # TFLOP/s of one device, for MFU; null: by device name, if known
 
 
@@ -368,4 +401,5 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -25,6 +25,7 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
+from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.sampling.build import build_collector
 from grpo_megatron.sampling.collector import numbered_samples
@@ -43,6 +44,7 @@ from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
 from grpo_megatron.training.config_record import record_config
 from grpo_megatron.training.correction_step import CorrectionStep
+from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.output_folder import OutputFolder
 from grpo_megatron.training.stopping import Stopping
 from grpo_megatron.training.validation import Validator
@@ -73,6 +75,7 @@ class Trainer:
         # Where the run continues: every later part may depend on it.
         inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.reward_model.path)
         self.folder = opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
+        self.heartbeat = opened.enter_context(Heartbeat(self.output_dir, self.mesh, trainer.stall_timeout_s))
         if trainer.save_freq != -1:
             self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
@@ -138,8 +141,10 @@ class Trainer:
         )
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data.max_response_length)
         self.loss = build_loss(self.actor)
+        self.guards = Guards(config, self.mesh, self._save_hf)
         self.metrics = Metrics(self.device.synchronize)
-        self.report = build_report(config, checked, self.policy, self.sinks)
+        self.metrics.within = self.heartbeat.phase
+        self.report = build_report(config, checked, self.policy, self.sinks, self.guards)
         self.summary = Summary(self.output_dir)
         self.stopping = Stopping(trainer, self.mesh)
         if checkpoint is not None:
@@ -163,13 +168,14 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step, validate and save the result, and release everything."""
-        with self.opened:
+        with self.opened, self.heartbeat.naming_timeouts():
             self.train()
             self.finish()
         self.close()  # not after a failure: it is collective, and other ranks may not get here
 
     def train(self) -> None:
         for step in range(self.first_step, self.num_steps):
+            self.heartbeat.step = step
             with self.metrics.phase("step"):
                 self.begin_iteration(step)  # the reference becomes the policy, where the run is iterative
                 with self.colocation.rollout(step, self.metrics):  # weights into the engine, checked; engine awake
@@ -215,6 +221,7 @@ class Trainer:
     def rewards(self, step: int, samples: list[Sample]) -> GroupTable:
         table = gather_groups(samples, self.mesh)
         table = self.reward_model.reward(step, samples, table, self.metrics)
+        self.guards.begin(step, table)
         return with_overlong_penalty(table, self.config.reward.overlong_buffer, self.data.max_response_length)
 
     def plan(self, table: GroupTable) -> Plan:
@@ -240,7 +247,7 @@ class Trainer:
 
     def update(self, batch: Batch) -> None:
         with self.metrics.phase("update_actor"):
-            sums, constants = self.policy.update(batch, self.loss, epochs=self.actor.ppo_epochs)
+            sums, constants = self.policy.update(batch, self.loss, epochs=self.actor.ppo_epochs, guard=self.guards)
         record_update(self.metrics, sums, constants, self.mesh.is_first_replica_rank)
 
     def end_iteration(self, step: int) -> None:

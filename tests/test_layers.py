@@ -99,7 +99,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "megatron": ("models.", "parallel.mesh", "device"),
     "transformer_engine": ("extensions",),
     "vllm": ("rollout.vllm",),
-    "safetensors": ("models.", "convert."),
+    "safetensors": ("models.", "convert.", "training.dump"),
     "sentencepiece": ("convert.",),
     "transformers": ("data.",),
     "tokenizers": ("data.",),

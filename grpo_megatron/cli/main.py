@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         from grpo_megatron.convert.cli import main as convert
 
         return convert(argv[1:])
-    args = None if argv[:1] == ["evaluate"] else _parse(argv)
+    args = None if argv[:1] in (["evaluate"], ["replay"]) else _parse(argv)
     try:
-        code = _evaluate(argv) if args is None else _train(args, argv)
+        code = _train(args, argv) if args is not None else _other(argv)
         if code == 0:
             failures.mark_finished()
             return 0
@@ -55,10 +55,14 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0" and ranks.LAUNCHER_PID not in os.environ:
             print("interrupted", file=sys.stderr)
     except Exception as error:
-        code = failures.report_failure(error, launcher_prints=ranks.LAUNCHER_PID in os.environ)
+        code = _report(error)
     if failures.is_one_of_several():
         _exit_at_once(code)
     return code
+
+
+def _report(error: Exception) -> int:
+    return failures.report_failure(error, launcher_prints=ranks.LAUNCHER_PID in os.environ)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -68,6 +72,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands.add_parser(
         "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
     )
+    commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
     train = commands.add_parser(
         "train",
         help="train with the settings of a YAML file",
@@ -188,8 +193,10 @@ def _check_unused(output_dir: Path) -> None:
 
 def _run(config: Config, checked: Checked) -> int:
     """Train as this rank until the run is over; returns the exit code."""
+    from grpo_megatron.parallel.heartbeat import when_stalled
     from grpo_megatron.training.stopping import Stopped, forget_outcome
 
+    when_stalled(lambda error: _exit_at_once(_report(error)))
     if os.environ.get("RANK", "0") == "0":
         forget_outcome(config.trainer.output_dir)
     with large_imports():
@@ -202,6 +209,16 @@ def _run(config: Config, checked: Checked) -> int:
     except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run
         raise RuntimeError(f"sys.exit({error.code}) was called during the run; raise an exception instead") from error
     return 0
+
+
+def _other(argv: list[str]) -> int:
+    """`evaluate ...` or `replay ...`, which parse their own options."""
+    if argv[0] == "evaluate":
+        return _evaluate(argv)
+    from grpo_megatron.cli.replay import main as replay
+
+    _quieten(is_rank=False, starts_ranks=False)
+    return replay(argv[1:])
 
 
 def _evaluate(argv: list[str]) -> int:

@@ -6,11 +6,12 @@ It knows layouts and optimizers, not algorithms: the loss is a function that the
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -42,7 +43,16 @@ LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
 
 
 class TooManySkippedSteps(RuntimeError):
-    """More than `actor.max_skipped_steps` updates in a row had a non-finite gradient."""
+    """More than `actor.max_skipped_steps` updates in a row were skipped."""
+
+
+class Guard(Protocol):
+    def __call__(self, batch: Batch, micro_batches: list[list[int]], sums: MetricSums, norm: float) -> bool:
+        """Whether the optimizer step on this mini-batch is made. Collective: the same on every rank.
+
+        `sums` and `norm` are this rank's metric sums, and its gradient's norm before clipping.
+        """
+        ...
 
 
 class Policy(LanguageModel):
@@ -165,18 +175,21 @@ class Policy(LanguageModel):
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, loss: LossFunction, *, epochs: int = 1) -> tuple[list[MetricSums], dict[str, float]]:
+    def update(
+        self, batch: Batch, loss: LossFunction, *, epochs: int = 1, guard: Guard | None = None
+    ) -> tuple[list[MetricSums], dict[str, float]]:
         """One optimizer step per mini-batch, `epochs` times over the batch. Collective.
 
-        Returns this rank's metric sums, one dict per optimizer step, and numbers that are the same on every rank. If the
-        gradient on any rank is not finite, all ranks skip and count the step. Raises TooManySkippedSteps.
+        Returns this rank's metric sums, one dict per optimizer step, and numbers that are the same on every rank. All
+        ranks skip and count a step that `guard` forbids; None: one whose gradient is not finite on any rank. Raises
+        TooManySkippedSteps.
         """
         sums: list[MetricSums] = []
         norms: list[float] = []
         for _ in range(epochs):
             for micro_batches in batch.mini_batches:
                 self.backward(batch, micro_batches, loss, sums)
-                norms.append(self._step())
+                norms.append(self._step(functools.partial(guard, batch, micro_batches, sums[-1]) if guard else None))
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {
             "actor/lr": self._learning_rate(),
@@ -231,12 +244,15 @@ class Policy(LanguageModel):
         )
 
     @torch.no_grad()
-    def _step(self) -> float:
-        """Clip and step if the gradient is finite on every rank, else skip. Returns the norm before clipping, or infinity."""
+    def _step(self, allows: Callable[[float], bool] | None = None) -> float:
+        """Clip and step if `allows(norm)`; None: if the gradient is finite on every rank.
+
+        Otherwise skip: weights, optimizer and schedule stay as they are. Returns the norm before clipping, or infinity.
+        """
         with self.device.megatron():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            if self._all_finite(norm):
+            if (allows or self._all_finite)(norm):
                 self.lr_scheduler.step(1)
                 self.optimizer.step()
                 self.num_skipped_in_a_row = 0
@@ -244,8 +260,8 @@ class Policy(LanguageModel):
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row > self.actor.max_skipped_steps:
             raise TooManySkippedSteps(
-                f"{self.num_skipped_in_a_row} updates in a row had a non-finite gradient "
-                f"(actor.max_skipped_steps={self.actor.max_skipped_steps}): lower actor.optim.lr or look at the data"
+                f"{self.num_skipped_in_a_row} updates in a row were skipped: a gradient was not finite, or a guard fired"
+                f" (actor.max_skipped_steps={self.actor.max_skipped_steps}): lower actor.optim.lr or look at the data"
             )
         return math.inf
 
@@ -253,6 +269,11 @@ class Policy(LanguageModel):
         flag = torch.tensor(math.isfinite(norm))
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=self.mesh.control)
         return bool(flag)
+
+    @torch.no_grad()
+    def has_finite_weights(self) -> bool:
+        """Whether all weights of this rank are finite."""
+        return bool(torch.stack([torch.isfinite(parameter).all() for parameter in self.ddp.parameters()]).all())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs besides the sharded tensors."""

@@ -30,13 +30,14 @@ from grpo_megatron.types import GroupTable
 class Metrics:
     """One rank's records of the current step.
 
-    `synchronize` waits for the device, so that `phase` measures finished work and not queued work. A rank sends at most
-    `max_percentile_values` values per percentile (65,536 are 256 KiB), at a fixed stride; up to that number it is exact.
+    `synchronize` waits for the device, so that `phase` measures finished work; `within(name)` is entered around each phase.
+    A rank sends at most `max_percentile_values` values per percentile (256 KiB), at a fixed stride; else it is exact.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None, max_percentile_values: int = 65_536) -> None:
         assert max_percentile_values > 0
         self._synchronize = synchronize or (lambda: None)
+        self.within: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
         self._max_percentile_values = max_percentile_values
         self._records: dict[str, tuple[str, list[Any]]] = {}
         self._constants: dict[str, float] = {}
@@ -99,8 +100,9 @@ class Metrics:
         """
         self._synchronize()
         start = time.perf_counter()
-        yield
-        self._synchronize()
+        with self.within(name):
+            yield
+            self._synchronize()
         self._record(f"timing_s/{name}", "seconds", time.perf_counter() - start)
 
     def reduce(self, all_gather: Callable[[Any], list[Any]] = lambda value: [value]) -> dict[str, float]:
@@ -109,8 +111,7 @@ class Metrics:
         Deletes the records, so that the next step starts empty.
         """
         local = {name: (kind, self._local_state(kind, items)) for name, (kind, items) in self._records.items()}
-        constants = self._constants
-        self._records, self._constants = {}, {}
+        constants, self._constants, self._records = self._constants, {}, {}
         ranks = all_gather(local)
         reduced = dict(constants)
         for name in sorted({name for records in ranks for name in records}):

@@ -26,6 +26,7 @@ from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation
+from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
@@ -188,7 +189,7 @@ def build_loss(actor: ActorConfig) -> LossFunction:
     return loss
 
 
-def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks) -> StepReport:
+def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks, guards: Guards) -> StepReport:
     shape = model_shape(checked.arch)
     return StepReport(
         config.data,
@@ -196,6 +197,8 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks)
         policy.mesh,
         policy.device,
         sinks,
+        guards,
+        policy.has_finite_weights,
         shape=shape,
         peaks=peaks(config, policy.device.name, shape.num_layers),
         multiple=policy.multiple,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ActorConfig, DataConfig
@@ -12,6 +12,7 @@ from grpo_megatron.observability.metrics import Metrics, group_table_metrics, th
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.generator import record_reward_metrics
+from grpo_megatron.training.guards import Guards
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
@@ -25,12 +26,15 @@ class StepReport:
         mesh: Mesh,
         device: Device,
         sinks: Sinks,
+        guards: Guards,
+        has_finite_weights: Callable[[], bool],
         *,
         shape: ModelShape,
         peaks: Mapping[str, Any],
         multiple: int,
     ) -> None:
         self.mesh, self.device, self.sinks = mesh, device, sinks
+        self.guards, self.has_finite_weights = guards, has_finite_weights
         self.shape, self.peaks, self.multiple = shape, peaks, multiple
         self.max_response_length, self.num_epochs = data.max_response_length, actor.ppo_epochs
         self.kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
@@ -46,7 +50,10 @@ class StepReport:
         *,
         epoch: float,
     ) -> None:
-        """Complete the step's `metrics`, reduce them over the ranks and write them. Collective."""
+        """Complete the step's `metrics`, reduce them over the ranks and write them. Collective.
+
+        Raises GuardStop when the step has made weights that are not finite, after its metrics are written.
+        """
         self._record_batch(metrics.when(self.mesh.is_first_replica_rank), batch)
         record_reward_metrics(metrics.when(self.mesh.is_block_leader), samples)
         group_table_metrics(metrics, table, self.max_response_length)
@@ -58,8 +65,10 @@ class StepReport:
         metrics.constant("training/global_step", step)
         metrics.constant("training/epoch", epoch)
         metrics.constant("actor/kl_coef", self.kl_coef)
+        self.guards.record(metrics, self.has_finite_weights())
         reduced = metrics.reduce(self.mesh.all_gather)
         self.sinks.log(step, reduced | self._speed(reduced, table))
+        self.guards.check_weights(reduced)
 
     def _record_batch(self, metrics: Metrics, batch: Batch) -> None:
         metrics.mean_of("critic/advantages/mean", batch.advantages[batch.loss_mask])

@@ -226,7 +226,10 @@ def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
         ({"num_hidden_layers": 5}, "missing model.layers.4.input_layernorm.weight"),
         ({"num_hidden_layers": 3}, "unexpected model.layers.3."),
         ({"vocab_size": 10}, "has 18 tokens and the model's embedding 10 rows"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn RoPE scaling with factor=4.0 and original_max"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "yarn RoPE scaling with factor=4.0 and original_max",
+        ),
         (None, "cannot read config.json"),
         ("{", "config.json is not JSON"),
     ],

@@ -115,9 +115,9 @@ def update(
     gradients: dict[str, torch.Tensor] = {}
     step = policy._step
 
-    def record_and_step() -> float:
+    def record_and_step(*arguments: Any) -> float:
         gradients.update(whole(policy, named_gradients(policy)))
-        return step()
+        return step(*arguments)
 
     policy._step = record_and_step
     sums, metrics = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)

@@ -61,10 +61,13 @@ class FakePolicy:
     def num_updates(self) -> int:
         return self.updates * self.period
 
-    def update(self, batch: Any, loss: Any, *, epochs: int = 1) -> Any:
+    def update(self, batch: Any, loss: Any, *, epochs: int = 1, guard: Any = None) -> Any:
         self.updates += 1
         self.events.append(("update", len(batch)))
         return [], {"actor/lr": 0.0, "actor/pg_loss": 0.0}
+
+    def has_finite_weights(self) -> bool:
+        return True
 
     def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
         return logprob_under(f"policy after {self.updates}") * batch.response_mask
@@ -146,7 +149,7 @@ class FakeEngine:
 class WatchedGenerator(FakeGenerator):
     """Records draws among the events; the engine must hold the version that is asked for."""
 
-    def __init__(self, engine: FakeEngine, *_: Any) -> None:
+    def __init__(self, engine: FakeEngine, *_: Any, **options: Any) -> None:
         super().__init__()
         self.engine = engine
 

@@ -1,44 +1,80 @@
-"""StepReport: which tokens its own means count."""
+"""StepReport: which tokens its own means count, and the guard of the weights."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
-from grpo_megatron.config import ActorConfig, DataConfig
+from grpo_megatron.config import ActorConfig, Config, DataConfig
 from grpo_megatron.device import Device
 from grpo_megatron.observability.flops import ModelShape
 from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.types import GroupTable, Plan
 from tests import tiny
 from tests.sampling.fakes import LoneMesh
 
 
-def test_the_mean_advantage_counts_the_tokens_of_the_loss() -> None:
-    """As many tokens as a correction has left: rejected ones, and those outside the loss, are in no mean."""
-    logged: list[dict[str, float]] = []
+class Sinks:
+    def __init__(self, logged: list[dict[str, float]]) -> None:
+        self.logged = logged
 
-    class Sinks:
-        def log(self, step: int, metrics: dict[str, float]) -> None:
-            logged.append(metrics)
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged.append(metrics)
 
-    batch = tiny.make_batch([([1, 2], [3, 4, 5]), ([1], [6, 7])], [[[0, 1]]])
-    batch.advantages = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 0.0]])
-    batch.loss_mask = torch.tensor([[True, False, True], [False, True, False]])
-    mesh: Any = LoneMesh()
-    sinks: Any = Sinks()
-    report = StepReport(
+
+def step_report(sinks: Any, guards: Guards, has_finite_weights: Callable[[], bool]) -> StepReport:
+    return StepReport(
         DataConfig(),
         ActorConfig(),
-        mesh,
+        guards.mesh,
         Device("cpu"),
         sinks,
+        guards,
+        has_finite_weights,
         shape=ModelShape(8, 1, 1, 1, 8, 8, 8),
         peaks={"peak": None},
         multiple=4,
     )
+
+
+def test_the_mean_advantage_counts_the_tokens_of_the_loss() -> None:
+    """As many tokens as a correction has left: rejected ones, and those outside the loss, are in no mean."""
+    logged: list[dict[str, float]] = []
+    batch = tiny.make_batch([([1, 2], [3, 4, 5]), ([1], [6, 7])], [[[0, 1]]])
+    batch.advantages = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 0.0]])
+    batch.loss_mask = torch.tensor([[True, False, True], [False, True, False]])
+    mesh: Any = LoneMesh()
+    guards = Guards(Config.model_validate({"model": {"path": "model"}}), mesh, lambda folder: None)
+    report = step_report(Sinks(logged), guards, lambda: True)
     report.log(0, Metrics(), [], GroupTable([], [], [], [], [], [], []), Plan([], [], []), batch, epoch=0.0)
     assert logged[0]["critic/advantages/mean"] == (1 + 4 + 16) / 3
     assert logged[0]["perf/padding_ratio"] == 0.0  # 5 + 3 tokens
+
+
+@pytest.mark.parametrize(("is_finite", "action"), [(True, "stop"), (False, "warn"), (False, "stop")])
+def test_a_step_that_makes_weights_not_finite_is_logged_before_it_ends_the_run(is_finite: bool, action: str) -> None:
+    logged: list[dict[str, float]] = []
+    sinks: Any = Sinks(logged)
+    config = Config.model_validate({"model": {"path": "model"}, "guards": {"weights": action}})
+    mesh: Any = LoneMesh()
+    guards = Guards(config, mesh, lambda folder: None)
+    table = GroupTable([0], [0], [1.0], [2], [3], [False], [0])
+    guards.begin(7, table)
+    report = step_report(sinks, guards, lambda: is_finite)
+    batch = tiny.make_batch([([1, 2], [3, 4, 5])], [[[0]]])
+    ends = not is_finite and action == "stop"
+    with pytest.raises(GuardStop, match="guards.weights=stop: step 7 made") if ends else contextlib.nullcontext():
+        report.log(7, Metrics(), [], table, Plan([], [], []), batch, epoch=0.0)
+    counts = {name: value for name, value in logged[0].items() if name.startswith("guards/")}
+    assert counts == {
+        "guards/rewards": 0,
+        "guards/logprobs": 0,
+        "guards/gradients": 0,
+        "guards/weights": float(not is_finite),
+    }

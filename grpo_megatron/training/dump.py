@@ -1,0 +1,195 @@
+"""A dumped mini-batch: what its loss was computed from, as plain data that one CPU process can compute it from again.
+
+    output_dir/dumps/step_000012_gradients/
+        dump.json                  step, update, guard, what it found, the metrics of the mini-batch, the whole config
+        batch_00001.safetensors    the rows of data-parallel rank 1: tokens, masks, advantages, weights, log-probabilities
+        weights/                   the policy before this update, a Hugging Face folder
+
+The folder is complete or absent. `loss` is the total that the gradient belongs to: pg_loss + kl_loss_coef * kl_loss -
+entropy_coeff * entropy_loss, each summed over all ranks. Numbers that are not finite are strings in dump.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from grpo_megatron.algo.losses import MetricSum
+from grpo_megatron.config import ActorConfig, Config, ConfigError
+from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, write_file
+from grpo_megatron.types import Batch, rows_of_mini_batch
+
+FORMAT = 1
+DUMP_FILE, WEIGHTS = "dump.json", "weights"
+COLUMNS = ("response_mask", "loss_mask", "rollout_logprobs", "advantages", "token_weights")  # [B, R]
+OPTIONAL_COLUMNS = ("old_logprobs", "ref_logprobs", "correction")
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Why a mini-batch is dumped. `update` counts the optimizer steps of the training step, from 1."""
+
+    step: int
+    update: int
+    guard: str
+    problems: Mapping[str, str]
+    norm: float  # of the gradient, before clipping
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A dump as it was read. The batch has one mini-batch: the rows of all data-parallel ranks."""
+
+    folder: Path
+    incident: Incident
+    config: Config
+    metrics: dict[str, float]
+    batch: Batch
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_dump(
+    target: Path,
+    incident: Incident,
+    batch: Batch,
+    micro_batches: list[list[int]],
+    sums: Mapping[str, MetricSum],
+    config: Config,
+    mesh: Mesh,
+    save_weights: Callable[[Path], None],
+) -> None:
+    """Collective: write the mini-batch with these micro-batches. `sums` are this rank's metric sums of it.
+
+    Raises RankError on every rank when any rank cannot write.
+    """
+    partial, task = partial_of(target), f"cannot write {target}"
+    on_first_rank(mesh, task, functools.partial(_start, partial))
+    is_writer = mesh.is_first_replica_rank
+    totals = mesh.all_gather({name: _floats(part) for name, part in sums.items()} if is_writer else {})
+    path = partial / f"batch_{mesh.dp_rank:05d}.safetensors"
+    on_every_rank(mesh, task, lambda: save_file(_tensors(batch, micro_batches), path) if is_writer else None)
+    save_weights(partial / WEIGHTS)
+    content = {
+        "format": FORMAT,
+        "step": incident.step,
+        "update": incident.update,
+        "guard": incident.guard,
+        "problems": dict(incident.problems),
+        "grad_norm": _number(incident.norm),
+        "metrics": {name: _number(value) for name, value in metric_values(totals, config.actor).items()},
+        "config": config.model_dump(mode="json"),
+    }
+    on_first_rank(mesh, task, functools.partial(_publish, partial, target, content))
+
+
+def _start(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(partial.parent)
+    partial.mkdir()
+
+
+def _publish(partial: Path, target: Path, content: dict[str, Any]) -> None:
+    write_file(partial / DUMP_FILE, json.dumps(content, indent=2) + "\n")
+    publish_folder(partial, target)
+
+
+def _tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
+    """The rows of the mini-batch in the order of their micro-batches."""
+    rows = rows_of_mini_batch(micro_batches)
+    tokens = [batch.tokens[row] for row in rows]
+    tensors = {
+        "tokens": torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64),  # one after the other
+        "lengths": torch.tensor([len(t) for t in tokens], dtype=torch.int64),  # prompt + response
+        "prompt_lengths": torch.tensor([batch.prompt_lengths[row] for row in rows], dtype=torch.int64),
+        "micro_batch_sizes": torch.tensor([len(micro) for micro in micro_batches], dtype=torch.int64),
+        "table_rows": torch.tensor([batch.rows[row] for row in rows] if batch.rows else [], dtype=torch.int64),
+    }
+    for name in (*COLUMNS, *OPTIONAL_COLUMNS):
+        if (column := getattr(batch, name)) is not None:
+            tensors[name] = column[rows].contiguous()
+    return tensors
+
+
+def _floats(part: MetricSum) -> tuple[float, float | None]:
+    return float(part.total), None if part.num_tokens is None else float(part.num_tokens)
+
+
+def metric_values(totals: list[dict[str, tuple[float, float | None]]], actor: ActorConfig) -> dict[str, float]:
+    """The metrics of a mini-batch, and its `loss`, from every rank's {name: (total, number of tokens)}."""
+    values: dict[str, float] = {}
+    for name in sorted({name for rank in totals for name in rank}):
+        parts = [rank[name] for rank in totals if name in rank]
+        total, counts = sum(part for part, _ in parts), [count for _, count in parts if count is not None]
+        values[name] = total / max(1.0, sum(counts)) if counts else total
+    loss = values.get("actor/pg_loss", 0.0)
+    if actor.use_kl_loss and actor.kl_loss_coef:
+        loss += actor.kl_loss_coef * values.get("actor/kl_loss", 0.0)
+    if actor.entropy_coeff:
+        loss -= actor.entropy_coeff * values.get("actor/entropy_loss", 0.0)
+    return {"loss": loss, **values}
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_dump(folder: Path) -> Dump:
+    """Raises ConfigError when the folder is no dump, or a newer one."""
+    try:
+        content = json.loads((folder / DUMP_FILE).read_text())
+        if content["format"] != FORMAT:
+            raise ConfigError(f"{folder} has the dump format {content['format']}, and this version reads {FORMAT}")
+        parts = [load_file(file) for file in sorted(folder.glob("batch_*.safetensors"))]
+        return Dump(
+            folder,
+            Incident(
+                content["step"], content["update"], content["guard"], content["problems"], float(content["grad_norm"])
+            ),
+            Config.model_validate(content["config"]),
+            {name: float(value) for name, value in content["metrics"].items()},
+            _batch(parts),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{folder} is not a dump that a guard has written: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _batch(parts: list[dict[str, Tensor]]) -> Batch:
+    """The rows of all ranks as one batch with one mini-batch, in the micro-batches of the run."""
+    width = max(part["loss_mask"].shape[1] for part in parts)
+    tokens = [row for part in parts for row in part["tokens"].split(part["lengths"].tolist())]
+    columns: dict[str, Any] = {}
+    for name in (*COLUMNS, *OPTIONAL_COLUMNS):
+        if name in parts[0]:
+            padded = [torch.nn.functional.pad(part[name], (0, width - part[name].shape[1])) for part in parts]
+            columns[name] = torch.cat(padded)
+    micro_batches, first = [], 0
+    for size in torch.cat([part["micro_batch_sizes"] for part in parts]).tolist():
+        micro_batches.append(list(range(first, first + size)))
+        first += size
+    return Batch(
+        tokens=tokens,
+        prompt_lengths=torch.cat([part["prompt_lengths"] for part in parts]).tolist(),
+        mini_batches=[micro_batches],
+        rows=torch.cat([part["table_rows"] for part in parts]).tolist(),
+        **columns,
+    )

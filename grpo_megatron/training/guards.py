@@ -1,0 +1,224 @@
+"""Guards: numbers that must be finite or within a band, checked before every optimizer step, with one decision for all ranks.
+
+    guard            what is checked                                      decided          actions
+    rewards          infinite rewards in the step's table                 before the step  warn, skip, stop
+    logprobs         old, reference and rollout log-probabilities of      before the step  warn, skip, stop
+                     the mini-batch's loss tokens, and its loss
+    gradients        the gradient's norm                                  before the step  skip, stop
+    grad_norm, entropy, kl, response_length, rollout_gap (bands)          before the step  warn, skip, stop
+    weights          all weights after the training step                  after the step   warn, stop
+
+Skipping changes nothing: weights, Adam's state and the schedule stay bit for bit. Every rank adds its findings to one small
+vector, whose sum over the world decides. That all-reduce takes the place of the one that compared gradients for being
+finite, so a guard costs no further synchronisation. The weights' flag travels with the metrics of the step, and a run that
+stops for it saves no checkpoint of them. `guards/NAME` counts the optimizer steps of a training step in which a guard fired
+(weights: 1 or 0); guards that are off have no count.
+
+A mini-batch for which a guard fires is written to output_dir/dumps/step_000012_NAME (dump.py), at most `max_dumps` of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from grpo_megatron.algo.losses import MetricSum
+from grpo_megatron.config import Band, Config
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.training.dump import Incident, write_dump
+from grpo_megatron.types import Batch, GroupTable, rows_of_mini_batch
+
+BANDS = ("grad_norm", "entropy", "kl", "response_length", "rollout_gap")
+ORDER = ("rewards", "logprobs", "gradients", *BANDS)  # causes come before their effects
+LOSSES = ("actor/pg_loss", "actor/entropy_loss")  # the KL may be infinite where its coefficient is 0
+logger = logging.getLogger(__name__)
+
+
+class Findings(NamedTuple):
+    """What ranks have found in one mini-batch. Only its sum over all ranks decides."""
+
+    gradients: float = 0.0  # ranks whose gradient is not finite
+    logprobs: float = 0.0  # ranks whose log-probabilities or loss are not finite
+    grad_norm: float = 0.0  # of the whole gradient: every rank adds an equal part
+    # the others: from one rank per replica
+    entropy: float = 0.0  # nats, summed over the loss tokens
+    num_tokens: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0  # |old - rollout log-probability|, summed over the loss tokens
+    num_gap_tokens: float = 0.0
+
+
+class GuardStop(RankError):
+    """A guard with the action `stop` has fired. Raised on every rank at the same point."""
+
+
+class Guards:
+    """Call `begin` with every step's table, pass this object to `Policy.update`, then call `record`; all on every rank.
+
+    `save_weights` writes the policy's weights as a Hugging Face folder. Collective.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, save_weights: Callable[[Path], None]) -> None:
+        self.config, self.guards, self.mesh, self.save_weights = config, config.guards, mesh, save_weights
+        self.counts: dict[str, int] = {}
+        self.step = self.num_updates = self.num_dumps = 0
+        self.num_infinite, self.mean_length = 0, 0.0
+        self.dumped: set[str] = set()
+
+    def begin(self, step: int, table: GroupTable) -> None:
+        """The rewards and lengths of step `step`."""
+        self.step, self.num_updates, self.dumped = step, 0, set()
+        self.num_infinite = sum(map(math.isinf, table.reward))
+        self.mean_length = sum(table.response_length) / max(1, len(table))
+        is_on = {name: name not in BANDS or self._band(name).is_on for name in ORDER}
+        self.counts = {name: 0 for name in ORDER if is_on[name]}
+
+    def __call__(
+        self, batch: Batch, micro_batches: list[list[int]], sums: Mapping[str, MetricSum], norm: float
+    ) -> bool:
+        """Whether the optimizer step is made. Collective. Raises GuardStop. See `models.policy.Guard`."""
+        own = self._findings(batch, rows_of_mini_batch(micro_batches), sums, norm)
+        total = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(total, group=self.mesh.control)
+        problems = self._problems(Findings(*total.tolist()))
+        self.num_updates += 1
+        if not problems:
+            return True
+        for name in problems:
+            self.counts[name] += 1
+        return self._act(problems, own, batch, micro_batches, sums, norm)
+
+    def record(self, metrics: Metrics, has_finite_weights: bool) -> None:
+        """Add the counts of this step to its metrics. Call `check_weights` when they are reduced and written."""
+        for name, count in self.counts.items():
+            metrics.constant(f"guards/{name}", count)
+        metrics.max("guards/weights", float(not has_finite_weights))
+
+    def check_weights(self, reduced: Mapping[str, float]) -> None:
+        """The guard of the weights, from the reduced metrics of the step. Raises GuardStop on every rank."""
+        if not reduced.get("guards/weights"):
+            return
+        text = (
+            f"guards.weights={self.guards.weights}: step {self.step} made weights that are not finite; lower"
+            " actor.optim.lr, or start again from the last checkpoint, which is from before this step"
+        )
+        if self.guards.weights == "stop":
+            raise GuardStop(text)
+        if self.mesh.rank == 0:
+            logger.warning(text)
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def _findings(self, batch: Batch, rows: list[int], sums: Mapping[str, MetricSum], norm: float) -> Findings:
+        """Of this rank. Ranks that hold a copy of another rank's batch add nothing that is summed over tokens."""
+        mask = batch.loss_mask[rows]
+        is_finite = all(math.isfinite(sums[name].total) for name in LOSSES if name in sums)
+        given = () if batch.old_logprobs is None else (batch.old_logprobs, batch.rollout_logprobs)
+        for tensor in (*given, batch.ref_logprobs):
+            is_finite = is_finite and (tensor is None or bool(torch.isfinite(tensor[rows][mask]).all()))
+        found = Findings(float(not math.isfinite(norm)), float(not is_finite), norm / self.mesh.world_size)
+        if not self.mesh.is_first_replica_rank:
+            return found
+        entropy, kl = sums.get("actor/entropy"), sums.get("actor/kl_loss")
+        if entropy is not None and entropy.num_tokens is not None:
+            found = found._replace(entropy=float(entropy.total), num_tokens=float(entropy.num_tokens))
+        if kl is not None:
+            found = found._replace(kl=float(kl.total))
+        if batch.old_logprobs is not None and self.guards.rollout_gap.is_on:
+            old, rollout = (tensor[rows][mask].double() for tensor in (batch.old_logprobs, batch.rollout_logprobs))
+            found = found._replace(gap=float((old - rollout).abs().sum()), num_gap_tokens=float(old.numel()))
+        return found
+
+    def _problems(self, total: Findings) -> dict[str, str]:
+        """Guard -> what it has found, in the order of ORDER. The same on every rank."""
+        problems = {}
+        if self.num_infinite:
+            problems["rewards"] = f"{self.num_infinite} rewards of the step are infinite"
+        if total.logprobs:
+            problems["logprobs"] = "log-probabilities or the loss are not finite"
+        if total.gradients:
+            problems["gradients"] = "the gradient is not finite"
+        values = {
+            "grad_norm": total.grad_norm,
+            "entropy": total.entropy / max(1.0, total.num_tokens),
+            "kl": total.kl,
+            "response_length": self.mean_length,
+            "rollout_gap": total.gap / max(1.0, total.num_gap_tokens),
+        }
+        for name, value in values.items():  # NaN is in no band and out of none: the guards above name it
+            band = self._band(name)
+            if band.low is not None and value < band.low:
+                problems[name] = f"{name} {value:.6g} is below guards.{name}.low={band.low:g}"
+            elif band.high is not None and value > band.high:
+                problems[name] = f"{name} {value:.6g} is above guards.{name}.high={band.high:g}"
+        return problems
+
+    def _band(self, name: str) -> Band:
+        band: Band = getattr(self.guards, name)
+        return band
+
+    def _action(self, name: str) -> str:
+        return self._band(name).action if name in BANDS else str(getattr(self.guards, name))
+
+    # -- acting --------------------------------------------------------------------------------------------------------
+
+    def _act(
+        self,
+        problems: dict[str, str],
+        own: Findings,
+        batch: Batch,
+        micro_batches: list[list[int]],
+        sums: Mapping[str, MetricSum],
+        norm: float,
+    ) -> bool:
+        """Dump, then warn, skip or stop: what the most severe action of the guards in `problems` says. Collective."""
+        actions = {name: self._action(name) for name in problems}
+        ranks = {name: self._ranks(bool(getattr(own, name))) for name in problems if name in ("logprobs", "gradients")}
+        dumped = self._dump(problems, batch, micro_batches, sums, norm)
+        lines = [
+            f"guards.{name}={actions[name]}: step {self.step}, update {self.num_updates}: {text}{ranks.get(name, '')}"
+            for name, text in problems.items()
+        ]
+        text = "\n".join(lines) + dumped
+        if "stop" in actions.values():
+            raise GuardStop(text)
+        if self.mesh.rank == 0:
+            logger.warning(text)
+        return "skip" not in actions.values()
+
+    def _ranks(self, is_found: bool) -> str:
+        """Collective: where it was found, as text."""
+        ranks = [rank for rank, found in enumerate(self.mesh.all_gather(is_found)) if found]
+        return " on all ranks" if len(ranks) == self.mesh.world_size else f" on rank {', '.join(map(str, ranks))}"
+
+    def _dump(
+        self,
+        problems: dict[str, str],
+        batch: Batch,
+        micro_batches: list[list[int]],
+        sums: Mapping[str, MetricSum],
+        norm: float,
+    ) -> str:
+        """Write the mini-batch, once per step for each guard. Returns a line for the message. Collective.
+
+        A dump that cannot be written, for lack of space for instance, is no reason to end a run.
+        """
+        name = next(iter(problems))
+        if self.num_dumps >= self.guards.max_dumps or name in self.dumped:
+            return ""
+        self.dumped.add(name)
+        self.num_dumps += 1
+        target = self.config.trainer.output_dir / "dumps" / f"step_{self.step:06d}_{name}"
+        incident = Incident(self.step, self.num_updates, name, problems, norm)
+        try:
+            write_dump(target, incident, batch, micro_batches, sums, self.config, self.mesh, self.save_weights)
+        except RankError as error:
+            return f"\n  no dump: {error}"
+        return f"\n  dumped; `python -m grpo_megatron replay {target}` computes its loss again"

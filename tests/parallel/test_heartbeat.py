@@ -1,0 +1,177 @@
+"""A rank that does not go on is named with node, phase and step, all ranks end, and a slow rank is left alone.
+
+The rules of a stall are tested without processes, on a clock of the test. Real ranks are stopped, sleep for ever, and hang in
+C code that keeps Python's lock; the time of a stall is a few seconds there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.parallel.stalls import Beat, Watch, behind, read_beat, table
+from tests import worlds
+from tests.parallel import heartbeat_ranks
+from tests.runs import make_run, stand_in_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+
+def beats(number: int = 0, **of_rank_1: Any) -> dict[int, Beat]:
+    """Beat `number` of two ranks in step 3; rank 0 waits in a collective, which is not idle."""
+    beat = Beat(0, "node-a", 11, 1, number, 3, "step/gen", 40, 0.0, 0.0, "all_reduce (distributed_c10d.py:1)")
+    return {0: beat, 1: replace(beat, rank=1, node="node-b", pid=12, **of_rank_1)}
+
+
+def first_alarm(of_rank_1: Any, *, until: float = 600.0, pauses: dict[int, float] | None = None) -> Any:
+    """(seconds, ranks) of the first alarm of a watch with 45 s and looks every 5 s; None: there is none.
+
+    `of_rank_1(seconds)` is what the last beat of rank 1 says. `pauses`: at these looks, the watcher itself was not running.
+    """
+    watch, now = Watch(45.0, 5.0, now=0.0), 0.0
+    for look in range(int(until // 5)):
+        now += 5.0 + (pauses or {}).get(look, 0.0)
+        if stalled := watch.update(beats(look, **of_rank_1(now)), now):
+            return now, [beat.rank for beat in stalled]
+    return None
+
+
+def test_a_silent_rank_is_found_within_a_minute() -> None:
+    found = first_alarm(lambda now: {"count": 7})
+    assert found is not None and found[1] == [1] and 45 < found[0] < 60
+
+
+def test_an_idle_rank_is_found_within_a_minute_inside_a_step_only() -> None:
+    assert first_alarm(lambda now: {"idle_s": now, "phase": "step/update_actor"}) == (50.0, [1])
+    for phase in ("", "save_checkpoint", "step/renew_reference", "finish"):
+        assert first_alarm(lambda now, phase=phase: {"idle_s": now, "phase": phase}) is None
+
+
+@pytest.mark.parametrize(
+    "of_rank_1",
+    [
+        lambda now: {},  # beats, and works: a generation of ten minutes
+        lambda now: {"count": 7, "changes": int(now // 40)},  # its beats cannot be read, but the run goes on
+        lambda now: {"idle_s": now % 40},  # waits for a tool now and then
+        lambda now: {"count": 7, "ended": True},
+    ],
+)
+def test_what_is_no_stall(of_rank_1: Any) -> None:
+    assert first_alarm(of_rank_1) is None
+
+
+def test_a_pause_of_the_watcher_is_no_silence() -> None:
+    """The whole machine was suspended for an hour, or all its ranks were stopped and continued."""
+    assert first_alarm(lambda now: {"count": 1 if now < 3700 else 2}, pauses={1: 3600.0}, until=30.0) is None
+    watch = Watch(45.0, 5.0, now=0.0)
+    watch.update(beats(1), 5.0)
+    assert watch.update(beats(1), 3600.0) == [] and watch.silent_s[1] == 10.0
+
+
+def test_who_is_behind_and_the_table() -> None:
+    both = list(beats(1, changes=39, phase="step/reward", phase_s=17.2).values())
+    assert [beat.rank for beat in behind(both)] == [1]
+    assert behind(list(beats().values())) == []
+    assert table(both).splitlines() == [
+        "rank  node    process  step  phase        for   main thread",
+        "0     node-a  11       3     step/gen     0 s   all_reduce (distributed_c10d.py:1)",
+        "1     node-b  12       3     step/reward  17 s  all_reduce (distributed_c10d.py:1)",
+    ]
+
+
+def test_a_beat_that_is_being_written_is_not_read() -> None:
+    beat = beats()[0]
+    assert read_beat(beat.text()) == beat
+    assert read_beat("") is read_beat(beat.text()[:40]) is read_beat("[]") is None
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------------
+
+RUN = """
+    import ctypes, signal, time
+    from pathlib import Path
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.heartbeat import Heartbeat
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
+    with Heartbeat(Path.cwd(), mesh, 3.0) as heartbeat:
+        heartbeat.step = 7
+        with heartbeat.phase("step"), heartbeat.phase("update_actor"):
+            mesh.barrier()
+            if mesh.rank == 1:
+                (Path.cwd() / "pid").write_text(str(os.getpid()))
+                while "update_actor" not in (heartbeat.folder / "rank_00001.json").read_text():
+                    time.sleep(0.1)
+                if os.environ["KIND"] == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif os.environ["KIND"] == "sleeps":
+                    time.sleep(10**6)
+                else:
+                    ctypes.PyDLL(None).sleep(10**6)  # keeps Python's lock
+            mesh.barrier()
+"""
+FOUND = {  # what is said about rank 1, and the line of its stacks, or why there are none
+    "stopped": ("the process is stopped, by SIGSTOP or a debugger", "no stacks: the process is stopped"),
+    "sleeps": ("it has used no processor, and it waits for no other rank; it is in Trainer.run ", "in run\n"),
+    "keeps the lock": ("code in C keeps Python's lock", "in run\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FOUND)
+def test_a_stall_is_named_and_ends_all_ranks(run: Path, tmp_path: Path, kind: str) -> None:
+    stand_in_trainer(tmp_path, RUN)
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK", "GRPO_DEBUG")}
+    result = subprocess.run(
+        [sys.executable, "-m", "grpo_megatron", "train", str(run / "run.yaml"), "trainer.device=cpu"],
+        cwd=tmp_path,
+        env=env | {"KIND": kind, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    pid = int((tmp_path / "pid").read_text())
+    said, stacks = FOUND[kind]
+    assert result.returncode == 1, result.stderr
+    assert not Path(f"/proc/{pid}").exists()
+    first, *rest = result.stderr.splitlines()
+    who = f"error: rank 1 (node {socket.gethostname()}, process {pid}) has stalled in phase update_actor of step 7: "
+    assert first.startswith(who) and said in first
+    assert len(rest) == 1 and rest[0].startswith("  what every rank was doing, and the stacks of its threads: ")
+    folder = tmp_path / "stalls" / "001"
+    assert rest[0].endswith(str(folder))
+    assert stacks in (folder / "rank_00001.txt").read_text()
+    assert "in barrier" in (folder / "rank_00000.txt").read_text()
+    assert re.search(r"\n0 .* 7 +step/update_actor .*\n1 .* 7 +step/update_actor ", (folder / "report.txt").read_text())
+
+
+@pytest.mark.slow
+def test_slow_ranks_are_left_alone(tmp_path: Path) -> None:
+    assert worlds.run(heartbeat_ranks.healthy, 2, folder=tmp_path) == [["gen", "reward", "save_checkpoint"]] * 2
+
+
+@pytest.mark.slow
+def test_a_timeout_names_the_rank_that_is_behind(tmp_path: Path) -> None:
+    (message, cause), _ = worlds.run(heartbeat_ranks.late, 2, folder=tmp_path)
+    assert re.match(
+        r"a collective has timed out \(trainer.timeout_s\): rank 1 \(node .*\) is still in phase reward of step 5, ",
+        message,
+    )
+    assert cause == "LostRank" and re.search(r"\n  1 .* step/reward ", message)
