@@ -1,0 +1,37 @@
+"""Environment: what answers the model's turns. The model writes, `step` answers, until a step is `done`.
+
+To add one, write a subclass and name it in the config: `rollout.multi_turn.environment: my.module:MyEnvironment`. It runs
+in a worker process, so it may block, and one that fails ends its own trajectory only. State is never saved: a
+trajectory is continued elsewhere by its seed and the completions so far, which must lead to the same state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
+
+
+@dataclass(frozen=True)
+class Step:
+    """An environment's answer. `reward` is that of the turn; None: the turn has none. `metrics` are plain numbers."""
+
+    messages: list[Message]
+    reward: float | None = None
+    done: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """One trajectory's environment. `reset` and `step` may be coroutines."""
+
+    @abstractmethod
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        """The first messages. `row` is the data file's. Equal `row` and `seed` must give an equal start."""
+
+    @abstractmethod
+    def step(self, completion: str) -> Step:
+        """The answer to what the model wrote in its turn, special tokens included, as text."""
