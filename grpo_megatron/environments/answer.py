@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_megatron.environments.environment import Message, Step
+from grpo_megatron.environments.environment import ChatMessage, Step
 
 MAX_STEP_METRICS = 64  # a metric is one curve per name
 
@@ -30,7 +30,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def plain_messages(messages: object, max_characters: int) -> list[Message]:
+def plain_messages(messages: object, max_characters: int) -> list[ChatMessage]:
     """A copy of `messages`. Raises TypeError or ValueError for what is no message, FloodedError for too much of it."""
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages are {type(messages).__name__}, not a list of dicts")
@@ -45,7 +45,7 @@ def plain_messages(messages: object, max_characters: int) -> list[Message]:
         characters += len(part)
         if characters > max_characters:
             raise FloodedError(f"the messages have more than {max_characters} characters")
-    copied: list[Message] = [_valid_text(json.loads(json.dumps(dict(message)))) for message in messages]
+    copied: list[ChatMessage] = [_valid_text(json.loads(json.dumps(dict(message)))) for message in messages]
     return copied
 
 

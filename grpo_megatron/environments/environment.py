@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
+ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
 
 
 @dataclass(frozen=True)
 class Step:
     """An environment's answer. `reward` is that of the turn; None: the turn has none. `metrics` are plain numbers."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     reward: float | None = None
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Environment(ABC):
         return []
 
     @abstractmethod
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
         """The first messages. `row` is the data file's. Equal `row` and `seed` must give an equal start."""
 
     @abstractmethod

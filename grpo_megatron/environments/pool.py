@@ -24,8 +24,8 @@ from typing import Any
 from grpo_megatron.environments.answer import Outcome, read_outcome
 from grpo_megatron.environments.pool_worker import Trajectory, WorkerLink
 from grpo_megatron.workers.family import end_orphans
+from grpo_megatron.workers.process import MAX_FAILED_STARTS
 
-MAX_FAILED_STARTS = 3  # in a row; then RuntimeError
 MAX_SHOWN = 1 << 16  # characters of the environments' output that a pool prints
 TOOLS = "tools"  # the key of the request for schemas
 
