@@ -1,0 +1,106 @@
+"""EnvironmentAnswers: the answers of real environments, rendered as token ids, on all ranks of a rollout block.
+
+The leader of the block has the worker processes. It renders the answers that are due and sends the tokens to the other
+ranks of the block, which wait for them at the same tick.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_megatron.config import ConfigError, MultiTurnConfig
+from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.environments.answer import Outcome
+from grpo_megatron.environments.environment import Step
+from grpo_megatron.environments.pool import EnvironmentPool
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.trajectories.trajectory import Answer, Trajectory
+from grpo_megatron.trajectories.truncation import shortened
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Times:
+    """Wall-clock seconds of environments since the last look at them."""
+
+    environments: float = 0.0  # all calls of reset and step together
+    calls: int = 0
+    waited: float = 0.0  # while the engine stood still
+
+
+class EnvironmentAnswers:
+    """See driver.Answers. `pool` is None on ranks that are not the leader of their rollout block."""
+
+    def __init__(
+        self, pool: EnvironmentPool | None, renderer: TurnRenderer, multi_turn: MultiTurnConfig, mesh: Mesh
+    ) -> None:
+        self.pool, self.renderer, self.multi_turn, self.mesh = pool, renderer, multi_turn, mesh
+        self.times = Times()
+
+    def start(self, trajectories: Sequence[Trajectory]) -> None:
+        if self.pool is not None:
+            for trajectory in trajectories:
+                self.pool.start(trajectory.key, trajectory.row, trajectory.environment_seed)
+
+    def ask(self, trajectory: Trajectory) -> None:
+        if self.pool is not None:
+            self.pool.step(trajectory.key, self._text(trajectory))
+
+    def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
+        """See driver.Answers. Raises RuntimeError on every rank of the block when the worker processes cannot run at all."""
+        answers, problem = self.mesh.block_broadcast(self._take_on_leader(trajectories))
+        if problem is not None:
+            raise RuntimeError(problem)
+        return answers
+
+    def end(self, trajectories: Sequence[Trajectory]) -> None:
+        if self.pool is not None:
+            self.pool.end([trajectory.key for trajectory in trajectories])
+
+    def _take_on_leader(self, trajectories: Sequence[Trajectory]) -> tuple[list[Answer], str | None]:
+        if self.pool is None:
+            return [], None
+        start = time.perf_counter()
+        try:
+            outcomes = self.pool.wait([trajectory.key for trajectory in trajectories])
+        except RuntimeError as error:
+            return [], str(error)
+        self.times.waited += time.perf_counter() - start
+        self.times.calls += len(outcomes)
+        self.times.environments += sum(outcome.seconds for outcome in outcomes.values())
+        return [self._answer(trajectory, outcomes[trajectory.key]) for trajectory in trajectories], None
+
+    def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
+        if outcome.step is None:
+            logger.warning("%s: the environment failed (%s): %s", trajectory.key, outcome.status, outcome.message)
+            return Answer([], status=outcome.status, message=outcome.message)
+        step = outcome.step
+        try:
+            token_ids = self._render(trajectory, step)
+        except ConfigError as error:  # messages that the template refuses are this environment's fault
+            logger.warning("%s: the environment's messages cannot be rendered: %s", trajectory.key, error)
+            return Answer([], status="raised", message=str(error))
+        return Answer(token_ids, reward=step.reward, done=step.done, metrics=step.metrics)
+
+    def _render(self, trajectory: Trajectory, step: Step) -> list[int]:
+        if not trajectory.turns:
+            return self.renderer.prompt(step.messages)
+        if step.done:
+            return []  # nothing reads it
+        limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
+        messages = shortened(step.messages, self.renderer.tokenizer, limit, side)
+        ended = trajectory.response_ids[-1] in self.renderer.stop_token_ids
+        return self.renderer.observation(messages, ended_with_eos=ended)
+
+    def _text(self, trajectory: Trajectory) -> str:
+        """The last turn as an environment reads it: special tokens included, without the one that ended it."""
+        assert trajectory.last_turn is not None
+        start, end = trajectory.last_turn
+        ids = trajectory.response_ids[start:end]
+        if ids[-1] in self.renderer.stop_token_ids:
+            ids = ids[:-1]
+        return str(self.renderer.tokenizer.decode(ids, skip_special_tokens=False))
