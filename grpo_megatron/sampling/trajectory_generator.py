@@ -23,12 +23,10 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
 from grpo_megatron.sampling.generator import Generator, distinct_uids, share_of_block
-from grpo_megatron.trajectories.answers import EnvironmentAnswers
+from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.trajectories.driver import play
-from grpo_megatron.trajectories.trajectory import Limits, Trajectory
+from grpo_megatron.trajectories.trajectory import FAILURES, Limits, Trajectory
 from grpo_megatron.types import GREEDY, Prompt, Sample
-
-FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # statuses of which the environment is the cause
 
 
 class TrajectoryGenerator(Generator):
@@ -67,7 +65,7 @@ class TrajectoryGenerator(Generator):
         """See Generator. `max_tokens` bounds generated and observation tokens together."""
         limits = Limits(self.max_prompt_length, max_tokens, self.multi_turn.max_assistant_turns)
         uids = distinct_uids(prompts)
-        wanted = share_of_block(self.mesh, len(prompts), n, greedy=greedy)
+        wanted = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
         trajectories = [
             Trajectory(
                 key=json.dumps([draw_id, uids[p], i]),
@@ -90,10 +88,77 @@ class TrajectoryGenerator(Generator):
             except EnvironmentsLost as error:  # every rank must stop
                 problem = str(error)
             self.mesh.agree(problem)
-        self.answers.record_times(metrics)
+        self._record_times(metrics)
         samples = [
-            self._sample(prompts[p], p, i, trajectory)
-            for (p, i), trajectory in zip(wanted, trajectories, strict=True)
+            self._sample(trajectory, prompts[p], p, i) for (p, i), trajectory in zip(wanted, trajectories, strict=True)
         ]
-        self._reward(samples, metrics)
+        self.reward(samples, metrics)
         return samples
+
+    def _sample(self, trajectory: Trajectory, prompt: Prompt, prompt_index: int, index: int) -> Sample:
+        is_masked = self.multi_turn.failed == "mask" and trajectory.status in FAILURES
+        if trajectory.prompt_ids:
+            prompt = replace(
+                prompt, prompt_ids=tuple(trajectory.prompt_ids), text=self._decode(trajectory.prompt_ids)
+            )
+        return Sample(
+            prompt=prompt,
+            prompt_index=prompt_index,
+            index=index,
+            response_ids=trajectory.response_ids,
+            rollout_logprobs=trajectory.logprobs,
+            finish_reason=trajectory.finish_reason,
+            version=trajectory.version,
+            weights_digest=self.weights_digest(),
+            loss_mask=[0] * len(trajectory.response_ids) if is_masked else trajectory.loss_mask(),
+            turns=trajectory.turns,
+            status=trajectory.status,
+            turn_rewards=trajectory.turn_rewards,
+            trajectory_metrics=trajectory.metrics,
+        )
+
+    def _score(self, samples: list[Sample]) -> None:
+        if not self.mesh.is_block_leader:
+            return
+        scorable = [sample for sample in samples if sample.turns]
+        for sample in scorable:
+            sample.reward = math.fsum(reward for _, reward in sample.turn_rewards)
+            sample.steps = list(sample.turn_rewards)
+        if not self.gives_rewards:
+            self._grade_last_turns(scorable)
+        for sample in samples:
+            sample.text = self._transcript(sample)
+
+    def _grade_last_turns(self, samples: list[Sample]) -> None:
+        """Add the reward function's result for the last turn of each sample."""
+        last_turns = [next(turn for turn in reversed(s.turns) if turn.kind == "assistant") for s in samples]
+        graded = [
+            replace(s, response_ids=s.response_ids[turn.start : turn.end], loss_mask=[], turns=[], turn_rewards=[])
+            for s, turn in zip(samples, last_turns, strict=True)
+        ]
+        super()._score(graded)
+        for sample, alone, turn in zip(samples, graded, last_turns, strict=True):
+            if alone.steps:
+                sample.steps = [(turn.start + token, reward) for token, reward in alone.steps]
+            elif sample.steps:
+                parts = dict(sample.steps)
+                parts[turn.end - 1] = parts.get(turn.end - 1, 0.0) + alone.reward
+                sample.steps = sorted(parts.items())
+            sample.reward += alone.reward
+            sample.reward_metrics = alone.reward_metrics
+
+    def _transcript(self, sample: Sample) -> str:
+        """The response as text, turn by turn, with special tokens."""
+        parts = [
+            f"[{turn.kind}, {turn.end - turn.start} tokens]\n{self._decode(sample.response_ids[turn.start : turn.end])}"
+            for turn in sample.turns
+        ]
+        return "\n".join([*parts, f"[{sample.status}]"])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _record_times(self, metrics: Metrics) -> None:
+        times, self.answers.times = self.answers.times, Times()
+        metrics.mean("timing_s/environment_call", times.environments, times.calls)
+        metrics.max("timing_s/waiting_for_environments", times.waited)

@@ -23,9 +23,13 @@ from grpo_megatron.trajectories.truncation import shortened
 logger = logging.getLogger(__name__)
 
 
+class EnvironmentsLost(RuntimeError):
+    """The worker processes of environments cannot run at all. Raised on all ranks of the block."""
+
+
 @dataclass
 class Times:
-    """Wall-clock seconds of environments since the last look at them."""
+    """Wall-clock seconds of environments."""
 
     environments: float = 0.0  # all calls of reset and step together
     calls: int = 0
@@ -51,10 +55,10 @@ class EnvironmentAnswers:
             self.pool.step(trajectory.key, self._text(trajectory))
 
     def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
-        """See driver.Answers. Raises RuntimeError on every rank of the block when the worker processes cannot run at all."""
+        """See driver.Answers. Raises EnvironmentsLost."""
         answers, problem = self.mesh.block_broadcast(self._take_on_leader(trajectories))
         if problem is not None:
-            raise RuntimeError(problem)
+            raise EnvironmentsLost(problem)
         return answers
 
     def end(self, trajectories: Sequence[Trajectory]) -> None:

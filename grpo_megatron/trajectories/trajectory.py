@@ -24,6 +24,10 @@ from grpo_megatron.rollout.engine import Completion, Request, stable_hash
 from grpo_megatron.types import Turn
 
 
+FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # of the environment
+STATUSES = ("ok", "turn_limit", "length", "prompt_length", *FAILURES)
+
+
 @dataclass(frozen=True)
 class Answer:
     """What an environment answered, as tokens: those of the prompt (the first one), or of an observation.
