@@ -7,9 +7,11 @@ ranks of the block, which wait for them at the same tick.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.conversation import TurnRenderer
@@ -21,6 +23,7 @@ from grpo_megatron.trajectories.trajectory import Answer, Trajectory
 from grpo_megatron.trajectories.truncation import shortened
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EnvironmentsLost(RuntimeError):
@@ -44,39 +47,40 @@ class EnvironmentAnswers:
     ) -> None:
         self.pool, self.renderer, self.multi_turn, self.mesh = pool, renderer, multi_turn, mesh
         self.times = Times()
+        self._problem: str | None = None  # why the worker processes cannot run; only the leader knows before `take`
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
-        if self.pool is not None:
-            for trajectory in trajectories:
-                self.pool.start(trajectory.key, trajectory.row, trajectory.environment_seed)
+        for trajectory in trajectories:
+            self._on_leader(lambda pool, t=trajectory: pool.start(t.key, t.row, t.environment_seed))
 
     def ask(self, trajectory: Trajectory) -> None:
-        if self.pool is not None:
-            self.pool.step(trajectory.key, self._text(trajectory))
+        self._on_leader(lambda pool: pool.step(trajectory.key, self._text(trajectory)))
 
     def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
         """See driver.Answers. Raises EnvironmentsLost."""
-        answers, problem = self.mesh.block_broadcast(self._take_on_leader(trajectories))
+        start = time.perf_counter()
+        outcomes = self._on_leader(lambda pool: pool.wait([trajectory.key for trajectory in trajectories])) or {}
+        self.times.waited += time.perf_counter() - start
+        self.times.calls += len(outcomes)
+        self.times.environments += math.fsum(outcome.seconds for outcome in outcomes.values())
+        answers = [self._answer(t, outcomes[t.key]) for t in trajectories if t.key in outcomes]
+        answers, problem = self.mesh.block_broadcast((answers, self._problem))
         if problem is not None:
             raise EnvironmentsLost(problem)
         return answers
 
     def end(self, trajectories: Sequence[Trajectory]) -> None:
-        if self.pool is not None:
-            self.pool.end([trajectory.key for trajectory in trajectories])
+        self._on_leader(lambda pool: pool.end([trajectory.key for trajectory in trajectories]))
 
-    def _take_on_leader(self, trajectories: Sequence[Trajectory]) -> tuple[list[Answer], str | None]:
-        if self.pool is None:
-            return [], None
-        start = time.perf_counter()
+    def _on_leader(self, call: Callable[[EnvironmentPool], T]) -> T | None:
+        """Other ranks would wait for a leader that raises, so a problem is kept until the next `take` sends it to them."""
+        if self.pool is None or self._problem is not None:
+            return None
         try:
-            outcomes = self.pool.wait([trajectory.key for trajectory in trajectories])
+            return call(self.pool)
         except RuntimeError as error:
-            return [], str(error)
-        self.times.waited += time.perf_counter() - start
-        self.times.calls += len(outcomes)
-        self.times.environments += sum(outcome.seconds for outcome in outcomes.values())
-        return [self._answer(trajectory, outcomes[trajectory.key]) for trajectory in trajectories], None
+            self._problem = str(error)
+            return None
 
     def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
         if outcome.step is None:
