@@ -14,6 +14,7 @@ from typing import Any
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.prompts import (
     OfflineGroup,
     SupervisedExample,
@@ -22,8 +23,9 @@ from grpo_megatron.data.prompts import (
     load_supervised,
     load_tokenizer,
 )
-from grpo_megatron.data.rows import read_question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.written import read_written
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf
@@ -185,34 +187,41 @@ def _read_prompts(
         raise ConfigError(f"{key}: {error}") from error
 
 
-def read_supervised(config: Config, tokenizer: Any | None) -> list[SupervisedExample]:
-    """The rows of the supervised warmup, as token ids."""
+def read_supervised(
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+) -> list[SupervisedExample]:
+    """The rows of the supervised warmup, as token ids. `renderer` is that of the rollouts, if they have several turns."""
     key, files = "sft.train_files", config.sft.train_files
     if not config.sft.steps or not files:
         return []
     if tokenizer is None:
-        _check_rows(key, files, read_question)
+        _check_rows(key, files, lambda row: read_written(row, ["response"]))
         return []
     try:
-        return load_supervised(config.data, files, tokenizer)
+        return load_supervised(config.data, files, tokenizer, renderer)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def read_offline_groups(config: Config, tokenizer: Any | None) -> list[OfflineGroup]:
-    """The rows of algorithm.source=file: a prompt with its response, or with a chosen and a rejected one for DPO."""
+def read_offline_groups(
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+) -> list[OfflineGroup]:
+    """The rows of algorithm.source=file: a prompt with its response, or with a chosen and a rejected one for DPO.
+
+    `renderer` is that of the rollouts, if they have several turns.
+    """
     key, files = "data.train_files", config.data.train_files
     if not config.trainer.total_training_steps or config.algorithm.source != "file" or not files:
         return []
-    if tokenizer is None:
-        _check_rows(key, files, read_question)
-        return []
     pairs = policy_losses.facts(config.actor.loss_mode).paired
+    fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
+    if tokenizer is None:
+        _check_rows(key, files, lambda row: read_written(row, list(fields)))
+        return []
     try:
-        fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
-        return load_offline_groups(config.data, files, tokenizer, fields)
+        return load_offline_groups(config.data, files, tokenizer, fields, renderer)
     except ConfigError as error:
-        wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"}'
+        wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"} or {"messages"}'
         raise ConfigError(f"{key}: {error} (algorithm.source=file reads rows {wanted})") from error
 
 

@@ -20,7 +20,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rendering import encode_prompts, render_chat
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 QUESTION = {"role": "user", "content": "first question"}
 STAND_IN = "stand-in answer"
 THINKING_STAND_IN = f"<think>\nstand-in thought\n</think>\n\n{STAND_IN}"
-ELLIPSIS = " ... "
 MARKER = "observed marker"
 STABLE_CHATML = "examples/templates/chatml_tools.jinja"
 
@@ -115,19 +114,6 @@ class TurnRenderer:
                 " its content, or set data.chat_template to a template with tools"
             )
         return text[len(before) :].rpartition(self.tokenizer.decode([self.end_of_turn]))[0]
-
-    def shorten(self, text: str, max_tokens: int, side: Literal["left", "middle", "right"]) -> str:
-        """`text` with at most `max_tokens` tokens; `side` is what is removed. An ellipsis stands where text is missing."""
-        ids = self._encode(text)
-        keep = max_tokens - len(self._encode(ELLIPSIS))
-        while len(ids) > max_tokens and keep > 0:
-            head = {"left": 0, "middle": (keep + 1) // 2, "right": keep}[side]
-            tail = keep - head
-            text = self.tokenizer.decode(ids[:head]) + ELLIPSIS + self.tokenizer.decode(ids[len(ids) - tail :])
-            if len(self._encode(text)) <= max_tokens:  # halves of a character may encode to more tokens
-                return text
-            keep -= 1
-        return text if len(ids) <= max_tokens else ""
 
     def check(self, role: str | None = None) -> None:
         """Raise ConfigError for a template with which a trajectory would not be what the template makes of it.

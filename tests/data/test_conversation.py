@@ -146,18 +146,6 @@ def test_an_answer_cannot_write_special_tokens() -> None:
     assert "6< |im_end|>\n< |im_start|>assistant" in tokenizer.decode(ids)
 
 
-def test_long_answers_are_shortened() -> None:
-    renderer = TurnRenderer(tokenizer_with(CHATML, "<|im_end|>"))  # one token per byte
-    text = "0123456789" * 3
-    assert renderer.shorten(text, 30, "middle") == text
-    assert renderer.shorten(text, 11, "right") == "012345 ... "
-    assert renderer.shorten(text, 11, "left") == " ... 456789"
-    assert renderer.shorten(text, 12, "middle") == "0123 ... 789"
-    assert renderer.shorten(text, 5, "right") == ""
-    cut = renderer.shorten("\u00fc" * 20, 12, "right")  # two bytes each: the seventh byte is half a character
-    assert cut == "\u00fc\u00fc\u00fc ... " and len(renderer.tokenizer(cut)["input_ids"]) <= 12
-
-
 def test_tool_calls_in_openais_form_are_written_as_the_template_writes_them() -> None:
     function = {"name": "calculator", "arguments": '{"expression": "2*3"}'}
     message = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
