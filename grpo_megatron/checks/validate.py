@@ -99,15 +99,16 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     environment = None
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
         environment = problems.attempt(check_environment, config, tokenizer)
+    renderer = environment.renderer if environment else None
     train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = None
     if task_problem(config) is None:  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer)
-        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer)
-        val_prompts = problems.attempt(inputs.read_val_prompts, config, tokenizer)
+        train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer, environment)
+        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer, renderer)
+        val_prompts = problems.attempt(inputs.read_val_prompts, config, tokenizer, environment)
         if config.data.val_tasks:
             task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
-        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer)
+        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
 
     problems.raise_if_any()
     assert arch is not None
