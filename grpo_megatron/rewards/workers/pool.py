@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 from grpo_megatron.rewards.known import KNOWN_REWARDS
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.rewards.workers.family import end_orphans
-from grpo_megatron.rewards.workers.process import WorkerProcess, printable
+from grpo_megatron.rewards.workers.process import WorkerProcess
+from grpo_megatron.workers.family import end_orphans
+from grpo_megatron.workers.process import printable
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""All processes that a reward has started, also those that have left its process group, session and parent.
+"""All processes that a worker has started, also those that have left its process group, session and parent.
 
 A worker is marked by a variable of its environment, which its descendants inherit. A descendant that replaces its
 environment is still found by its chain of parents, as long as the worker runs: the worker adopts the orphans below it
@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-MARK = "GRPO_MEGATRON_REWARD_WORKER"  # PID.START TIME of the worker's parent, then a random number
+MARK = "GRPO_MEGATRON_WORKER"  # PID.START TIME of the worker's parent, then a random number
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 MAX_ROUNDS = 100  # of looking for new processes, which a fork bomb would start for ever
 
@@ -39,7 +39,7 @@ def end_family(worker_pid: int, mark: str) -> None:
 
 
 def end_orphans() -> None:
-    """SIGKILL to the processes of this user that rewards of a killed run have left behind."""
+    """SIGKILL to the processes of this user that workers of a killed run have left behind."""
     _end(lambda: _marked(_is_orphaned))
 
 
