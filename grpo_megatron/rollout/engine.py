@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
 
@@ -43,12 +44,13 @@ class Request:
     top_p: float = 1.0
     top_k: int = -1  # -1: all
     stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's own end-of-sequence tokens
+    stop: StopTexts | None = None  # the response ends with the token that completes one of these texts
 
 
 @dataclass(frozen=True)
 class Completion:
     """One response. `logprobs[t]` belongs to `response_ids[t]`, under the distribution that it was drawn from: after
-    temperature, top_p and top_k. If a stop token ended the response, it is the last of `response_ids`."""
+    temperature, top_p and top_k. The token that stopped the response, or completed a stop text, is its last one."""
 
     response_ids: list[int]
     logprobs: list[float]

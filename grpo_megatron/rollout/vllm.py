@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import LostRank, Mesh, RankError
 from grpo_megatron.rollout import vllm_process, vllm_versions
@@ -65,7 +65,7 @@ class VllmEngine(RolloutEngine):
         tensors: EngineTensors,
     ) -> None:
         self._mesh, self._device, self._tensors = mesh, device, tensors
-        self._max_model_len, self._eos_token_ids = max_model_len, tuple(eos_token_ids)
+        self._max_model_len = max_model_len
         self._can_sleep, self._sleep_level = rollout.free_cache_engine, options.sleep_level
         self._version: int | None = None
         self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
@@ -73,7 +73,7 @@ class VllmEngine(RolloutEngine):
         self._llm, self._sampling_params = vllm_process.build(
             model_path, rollout, options, mesh, device, dtype=dtype, max_model_len=max_model_len
         )
-        self._queue = VllmQueue(self._llm.llm_engine)
+        self._queue = VllmQueue(self._llm, self._sampling_params, max_model_len, eos_token_ids)
         engine_rank = mesh.rank % mesh.rollout_tp
         (self._memory,) = self._llm.apply_model(lambda model: EngineMemory(model, tensors, engine_rank))
 
@@ -154,9 +154,9 @@ class VllmEngine(RolloutEngine):
         self.require(version)
         if request_id in self._queue:
             raise ValueError(f"request {request_id!r} is submitted already, and unfinished")
-        params = self._params(request)
+        params = self._queue.params(request)
         with self._breaking():
-            self._queue.add(request_id, request.prompt_ids, params)
+            self._queue.add(request_id, request, params)
 
     def poll(self) -> list[tuple[str, Completion]]:
         """See RolloutEngine. Leaves the host's random generators as they were."""
@@ -198,7 +198,7 @@ class VllmEngine(RolloutEngine):
                 raise ValueError(
                     f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}"
                 )
-            self._require_vocabulary(ids)
+            self._queue.require_vocabulary(ids)
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
@@ -218,33 +218,6 @@ class VllmEngine(RolloutEngine):
         self._require_unbroken()
         if self._version is None:
             raise RuntimeError("the engine has no complete set of weights: call load_weights first")
-
-    def _params(self, request: Request) -> Any:
-        if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens with max_tokens {request.max_tokens} does not fit "
-                f"max_model_len {self._max_model_len} (or is empty)"
-            )
-        low, high = ENGINE_TEMPERATURES
-        if request.temperature != 0 and not low <= request.temperature <= high:
-            raise ValueError(f"temperature {request.temperature} is outside vLLM's {low} to {high} (or 0)")
-        self._require_vocabulary(request.prompt_ids)
-        return self._sampling_params(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed,
-            stop_token_ids=[*self._eos_token_ids, *request.stop_token_ids],
-            logprobs=0,  # of the drawn token only
-            flat_logprobs=True,
-            detokenize=False,
-        )
-
-    def _require_vocabulary(self, ids: Sequence[int]) -> None:
-        size = self._llm.model_config.get_vocab_size()
-        if ids and not 0 <= min(ids) <= max(ids) < size:
-            raise ValueError(f"token ids {min(ids)} to {max(ids)} are outside the vocabulary of {size}")
 
     def _run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         if not prompts:

@@ -47,7 +47,7 @@ def generate_gives_what_vllm_itself_gives(world: World) -> None:
     world.push(1, 0)
     some = [r for r, n in zip(requests(12), [3, 16, 9] * 4, strict=True) for r in [replace(r, max_tokens=n)]]
     engine = world.engine
-    expected = engine._run([list(r.prompt_ids) for r in some], [engine._params(r) for r in some])
+    expected = engine._run([list(r.prompt_ids) for r in some], [engine._queue.params(r) for r in some])
     for completion, output in zip(world.draw(some), expected, strict=True):
         assert completion.response_ids == list(output.outputs[0].token_ids)
         assert completion.logprobs == list(output.outputs[0].logprobs.logprobs)
