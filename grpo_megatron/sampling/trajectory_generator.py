@@ -12,7 +12,9 @@ trajectory without any turn, because its environment did not start, cannot be sc
 from __future__ import annotations
 
 import json
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +30,8 @@ from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsL
 from grpo_megatron.trajectories.driver import play
 from grpo_megatron.trajectories.trajectory import FAILURES, Limits, Trajectory
 from grpo_megatron.types import GREEDY, Prompt, Sample
+
+logger = logging.getLogger(__name__)
 
 
 class TrajectoryGenerator(Generator):
@@ -91,6 +95,7 @@ class TrajectoryGenerator(Generator):
                 problem = str(error)
             self.mesh.agree(problem)
         self._record_times(metrics)
+        self._warn_of_failures(trajectories)
         samples = [
             self._sample(trajectory, prompts[p], p, i) for (p, i), trajectory in zip(wanted, trajectories, strict=True)
         ]
@@ -157,6 +162,18 @@ class TrajectoryGenerator(Generator):
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _warn_of_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        failed = [trajectory for trajectory in trajectories if trajectory.status in FAILURES]
+        if failed and self.mesh.is_block_leader:
+            counts = Counter(trajectory.status for trajectory in failed)
+            logger.warning(
+                "%d of %d environments failed (%s); the first: %s",
+                len(failed),
+                len(trajectories),
+                ", ".join(f"{status} {count}" for status, count in counts.items()),
+                failed[0].message,
+            )
 
     def _record_times(self, metrics: Metrics) -> None:
         times, self.answers.times = self.answers.times, Times()

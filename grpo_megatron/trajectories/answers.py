@@ -6,7 +6,6 @@ ranks of the block, which wait for them at the same tick.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.trajectories.trajectory import Answer, Trajectory
 from grpo_megatron.trajectories.truncation import shortened
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -87,14 +85,12 @@ class EnvironmentAnswers:
 
     def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
         if outcome.step is None:
-            logger.warning("%s: the environment failed (%s): %s", trajectory.key, outcome.status, outcome.message)
             return Answer([], status=outcome.status, message=outcome.message)
         step = outcome.step
         try:
             token_ids = self._render(trajectory, step)
         except ConfigError as error:  # messages that the template refuses are this environment's fault
-            logger.warning("%s: the environment's messages cannot be rendered: %s", trajectory.key, error)
-            return Answer([], status="raised", message=str(error))
+            return Answer([], status="raised", message=f"its messages cannot be rendered: {error}")
         return Answer(token_ids, reward=step.reward, done=step.done, metrics=step.metrics)
 
     def _render(self, trajectory: Trajectory, step: Step) -> list[int]:
