@@ -96,7 +96,7 @@ class Trainer:
         self.engine = self.colocation.engine
         pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
         generator = Generator(
-            self.engine, pool, checked.tokenizer, self.mesh, rollout.seed, lambda: self.colocation.weights_digest
+            self.engine, pool, checked.tokenizer, self.mesh, rollout, lambda: self.colocation.weights_digest
         )
 
         # The models in their state before the first step: warmed up, or restored.
