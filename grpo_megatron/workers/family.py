@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 MARK = "GRPO_MEGATRON_WORKER"  # PID.START TIME of the worker's parent, then a random number
@@ -36,6 +36,21 @@ def adopt_orphans() -> None:
 def end_family(worker_pid: int, mark: str) -> None:
     """SIGKILL to the descendants of a worker that has not been waited for yet, and to the worker."""
     _end(lambda: _descendants(worker_pid) | _marked(lambda value: value == mark))
+
+
+def end_tree(root: int) -> None:
+    """SIGKILL to a child of this process that has not been waited for, and to everything below it."""
+    _end(lambda: _tree(root))
+
+
+def end_adopted(known: Set[int]) -> None:
+    """SIGKILL to the children of this process that are not `known`, and below them: orphans that it has adopted."""
+    _end(lambda: {pid for child in _children(os.getpid()) - known for pid in _tree(child)})
+
+
+def count_below(root: int) -> int:
+    """How many processes run below `root`. 0 where the kernel does not tell."""
+    return len(_tree(root)) - 1
 
 
 def end_orphans() -> None:
@@ -78,6 +93,25 @@ def _descendants(root: int) -> set[int]:
         below = children.get(pending.pop(), [])
         found.update(below)
         pending += below
+    return found
+
+
+def _tree(root: int) -> set[int]:
+    """As `_descendants`, but reads nothing of other processes; the kernel must list children (CONFIG_PROC_CHILDREN)."""
+    found, pending = {root}, [root]
+    while pending:
+        below = _children(pending.pop()) - found
+        found |= below
+        pending += below
+    return found
+
+
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
     return found
 
 

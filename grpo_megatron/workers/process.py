@@ -16,6 +16,7 @@ from typing import Any
 from grpo_megatron.workers.family import MARK, end_family, new_mark
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+MAX_FAILED_STARTS = 3  # of a pool's workers, in a row; then the pool raises RuntimeError
 STARTUP_TIMEOUT_S = 120.0  # for the interpreter to start, and for the import of a user's module
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|\r(?=\n)")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
