@@ -24,7 +24,6 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
-from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.sampling.generator import Generator, distinct_uids, share_of_block
 from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.trajectories.driver import play
@@ -50,9 +49,8 @@ class TrajectoryGenerator(Generator):
         gives_rewards: bool,
         max_prompt_length: int,
     ) -> None:
-        super().__init__(engine, pool, tokenizer, mesh, rollout.seed, weights_digest)
-        self.multi_turn, self.stop_token_ids = rollout.multi_turn, tuple(rollout.stop_token_ids)
-        self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
+        super().__init__(engine, pool, tokenizer, mesh, rollout, weights_digest)
+        self.multi_turn = rollout.multi_turn
         self.answers, self.gives_rewards, self.max_prompt_length = answers, gives_rewards, max_prompt_length
 
     def draw(
