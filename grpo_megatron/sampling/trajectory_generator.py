@@ -27,7 +27,7 @@ from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
 from grpo_megatron.sampling.generator import Generator, distinct_uids, share_of_block
 from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.trajectories.driver import play
-from grpo_megatron.trajectories.trajectory import FAILURES, Limits, Trajectory
+from grpo_megatron.trajectories.trajectory import FAILURES, Trajectory, TrajectoryLimits
 from grpo_megatron.types import GREEDY, Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class TrajectoryGenerator(Generator):
         metrics: Metrics,
     ) -> list[Sample]:
         """See Generator. `max_tokens` bounds generated and observation tokens together."""
-        limits = Limits(self.max_prompt_length, max_tokens, self.multi_turn.max_assistant_turns)
+        limits = TrajectoryLimits(self.max_prompt_length, max_tokens, self.multi_turn.max_assistant_turns)
         uids = distinct_uids(prompts)
         wanted = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
         trajectories = [
@@ -175,5 +175,6 @@ class TrajectoryGenerator(Generator):
 
     def _record_times(self, metrics: Metrics) -> None:
         times, self.answers.times = self.answers.times, Times()
-        metrics.mean("timing_s/environment_call", times.environments, times.calls)
+        for name, seconds in times.seconds.items():
+            metrics.mean(f"timing_s/{name.removesuffix('_seconds')}", seconds, times.calls)
         metrics.max("timing_s/waiting_for_environments", times.waited)

@@ -34,7 +34,10 @@ def settings(root: Path, output_dir: Path, world: int, environment: str, **secti
     raw = run_ranks.settings(root, output_dir, world, **sections)
     raw["data"] |= {**data, "max_response_length": 28, "train_batch_size": 7} | sections.get("data", {})
     raw["actor"] |= {"ppo_mini_batch_size": None}
-    raw["rollout"] |= {"stop_token_ids": build_tokenizer().convert_tokens_to_ids(list("01234567")), "multi_turn": multi_turn}
+    raw["rollout"] |= {
+        "stop_token_ids": build_tokenizer().convert_tokens_to_ids(list("01234567")),
+        "multi_turn": multi_turn,
+    }
     return raw
 
 
@@ -56,12 +59,10 @@ def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(wor
         for row in rows(tmp_path / str(world)):
             assert row["training/rollout_logp_diff_mean"] <= 1e-6
             assert row["training/rollout_logp_diff_max"] <= 1e-5
-            assert 1.2 < row["trajectory/turns/mean"] and row["trajectory/observation_share"] > 0.1
+            assert row["trajectory/turns/mean"] > 1.2 and row["trajectory/observation_share"] > 0.1
     assert drawn[0] == drawn[1] == drawn[2]
     assert [len(samples) for samples in drawn[0].values()] == [21, 21]
     assert drawn[0][0] != drawn[0][1]
-
-
 
 
 def without_rewards(drawn: dict[int, list[Any]], first: int = 0) -> list[Any]:
