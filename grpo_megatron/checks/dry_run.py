@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import (
     DTYPE_BYTES,
@@ -113,6 +114,7 @@ def _step_lines(config: Config, world_size: int) -> Iterator[str]:
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
     yield _line("reference", "; ".join(_uses_of_reference(config)))
+    yield from (_line(name, text) for name, text in environment_lines(config))
 
 
 def _uses_of_reference(config: Config) -> Iterator[str]:

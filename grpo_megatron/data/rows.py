@@ -12,7 +12,7 @@ from grpo_megatron.config import ConfigError
 T = TypeVar("T")
 SHOWN_PROBLEMS = 5
 
-Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
+Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 Question = str | Messages
 
 

@@ -15,12 +15,13 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.prompting import cut_at_stop, stop_token_ids
+from grpo_megatron.evaluation.prompting import cut_at_stop
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.types import GREEDY, Prompt
 
 WEIGHTS_VERSION = 0  # the weights never change
@@ -102,12 +103,12 @@ def draw_task(
     ledger = Ledger(settings.options.output, selected.name)
     # rank 0 reads for all: a network file system may show other ranks an older ledger
     done = mesh.broadcast(set(ledger.read()) if mesh.rank == 0 else set())
-    stops = tuple(stop_token_ids(selected.prompts.stop, settings.tokenizer))
+    stop = StopTexts(settings.tokenizer, selected.prompts.stop) if selected.prompts.stop else None
     progress = _Progress(selected, len(done & set(selected.keys())), mesh)
     for batch in _block_batches(selected, engine_options.batch_size, mesh):
         if all((prompt.uid, index) in done for prompt, index in batch):
             continue
-        requests = [_request(settings, selected, prompt, index, stops) for prompt, index in batch]
+        requests = [_request(settings, selected, prompt, index, stop) for prompt, index in batch]
         completions = engine.generate(requests, WEIGHTS_VERSION)
         if mesh.is_block_leader:
             entries = [_ledger_entry(settings, selected, p, i, c) for (p, i), c in zip(batch, completions, strict=True)]
@@ -126,7 +127,7 @@ def _block_batches(selected: Selected, batch_size: int, mesh: Mesh) -> list[list
 
 
 def _request(
-    settings: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stops: tuple[int, ...]
+    settings: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stop: StopTexts | None
 ) -> Request:
     is_greedy = index == GREEDY
     return Request(
@@ -135,7 +136,7 @@ def _request(
         max_tokens=selected.max_tokens,
         temperature=0.0 if is_greedy else selected.temperature,
         top_p=1.0 if is_greedy else selected.top_p,
-        stop_token_ids=stops,
+        stop=stop,
     )
 
 

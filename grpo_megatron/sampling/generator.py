@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.types import GREEDY, Prompt, Sample
 
 
@@ -30,10 +32,12 @@ class Generator:
         pool: RewardPool | None,
         tokenizer: Any,
         mesh: Mesh,
-        seed: int,
+        rollout: RolloutConfig,
         weights_digest: Callable[[], str],
     ) -> None:
-        self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, seed
+        self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, rollout.seed
+        self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
+        self.stop_token_ids = tuple(rollout.stop_token_ids)
         self.weights_digest = weights_digest
 
     def draw(
@@ -55,11 +59,8 @@ class Generator:
         seeds. `greedy` adds one greedy response per prompt, with index `GREEDY`. `version` is that of the engine's
         weights. Raises RankError on every rank when the reward workers of any rank cannot run at all.
         """
-        indices = ([GREEDY] if greedy else []) + list(range(n))
-        requests = [(p, i) for p in range(len(prompts)) for i in indices]
-        blocks, block = self.mesh.num_rollout_blocks, self.mesh.rollout_block
-        local_requests = requests[block * len(requests) // blocks : (block + 1) * len(requests) // blocks]
-        uids = _distinct_uids(prompts)
+        local_requests = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
+        uids = distinct_uids(prompts)
         with metrics.phase("gen"):
             completions = self.engine.generate(
                 [
@@ -69,6 +70,8 @@ class Generator:
                         max_tokens=max_tokens,
                         temperature=0.0 if i == GREEDY else temperature,
                         top_p=1.0 if i == GREEDY else top_p,
+                        stop_token_ids=self.stop_token_ids,
+                        stop=self.stop,
                     )
                     for p, i in local_requests
                 ],
@@ -87,6 +90,11 @@ class Generator:
                 )
                 for (p, i), completion in zip(local_requests, completions, strict=True)
             ]
+        self.reward(samples, metrics)
+        return samples
+
+    def reward(self, samples: list[Sample], metrics: Metrics) -> None:
+        """Set text, reward, its metrics and steps of the samples, on the block's leader. Collective. Raises RankError."""
         with metrics.phase("reward"):
             problem = None
             try:
@@ -94,7 +102,6 @@ class Generator:
             except RuntimeError as error:  # the workers cannot run at all: every rank must stop
                 problem = str(error)
             self.mesh.agree(problem)
-        return samples
 
     def _score(self, samples: list[Sample]) -> None:
         if self.pool is None:
@@ -133,7 +140,15 @@ class Generator:
         return [(token, sum(values) / len(values)) for token, values in rewards.items()]
 
 
-def _distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
+def share_of_block(num_prompts: int, n: int, mesh: Mesh, *, greedy: bool) -> list[tuple[int, int]]:
+    """(prompt, sample) indices that this rollout block draws, in order: see the module's header."""
+    indices = ([GREEDY] if greedy else []) + list(range(n))
+    wanted = [(p, i) for p in range(num_prompts) for i in indices]
+    blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
+    return wanted[block * len(wanted) // blocks : (block + 1) * len(wanted) // blocks]
+
+
+def distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
     """Each prompt's uid with its number of earlier occurrences in the list."""
     seen: Counter[str] = Counter()
     uids = []
