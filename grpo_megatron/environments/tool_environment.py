@@ -20,7 +20,7 @@ from grpo_megatron.environments.environment import ChatMessage, Environment, Ste
 from grpo_megatron.environments.tool import Tool, ToolError, get_tool
 from grpo_megatron.workers.program import describe
 
-MAX_TEXT = 100_000  # characters of all results of a turn; the tokens of an observation are limited elsewhere
+MAX_ANSWERS = 100_000  # characters of all results of a turn; the tokens of an observation are limited elsewhere
 MAX_ERROR = 500  # characters of what is wrong with a call
 
 
@@ -59,7 +59,7 @@ class ToolEnvironment(Environment):
         """Answers all calls of a turn."""
         calls = parse_calls(self._format, completion)
         answers = await asyncio.gather(*(self._answer(call) for call in calls[: self._max_parallel_calls]))
-        share = MAX_TEXT // max(len(answers), 1)
+        share = MAX_ANSWERS // max(len(answers), 1)
         messages = [{"role": "tool", "name": name, "content": _cut(text, share)} for name, text, _, _ in answers]
         left_out = len(calls) - len(answers)
         if left_out:
