@@ -203,3 +203,13 @@ class Mute(Guess):
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
         return []
+
+
+class Dice(Guess):
+    """Shows the generator of the module `random`, and the order of a set."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        return _user(f"{random.random()} {set('abcdefgh')}")
+
+    def step(self, completion: str) -> Step:
+        return Step(_user(str(random.random())))

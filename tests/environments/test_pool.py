@@ -6,6 +6,7 @@ Nothing here depends on time but that a hang is ended: TIMEOUT_S is long for wha
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.environments.games import Guess
 from tests.environments.hostile import FATAL, HARMLESS
 
 TIMEOUT_S = 6.0
+PATIENCE_S = 120.0
 GUESSES = ["5", "no number", "2", "8"]
 
 
@@ -93,7 +95,10 @@ def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
             assert found == played(number, GUESSES[:2]), f"{neighbour}: {first[neighbour]}, {second[neighbour]}"
         yield pool, outcomes
         pool.end([*acts, *neighbours])
-        pool.tools()  # an answer from the worker: it has read the message before
+        end = time.monotonic() + PATIENCE_S
+        while len(living()) > 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(living()) == 1  # the worker; whatever the acts have started is gone
     assert living() == set()
 
 
@@ -145,6 +150,20 @@ def test_a_worker_that_is_killed_is_replaced(act: str, monkeypatch: pytest.Monke
         assert steps(pool, {"3": "5"})["3"].status == "died"
 
 
+def test_generators_are_seeded_and_sets_have_one_order() -> None:
+    """A trajectory draws the same numbers in another process, after any other work of the worker."""
+    drawn = []
+    for _ in range(2):
+        with make_pool("hostile:Dice") as pool:
+            for key, seed in (("a", 1), ("b", 2), ("c", 1)):
+                pool.start(key, {}, seed)
+            first = pool.wait("abc")
+            second = steps(pool, dict.fromkeys("cba", "roll"))
+            drawn.append({key: (first[key].step, second[key].step) for key in "abc"})
+    assert drawn[0] == drawn[1]
+    assert drawn[0]["a"] == drawn[0]["c"] != drawn[0]["b"]
+
+
 def test_keys_can_be_used_again_and_ended_at_any_time() -> None:
     with make_pool("hostile:Hostile") as pool:
         pool.start("x", {}, 0)
@@ -160,7 +179,7 @@ def test_environments_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) 
     problems = {
         "nowhere:Game": "cannot import module 'tests.environments.nowhere'",
         "games:Chess": "has no attribute 'Chess'",
-        "games:re": "is not a subclass",
+        "games:re": "is no subclass",
     }
     for name, problem in problems.items():
         with make_pool(name) as pool, pytest.raises(RuntimeError, match=problem):
