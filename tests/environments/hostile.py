@@ -84,6 +84,18 @@ def _orphan() -> None:
     os._exit(5)
 
 
+def _daemon() -> Step:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if pid := os.fork():
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        time.sleep(1000)
+    os.wait()
+    return Step(_user(os.read(read, 20).decode()))
+
+
 def _user(content: Any = "", **fields: Any) -> list[ChatMessage]:
     return [{"role": "user", "content": content, **fields}]
 
@@ -179,6 +191,8 @@ class Hostile(Guess):
         if completion == "kill the worker":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(1000)
+        if completion == "daemon":
+            return _daemon()
         if completion == "stop the worker":
             os.kill(os.getppid(), signal.SIGSTOP)
         return super().step(completion)

@@ -150,6 +150,42 @@ def test_a_worker_that_is_killed_is_replaced(act: str, monkeypatch: pytest.Monke
         assert steps(pool, {"3": "5"})["3"].status == "died"
 
 
+def test_a_turn_that_begins_while_a_new_worker_replays_the_turns_before() -> None:
+    """The first trajectory is in replay when it is asked again; the replay of the last waits, and has the new turn."""
+    with make_pool("hostile:Hostile") as pool:
+        for number, key in enumerate(("first", "killer", "last")):
+            pool.start(key, {}, number)
+        pool.wait(["first", "killer", "last"])
+        steps(pool, {"first": GUESSES[0], "last": GUESSES[0]})
+        pool.step("killer", "kill the worker")
+        assert pool.wait(["killer"])["killer"].status == "died"
+        found = [steps(pool, {"first": guess, "last": guess}) for guess in GUESSES[1:]]
+        for number, key in ((0, "first"), (2, "last")):
+            assert [one[key].step for one in found] == played(number, GUESSES)[1:]
+
+
+def test_what_an_environment_has_started_lives_as_long_as_its_trajectory() -> None:
+    """A process that has left its session, and whose parent is gone, survives the end of a neighbour."""
+    with make_pool("hostile:Hostile") as pool:
+        pool.start("a", {}, 0)
+        pool.start("b", {}, 0)
+        pool.wait("ab")
+        started = steps(pool, {"a": "daemon"})["a"].step
+        assert started
+        process = Path("/proc") / started.messages[0]["content"]
+        for act in ("exit", "abort", "kill itself"):
+            pool.end(["b"])
+            pool.start("b", {}, 0)
+            pool.wait("b")
+            assert steps(pool, {"b": act})["b"].status == "died"
+            assert process.exists()
+        pool.end(["a"])
+        end = time.monotonic() + PATIENCE_S
+        while process.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not process.exists()
+
+
 def test_generators_are_seeded_and_sets_have_one_order() -> None:
     """A trajectory draws the same numbers in another process, after any other work of the worker."""
     drawn = []
