@@ -28,14 +28,13 @@ from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.sampling.build import build_collector
 from grpo_megatron.sampling.collector import numbered_samples
-from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.training.build import (
     build_colocation,
+    build_generator,
     build_loss,
     build_references,
     build_report,
     build_reward_model,
-    build_reward_pool,
     join_world,
 )
 from grpo_megatron.training.cadence import Cadence
@@ -94,10 +93,7 @@ class Trainer:
         )
         self.colocation = build_colocation(config, checked, self.policy)
         self.engine = self.colocation.engine
-        pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
-        generator = Generator(
-            self.engine, pool, checked.tokenizer, self.mesh, rollout.seed, lambda: self.colocation.weights_digest
-        )
+        generator = build_generator(config, checked, self.colocation, opened)
 
         # The models in their state before the first step: warmed up, or restored.
         self.folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -61,7 +61,7 @@ class Sample:
     index: int
     response_ids: list[int]
     rollout_logprobs: list[float]  # one per response token; not read where loss_mask is 0
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # "stop" | "length": cut off by a limit
     version: int
     weights_digest: str = field(default="", kw_only=True)  # of the weights that drew it; "": not drawn by an engine
     text: str = ""
@@ -70,7 +70,9 @@ class Sample:
     steps: list[tuple[int, float]] = field(default_factory=list)  # (last token of the step, its reward), increasing
     loss_mask: list[int] = field(default_factory=list)  # 1 or 0 per response token; default: 1 everywhere
     turns: list[Turn] = field(default_factory=list)  # in order, without gaps; empty: one turn of the assistant
-    status: str = "ok"  # or why its environment ended it early: turn_limit, timeout, died, raised, flooded, memory
+    status: str = "ok"  # or why a trajectory ended early (trajectories/trajectory.py)
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)  # (last token of a turn, its part of `reward`)
+    trajectory_metrics: dict[str, float] = field(default_factory=dict)  # what the environment reports
 
     def __post_init__(self) -> None:
         if not self.loss_mask:
@@ -99,6 +101,7 @@ class GroupTable:
     holder: list[int]  # global rank that holds the tokens
     raw_reward: list[float] = field(default_factory=list)  # the reward before any penalty; empty: the same as `reward`
     step_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # (last response token of a step, reward)
+    turn_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # parts of `reward`: (last token, reward)
     greedy_reward: list[float] = field(default_factory=list)  # of the prompt's greedy response; NaN: unknown
     token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
     loss_spans: list[list[TokenSpan]] = field(default_factory=list)  # increasing runs of loss_mask = 1; empty: all ones

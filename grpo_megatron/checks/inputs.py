@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
@@ -158,20 +159,30 @@ def _tokenizer_problems(tokenizer: Any, path: Path, data: DataConfig, arch: Arch
         )
 
 
-def read_train_prompts(config: Config, tokenizer: Any | None) -> list[Prompt]:
-    """The prompts to train on; none with algorithm.source=file."""
+def read_train_prompts(
+    config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None
+) -> list[Prompt]:
+    """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one."""
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []
-    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None)
+    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment)
 
 
-def read_val_prompts(config: Config, tokenizer: Any | None) -> list[Prompt]:
-    """The prompts of `data.val_files`."""
-    return _read_prompts(config, "data.val_files", config.data.val_files, tokenizer, config.data.val_max_samples)
+def read_val_prompts(
+    config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None
+) -> list[Prompt]:
+    """The prompts of `data.val_files`. `environment` is that of the rollouts, if there is one."""
+    data = config.data
+    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, data.val_max_samples, environment)
 
 
 def _read_prompts(
-    config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, max_samples: int | None
+    config: Config,
+    key: str,
+    files: Sequence[Path],
+    tokenizer: Any | None,
+    max_samples: int | None,
+    environment: CheckedEnvironment | None,
 ) -> list[Prompt]:
     """If the tokenizer could not be read, the files are checked and no prompt is made."""
     if not files:
@@ -180,8 +191,10 @@ def _read_prompts(
     if tokenizer is None:
         _check_rows(key, files, task.read_row)
         return []
+    renderer = environment.renderer if environment else None
+    reward = "" if environment and environment.gives_rewards else config.reward.function
     try:
-        return load_prompts(config.data, files, tokenizer, config.reward.function, max_samples=max_samples)
+        return load_prompts(config.data, files, tokenizer, reward, max_samples=max_samples, renderer=renderer)
     except ConfigError as error:
         _check_rows(key, files, task.read_row)  # reports every wrong file; load_prompts stops at the first
         raise ConfigError(f"{key}: {error}") from error

@@ -13,6 +13,7 @@ from typing import Any
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems
+from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
@@ -47,6 +48,7 @@ class Checked:
     supervised_rows: list[SupervisedExample]
     offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
+    environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
 
 
 def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False) -> Checked:
@@ -67,6 +69,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems.add(sampling_problems(config))
     problems.add(name_problems(config))
     problems.add(method_problems(config))
+    problems.add(environment_problems(config))
     problems.add(schedule_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))
@@ -93,15 +96,19 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     folder_is_missing = arch is None and config.model.tokenizer_path is None  # reported above
     if not folder_is_missing and (inputs.has_tokenizer(config) or not elsewhere):
         tokenizer = problems.attempt(inputs.read_tokenizer, config, arch)
+    environment = None
+    if tokenizer is not None and config.rollout.multi_turn.environment is not None:
+        environment = problems.attempt(check_environment, config, tokenizer)
+    renderer = environment.renderer if environment else None
     train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = None
     if task_problem(config) is None:  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer)
-        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer)
-        val_prompts = problems.attempt(inputs.read_val_prompts, config, tokenizer)
+        train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer, environment)
+        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer, renderer)
+        val_prompts = problems.attempt(inputs.read_val_prompts, config, tokenizer, environment)
         if config.data.val_tasks:
             task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
-        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer)
+        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
 
     problems.raise_if_any()
     assert arch is not None
@@ -117,6 +124,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
         supervised_rows or [],
         offline_groups or [],
         reward_folder,
+        environment,
     )
 
 

@@ -63,27 +63,37 @@ def load_prompts(
     tokenizer: Any,
     reward_override: str | None = None,
     max_samples: int | None = None,
+    renderer: TurnRenderer | None = None,
 ) -> list[Prompt]:
     """The prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
     A prompt longer than data.max_prompt_length tokens is dropped and counted. With data.filter_overlong_prompts=false it
     is an error. `uid` is "source/file stem/row number"; row numbers start at 0 and count dropped rows. Only the first
     `max_samples` rows over all files are used. Raises ConfigError.
+
+    `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
+    the task's chat as "messages". `reward_override=""`: no reward function scores them.
     """
     task = get_task(data.task)
-    reward = reward_override or task.reward
+    reward = task.reward if reward_override is None else reward_override
     if reward is None:
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
-    rows = _read_files(files, task, task.read_row)[:max_samples]
-    texts = [render_prompt(data, task, question, tokenizer, uid) for uid, (question, _) in rows]
+    rows = _read_files(files, task, lambda row: (*task.read_row(row), row))[:max_samples]
+    tools = renderer.tools if renderer else ()
+    texts = [render_prompt(data, task, question, tokenizer, uid, tools) for uid, (question, _, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)
     prompts = [
-        Prompt(uid, tuple(ids), text, answer, task.name, reward)
-        for (uid, (_, answer)), text, ids in zip(rows, texts, encoded, strict=True)
+        Prompt(uid, tuple(ids), text, answer, task.name, reward, _extra(data, task, question, row) if renderer else {})
+        for (uid, (question, answer, row)), text, ids in zip(rows, texts, encoded, strict=True)
     ]
     fits = [len(prompt.prompt_ids) <= data.max_prompt_length for prompt in prompts]
     what = f"prompts are longer than {data.max_prompt_length} tokens"
     return _drop_overlong(data, prompts, fits, what, [prompt.uid for prompt in prompts])
+
+
+def _extra(data: DataConfig, task: Task, question: Question, row: dict[str, Any]) -> dict[str, Any]:
+    """What an environment's reset reads."""
+    return {"row": {**row, "messages": task.messages(question, system_prompt=data.system_prompt)}}
 
 
 def load_supervised(

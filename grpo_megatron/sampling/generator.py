@@ -55,11 +55,8 @@ class Generator:
         seeds. `greedy` adds one greedy response per prompt, with index `GREEDY`. `version` is that of the engine's
         weights. Raises RankError on every rank when the reward workers of any rank cannot run at all.
         """
-        indices = ([GREEDY] if greedy else []) + list(range(n))
-        requests = [(p, i) for p in range(len(prompts)) for i in indices]
-        blocks, block = self.mesh.num_rollout_blocks, self.mesh.rollout_block
-        local_requests = requests[block * len(requests) // blocks : (block + 1) * len(requests) // blocks]
-        uids = _distinct_uids(prompts)
+        local_requests = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
+        uids = distinct_uids(prompts)
         with metrics.phase("gen"):
             completions = self.engine.generate(
                 [
@@ -87,6 +84,11 @@ class Generator:
                 )
                 for (p, i), completion in zip(local_requests, completions, strict=True)
             ]
+        self.reward(samples, metrics)
+        return samples
+
+    def reward(self, samples: list[Sample], metrics: Metrics) -> None:
+        """Set text, reward, its metrics and steps of the samples, on the block's leader. Collective. Raises RankError."""
         with metrics.phase("reward"):
             problem = None
             try:
@@ -94,7 +96,6 @@ class Generator:
             except RuntimeError as error:  # the workers cannot run at all: every rank must stop
                 problem = str(error)
             self.mesh.agree(problem)
-        return samples
 
     def _score(self, samples: list[Sample]) -> None:
         if self.pool is None:
@@ -133,7 +134,15 @@ class Generator:
         return [(token, sum(values) / len(values)) for token, values in rewards.items()]
 
 
-def _distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
+def share_of_block(num_prompts: int, n: int, mesh: Mesh, *, greedy: bool) -> list[tuple[int, int]]:
+    """(prompt, sample) indices that this rollout block draws, in order: see the module's header."""
+    indices = ([GREEDY] if greedy else []) + list(range(n))
+    wanted = [(p, i) for p in range(num_prompts) for i in indices]
+    blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
+    return wanted[block * len(wanted) // blocks : (block + 1) * len(wanted) // blocks]
+
+
+def distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
     """Each prompt's uid with its number of earlier occurrences in the list."""
     seen: Counter[str] = Counter()
     uids = []

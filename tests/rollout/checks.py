@@ -42,6 +42,49 @@ def seeds_alone_decide_the_draws(world: World) -> None:
     assert len({tuple(c.response_ids) for c in [together[1], *others]}) == 5  # same prompt, other samples
 
 
+def generate_gives_what_vllm_itself_gives(world: World) -> None:
+    """Bit for bit, in the order of the requests, although some finish early."""
+    world.push(1, 0)
+    some = [r for r, n in zip(requests(12), [3, 16, 9] * 4, strict=True) for r in [replace(r, max_tokens=n)]]
+    engine = world.engine
+    expected = engine._run([list(r.prompt_ids) for r in some], [engine._queue.params(r) for r in some])
+    for completion, output in zip(world.draw(some), expected, strict=True):
+        assert completion.response_ids == list(output.outputs[0].token_ids)
+        assert completion.logprobs == list(output.outputs[0].logprobs.logprobs)
+        assert completion.finish_reason == output.outputs[0].finish_reason
+
+
+def requests_join_and_leave_a_running_engine(world: World) -> None:
+    """Each sample stays what it is alone: also one that joins later, and beside one that is aborted."""
+    world.push(1, 0)
+    some = [replace(r, max_tokens=n) for r, n in zip(requests(5), (12, 4, 4, 30, 4), strict=True)]
+    alone = [world.draw([request])[0] for request in some]
+    engine, finished, sizes = world.engine, [], []
+
+    def poll(times: int) -> None:
+        for _ in range(times):
+            step = engine.poll()
+            finished.extend(step)
+            sizes.append(len(step))
+
+    assert engine.poll() == [] and engine.num_unfinished == 0
+    for name, request in zip("dba", (some[3], some[1], some[0]), strict=True):
+        engine.submit(name, request, 0)
+    assert engine.num_unfinished == 3
+    poll(2)
+    engine.submit("e", some[4], 0)
+    engine.submit("c", some[2], 0)
+    poll(3)
+    engine.abort(["d"])
+    assert engine.num_unfinished == 4 - len(finished)
+    poll(30)
+    assert engine.num_unfinished == 0
+    assert dict(finished) == dict(zip("abce", [alone[i] for i in (0, 1, 2, 4)], strict=True))
+    assert [name for name, _ in finished if name in "ec"] == ["e", "c"]  # of one step: in order of submission
+    assert 2 in sizes
+    assert world.draw(some) == alone
+
+
 def responses_end_with_their_stop_token(world: World) -> None:
     world.push(1, 0)
     completions = world.draw(requests(32, max_tokens=40))

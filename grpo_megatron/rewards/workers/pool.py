@@ -22,13 +22,13 @@ from typing import Any, Literal
 
 from grpo_megatron.rewards.known import KNOWN_REWARDS
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.rewards.workers.family import end_orphans
-from grpo_megatron.rewards.workers.process import WorkerProcess, printable
+from grpo_megatron.rewards.workers.process import WorkerProcess
+from grpo_megatron.workers.family import end_orphans
+from grpo_megatron.workers.process import MAX_FAILED_STARTS, printable
 
 logger = logging.getLogger(__name__)
 
 QUEUED = 2  # items per worker: one in work, one in its pipe; more would wait behind a slow item
-MAX_FAILED_STARTS = 3  # in a row; then `grade` raises
 MAX_LOG = 1 << 16  # characters of the workers' output that are shown per call of `grade`
 
 Item = tuple[str, str, str]  # (reward name, completion, answer)

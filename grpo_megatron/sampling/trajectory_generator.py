@@ -1,0 +1,164 @@
+"""TrajectoryGenerator: prompts -> trajectories of several turns -> samples with rewards. It replaces Generator where
+`rollout.multi_turn.environment` is set.
+
+The prompt of a sample is what its environment's reset gives. The seed of reset is a hash of the run's seed, the draw and
+the prompt's uid, so that all samples of a group have the same prompt.
+
+Rewards: an environment with `gives_rewards` grades by itself, and a trajectory's reward is the sum over its turns.
+Otherwise the reward function reads the text of the last turn of the assistant; what single turns have earned is added. A
+trajectory without any turn, because its environment did not start, cannot be scored (NaN).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo_megatron.config import RolloutConfig
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
+from grpo_megatron.sampling.generator import Generator, distinct_uids, share_of_block
+from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost, Times
+from grpo_megatron.trajectories.driver import play
+from grpo_megatron.trajectories.trajectory import FAILURES, Limits, Trajectory
+from grpo_megatron.types import GREEDY, Prompt, Sample
+
+
+class TrajectoryGenerator(Generator):
+    """See Generator. `pool` is also None where the environment gives the rewards. `max_prompt_length` is in tokens."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        pool: RewardPool | None,
+        tokenizer: Any,
+        mesh: Mesh,
+        rollout: RolloutConfig,
+        weights_digest: Callable[[], str],
+        *,
+        answers: EnvironmentAnswers,
+        gives_rewards: bool,
+        max_prompt_length: int,
+    ) -> None:
+        super().__init__(engine, pool, tokenizer, mesh, rollout.seed, weights_digest)
+        self.rollout, self.multi_turn = rollout, rollout.multi_turn
+        self.answers, self.gives_rewards, self.max_prompt_length = answers, gives_rewards, max_prompt_length
+
+    def draw(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        *,
+        draw_id: int,
+        version: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float = 1.0,
+        greedy: bool = False,
+        metrics: Metrics,
+    ) -> list[Sample]:
+        """See Generator. `max_tokens` bounds generated and observation tokens together."""
+        limits = Limits(self.max_prompt_length, max_tokens, self.multi_turn.max_assistant_turns)
+        uids = distinct_uids(prompts)
+        wanted = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
+        trajectories = [
+            Trajectory(
+                key=json.dumps([draw_id, uids[p], i]),
+                row=prompts[p].extra["row"],  # type: ignore[arg-type]
+                environment_seed=stable_hash(json.dumps(["environment", self.seed, draw_id, uids[p]])),
+                seed=sample_seed(self.seed, draw_id, uids[p], i),
+                limits=limits,
+                temperature=0.0 if i == GREEDY else temperature,
+                top_p=1.0 if i == GREEDY else top_p,
+                version=version,
+                stop=tuple(self.rollout.stop),
+                stop_token_ids=tuple(self.rollout.stop_token_ids),
+            )
+            for p, i in wanted
+        ]
+        with metrics.phase("gen"):
+            problem = None
+            try:
+                play(trajectories, self.engine, self.answers, version, self.multi_turn.latency_ticks)
+            except EnvironmentsLost as error:  # every rank must stop
+                problem = str(error)
+            self.mesh.agree(problem)
+        self._record_times(metrics)
+        samples = [
+            self._sample(trajectory, prompts[p], p, i) for (p, i), trajectory in zip(wanted, trajectories, strict=True)
+        ]
+        self.reward(samples, metrics)
+        return samples
+
+    def _sample(self, trajectory: Trajectory, prompt: Prompt, prompt_index: int, index: int) -> Sample:
+        is_masked = self.multi_turn.failed == "mask" and trajectory.status in FAILURES
+        if trajectory.prompt_ids:
+            prompt = replace(
+                prompt, prompt_ids=tuple(trajectory.prompt_ids), text=self._decode(trajectory.prompt_ids)
+            )
+        return Sample(
+            prompt=prompt,
+            prompt_index=prompt_index,
+            index=index,
+            response_ids=trajectory.response_ids,
+            rollout_logprobs=trajectory.logprobs,
+            finish_reason=trajectory.finish_reason,
+            version=trajectory.version,
+            weights_digest=self.weights_digest(),
+            loss_mask=[0] * len(trajectory.response_ids) if is_masked else trajectory.loss_mask(),
+            turns=trajectory.turns,
+            status=trajectory.status,
+            turn_rewards=trajectory.turn_rewards,
+            trajectory_metrics=trajectory.metrics,
+        )
+
+    def _score(self, samples: list[Sample]) -> None:
+        if not self.mesh.is_block_leader:
+            return
+        scorable = [sample for sample in samples if sample.turns]
+        for sample in scorable:
+            sample.reward = math.fsum(reward for _, reward in sample.turn_rewards)
+            sample.steps = list(sample.turn_rewards)
+        if not self.gives_rewards:
+            self._grade_last_turns(scorable)
+        for sample in samples:
+            sample.text = self._transcript(sample)
+
+    def _grade_last_turns(self, samples: list[Sample]) -> None:
+        """Add the reward function's result for the last turn of each sample."""
+        last_turns = [next(turn for turn in reversed(s.turns) if turn.kind == "assistant") for s in samples]
+        graded = [
+            replace(s, response_ids=s.response_ids[turn.start : turn.end], loss_mask=[], turns=[], turn_rewards=[])
+            for s, turn in zip(samples, last_turns, strict=True)
+        ]
+        super()._score(graded)
+        for sample, alone, turn in zip(samples, graded, last_turns, strict=True):
+            if alone.steps:
+                sample.steps = [(turn.start + token, reward) for token, reward in alone.steps]
+            elif sample.steps:
+                parts = dict(sample.steps)
+                parts[turn.end - 1] = parts.get(turn.end - 1, 0.0) + alone.reward
+                sample.steps = sorted(parts.items())
+            sample.reward += alone.reward
+            sample.reward_metrics = alone.reward_metrics
+
+    def _transcript(self, sample: Sample) -> str:
+        """The response as text, turn by turn, with special tokens."""
+        parts = [
+            f"[{turn.kind}, {turn.end - turn.start} tokens]\n{self._decode(sample.response_ids[turn.start : turn.end])}"
+            for turn in sample.turns
+        ]
+        return "\n".join([*parts, f"[{sample.status}]"])
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _record_times(self, metrics: Metrics) -> None:
+        times, self.answers.times = self.answers.times, Times()
+        metrics.mean("timing_s/environment_call", times.environments, times.calls)
+        metrics.max("timing_s/waiting_for_environments", times.waited)

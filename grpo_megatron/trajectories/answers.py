@@ -1,0 +1,114 @@
+"""EnvironmentAnswers: the answers of real environments, rendered as token ids, on all ranks of a rollout block.
+
+The leader of the block has the worker processes. It renders the answers that are due and sends the tokens to the other
+ranks of the block, which wait for them at the same tick.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from grpo_megatron.config import ConfigError, MultiTurnConfig
+from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.environments.answer import Outcome
+from grpo_megatron.environments.environment import Step
+from grpo_megatron.environments.pool import EnvironmentPool
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.trajectories.trajectory import Answer, Trajectory
+from grpo_megatron.trajectories.truncation import shortened
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EnvironmentsLost(RuntimeError):
+    """The worker processes of environments cannot run at all. Raised on all ranks of the block."""
+
+
+@dataclass
+class Times:
+    """Wall-clock seconds of environments."""
+
+    environments: float = 0.0  # all calls of reset and step together
+    calls: int = 0
+    waited: float = 0.0  # while the engine stood still
+
+
+class EnvironmentAnswers:
+    """See driver.Answers. `pool` is None on ranks that are not the leader of their rollout block."""
+
+    def __init__(
+        self, pool: EnvironmentPool | None, renderer: TurnRenderer, multi_turn: MultiTurnConfig, mesh: Mesh
+    ) -> None:
+        self.pool, self.renderer, self.multi_turn, self.mesh = pool, renderer, multi_turn, mesh
+        self.times = Times()
+        self._problem: str | None = None  # why the worker processes cannot run; only the leader knows before `take`
+
+    def start(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            self._on_leader(lambda pool, t=trajectory: pool.start(t.key, t.row, t.environment_seed))
+
+    def ask(self, trajectory: Trajectory) -> None:
+        self._on_leader(lambda pool: pool.step(trajectory.key, self._text(trajectory)))
+
+    def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
+        """See driver.Answers. Raises EnvironmentsLost."""
+        start = time.perf_counter()
+        outcomes = self._on_leader(lambda pool: pool.wait([trajectory.key for trajectory in trajectories])) or {}
+        self.times.waited += time.perf_counter() - start
+        self.times.calls += len(outcomes)
+        self.times.environments += math.fsum(outcome.seconds for outcome in outcomes.values())
+        answers = [self._answer(t, outcomes[t.key]) for t in trajectories if t.key in outcomes]
+        answers, problem = self.mesh.block_broadcast((answers, self._problem))
+        if problem is not None:
+            raise EnvironmentsLost(problem)
+        return answers
+
+    def end(self, trajectories: Sequence[Trajectory]) -> None:
+        self._on_leader(lambda pool: pool.end([trajectory.key for trajectory in trajectories]))
+
+    def _on_leader(self, call: Callable[[EnvironmentPool], T]) -> T | None:
+        """Other ranks would wait for a leader that raises, so a problem is kept until the next `take` sends it to them."""
+        if self.pool is None or self._problem is not None:
+            return None
+        try:
+            return call(self.pool)
+        except RuntimeError as error:
+            self._problem = str(error)
+            return None
+
+    def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
+        if outcome.step is None:
+            logger.warning("%s: the environment failed (%s): %s", trajectory.key, outcome.status, outcome.message)
+            return Answer([], status=outcome.status, message=outcome.message)
+        step = outcome.step
+        try:
+            token_ids = self._render(trajectory, step)
+        except ConfigError as error:  # messages that the template refuses are this environment's fault
+            logger.warning("%s: the environment's messages cannot be rendered: %s", trajectory.key, error)
+            return Answer([], status="raised", message=str(error))
+        return Answer(token_ids, reward=step.reward, done=step.done, metrics=step.metrics)
+
+    def _render(self, trajectory: Trajectory, step: Step) -> list[int]:
+        if not trajectory.turns:
+            return self.renderer.prompt(step.messages)
+        if step.done:
+            return []  # nothing reads it
+        limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
+        messages = shortened(step.messages, self.renderer.tokenizer, limit, side)
+        ended = trajectory.response_ids[-1] in self.renderer.stop_token_ids
+        return self.renderer.observation(messages, ended_with_eos=ended)
+
+    def _text(self, trajectory: Trajectory) -> str:
+        """The last turn as an environment reads it: special tokens included, without the one that ended it."""
+        assert trajectory.last_turn is not None
+        start, end = trajectory.last_turn
+        ids = trajectory.response_ids[start:end]
+        if ids[-1] in self.renderer.stop_token_ids:
+            ids = ids[:-1]
+        return str(self.renderer.tokenizer.decode(ids, skip_special_tokens=False))
