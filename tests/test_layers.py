@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "storage": set(),
     "workers": {"child"},
     "rewards": {"registry", "workers"},
-    "environments": {"registry", "child", "workers"},
+    "environments": {"registry", "child", "config", "workers"},
     "algo": {"types", "registry", "config"},
     "data": {"types", "registry", "config", "rewards"},
     "device": {"extensions", "config"},
@@ -46,19 +46,23 @@ ROOMS: dict[str, set[str]] = {
     "observability": {"types", "config", "storage", "algo"},
     "models": {"types", "extensions", "config", "storage", "algo", "device", "parallel", "sync", "observability"},
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},
+    "trajectories": {"types", "config", "data", "environments", "parallel", "rollout"},
     "convert": {"storage", "models"},
     "evaluation": {
         *("types", "config", "storage", "rewards", "data"),
         *("device", "parallel", "models", "rollout", "convert"),
     },
     "checks": {
-        *("types", "registry", "passthrough", "config", "rewards"),
+        *("types", "registry", "passthrough", "config", "rewards", "environments"),
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
     },
-    "sampling": {"types", "config", "rewards", "algo", "data", "parallel", "observability", "rollout"},
+    "sampling": {
+        *("types", "config", "rewards", "algo", "data"),
+        *("parallel", "observability", "rollout", "trajectories"),
+    },
     "training": {
-        *("types", "config", "storage", "rewards", "algo", "data"),
-        *("device", "parallel", "sync", "observability", "models", "rollout", "checks", "sampling"),
+        *("types", "config", "storage", "rewards", "environments", "algo", "data"),
+        *("device", "parallel", "sync", "observability", "models", "rollout", "trajectories", "checks", "sampling"),
     },
     "trainer": {
         *("types", "config", "algo", "device", "parallel"),

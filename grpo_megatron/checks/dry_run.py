@@ -123,7 +123,9 @@ def _environment_lines(config: Config) -> Iterator[str]:
         return
     tools = f" with {', '.join(multi_turn.tools)}" if multi_turn.tools else ""
     workers = _counted(multi_turn.num_workers, "worker")
-    yield _line("environment", f"{multi_turn.environment}{tools}; {workers} per engine, {multi_turn.timeout_s:g} s per call")
+    yield _line(
+        "environment", f"{multi_turn.environment}{tools}; {workers} per engine, {multi_turn.timeout_s:g} s per call"
+    )
     yield _line(
         "trajectory",
         f"at most {_counted(multi_turn.max_assistant_turns, 'turn')}, {config.data.max_response_length:,} tokens with"

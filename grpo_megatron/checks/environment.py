@@ -11,7 +11,7 @@ from typing import Any
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError, MultiTurnConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.environments.registry import find_environment, make_environment
+from grpo_megatron.environments.build import find_environment, make_environment
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
 
@@ -31,6 +31,10 @@ class Environment(ABC):
     Every trajectory has a process of its own, so module-level state, the working directory and the generators of `random`
     and numpy (seeded with `seed`) belong to it alone.
     """
+
+    gives_rewards: ClassVar[bool] = (
+        False  # True: `Step.reward` is all the reward there is; no reward function is called
+    )
 
     @classmethod  # noqa: B027 - optional
     def preload(cls, **kwargs: Any) -> None:

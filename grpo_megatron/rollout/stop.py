@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_CLEANED = ".?!,'tmse "  # last characters of what a tokenizer's clean-up replaces: it removes spaces before " n't", " ."
+_CLEANED = (
+    ".?!,'tmse "  # last characters of what a tokenizer's clean-up replaces: it removes spaces before " n't", " ."
+)
 _MARGIN = 8  # characters: what decodes differently at the beginning of a window (parts of a character, a space)
 
 
@@ -39,7 +41,9 @@ class StopTexts:
         if token not in self._suspicious:
             # twice: a tokenizer may drop the space that begins the first token
             self._suspicious[token] = self._can_complete(self._decode([token, token]))
-        return self._suspicious[token] and self._found_in_window(response_ids) and self._is_in(self._decode(response_ids))
+        return (
+            self._suspicious[token] and self._found_in_window(response_ids) and self._is_in(self._decode(response_ids))
+        )
 
     def _can_complete(self, text: str) -> bool:
         return not self._last.isdisjoint(text) or (self._may_end_in_bytes and "\N{REPLACEMENT CHARACTER}" in text)

@@ -58,7 +58,11 @@ class VllmQueue:
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"temperature {request.temperature} is outside vLLM's {low} to {high} (or 0)")
         self.require_vocabulary(request.prompt_ids)
-        stop_token_ids = [*self._eos_token_ids, *request.stop_token_ids, *(request.stop.token_ids if request.stop else ())]
+        stop_token_ids = [
+            *self._eos_token_ids,
+            *request.stop_token_ids,
+            *(request.stop.token_ids if request.stop else ()),
+        ]
         self.require_vocabulary(stop_token_ids)
         return self._sampling_params(
             max_tokens=request.max_tokens,

@@ -22,6 +22,7 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.sampling.generator import Generator, distinct_uids, share_of_block
 from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.trajectories.driver import play
@@ -46,7 +47,8 @@ class TrajectoryGenerator(Generator):
         max_prompt_length: int,
     ) -> None:
         super().__init__(engine, pool, tokenizer, mesh, rollout.seed, weights_digest)
-        self.rollout, self.multi_turn = rollout, rollout.multi_turn
+        self.multi_turn, self.stop_token_ids = rollout.multi_turn, tuple(rollout.stop_token_ids)
+        self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
         self.answers, self.gives_rewards, self.max_prompt_length = answers, gives_rewards, max_prompt_length
 
     def draw(
@@ -76,8 +78,8 @@ class TrajectoryGenerator(Generator):
                 temperature=0.0 if i == GREEDY else temperature,
                 top_p=1.0 if i == GREEDY else top_p,
                 version=version,
-                stop=tuple(self.rollout.stop),
-                stop_token_ids=tuple(self.rollout.stop_token_ids),
+                stop=self.stop,
+                stop_token_ids=self.stop_token_ids,
             )
             for p, i in wanted
         ]
@@ -98,9 +100,7 @@ class TrajectoryGenerator(Generator):
     def _sample(self, trajectory: Trajectory, prompt: Prompt, prompt_index: int, index: int) -> Sample:
         is_masked = self.multi_turn.failed == "mask" and trajectory.status in FAILURES
         if trajectory.prompt_ids:
-            prompt = replace(
-                prompt, prompt_ids=tuple(trajectory.prompt_ids), text=self._decode(trajectory.prompt_ids)
-            )
+            prompt = replace(prompt, prompt_ids=tuple(trajectory.prompt_ids), text=self._decode(trajectory.prompt_ids))
         return Sample(
             prompt=prompt,
             prompt_index=prompt_index,

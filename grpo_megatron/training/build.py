@@ -11,7 +11,7 @@ from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device, DeviceMemory
-from grpo_megatron.environments.registry import build_pool
+from grpo_megatron.environments.build import build_pool
 from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.resharding import Resharding

@@ -50,8 +50,11 @@ class EnvironmentAnswers:
         self._problem: str | None = None  # why the worker processes cannot run; only the leader knows before `take`
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
-        for trajectory in trajectories:
-            self._on_leader(lambda pool, t=trajectory: pool.start(t.key, t.row, t.environment_seed))
+        def call(pool: EnvironmentPool) -> None:
+            for trajectory in trajectories:
+                pool.start(trajectory.key, trajectory.row, trajectory.environment_seed)
+
+        self._on_leader(call)
 
     def ask(self, trajectory: Trajectory) -> None:
         self._on_leader(lambda pool: pool.step(trajectory.key, self._text(trajectory)))
@@ -101,7 +104,7 @@ class EnvironmentAnswers:
             return []  # nothing reads it
         limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
         messages = shortened(step.messages, self.renderer.tokenizer, limit, side)
-        ended = trajectory.response_ids[-1] in self.renderer.stop_token_ids
+        ended = trajectory.response_ids[-1] == self.renderer.end_of_turn
         return self.renderer.observation(messages, ended_with_eos=ended)
 
     def _text(self, trajectory: Trajectory) -> str:
@@ -109,6 +112,6 @@ class EnvironmentAnswers:
         assert trajectory.last_turn is not None
         start, end = trajectory.last_turn
         ids = trajectory.response_ids[start:end]
-        if ids[-1] in self.renderer.stop_token_ids:
+        if ids[-1] in (self.renderer.end_of_turn, self.renderer.tokenizer.eos_token_id):
             ids = ids[:-1]
         return str(self.renderer.tokenizer.decode(ids, skip_special_tokens=False))

@@ -33,7 +33,9 @@ class Answers(Protocol):
         """Their environments are no longer needed."""
 
 
-def play(trajectories: Sequence[Trajectory], engine: RolloutEngine, answers: Answers, version: int, latency: int) -> int:
+def play(
+    trajectories: Sequence[Trajectory], engine: RolloutEngine, answers: Answers, version: int, latency: int
+) -> int:
     """Play every trajectory to its end. Returns the ticks that it took.
 
     `version` is that of the engine's weights, `latency` in ticks. If anything fails, no request stays in the engine.

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_megatron.rollout.engine import Completion, Request, stable_hash
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.types import Turn
-
 
 FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # of the environment
 STATUSES = ("ok", "turn_limit", "length", "prompt_length", *FAILURES)
@@ -64,7 +64,7 @@ class Trajectory:
     temperature: float
     top_p: float
     version: int
-    stop: tuple[str, ...] = ()
+    stop: StopTexts | None = None
     stop_token_ids: tuple[int, ...] = ()
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
@@ -112,6 +112,7 @@ class Trajectory:
             temperature=self.temperature,
             top_p=self.top_p,
             stop_token_ids=self.stop_token_ids,
+            stop=self.stop,
         )
 
     def generated(self, completion: Completion, clock: int) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from grpo_megatron.environments.environment import Message
+from grpo_megatron.environments.environment import ChatMessage
 
 Side = Literal["left", "middle", "right"]
 OMISSION = "..."
 
 
-def shortened(messages: list[Message], tokenizer: Any, max_tokens: int, side: Side) -> list[Message]:
+def shortened(messages: list[ChatMessage], tokenizer: Any, max_tokens: int, side: Side) -> list[ChatMessage]:
     """The messages, with every text content of more than `max_tokens` tokens cut on `side` and `...` in its place."""
     return [
         {**message, "content": shorten(message["content"], tokenizer, max_tokens, side)}

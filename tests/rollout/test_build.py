@@ -37,7 +37,10 @@ def toy_run(folder: Path, *overrides: str) -> Any:
         (["rollout.engine=no.such:Engine"], "cannot import module 'no.such'"),
         (["rollout.engine=tests.rollout.toy_engine:Missing"], "has no attribute 'Missing'"),
         (["rollout.engine=tests.rollout.toy_engine:not_a_class"], "is no subclass of"),
-        (["rollout.engine=tests.rollout.toy_engine:Unfinished"], "lacks __init__, abort, load_weights, logprobs, num_unfinished, poll,"),
+        (
+            ["rollout.engine=tests.rollout.toy_engine:Unfinished"],
+            "lacks __init__, abort, load_weights, logprobs, num_unfinished, poll,",
+        ),
         (["rollout.engine_options.journl=x"], "did you mean 'rollout.engine_options.journal'?"),
         (["rollout.engine_options.verbosity=loud"], "rollout.engine_options.verbosity='loud': Input should be"),
         (["rollout.engine_options={}"], "missing key 'rollout.engine_options.journal'"),

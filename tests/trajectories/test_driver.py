@@ -77,7 +77,7 @@ def test_the_clock_jumps_when_nothing_is_generated() -> None:
     (t,) = trajectories
     lengths = [turn.end - turn.start for turn in t.turns if turn.kind == "assistant"]
     assert len(engine.batches) == sum(lengths)
-    assert [b.clock - a.clock for a, b in itertools.pairwise(t.turns)][0] == 50
+    assert next(b.clock - a.clock for a, b in itertools.pairwise(t.turns)) == 50
 
 
 @pytest.mark.parametrize("status", ["timeout", "died", "raised", "flooded", "memory"])

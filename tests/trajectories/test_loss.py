@@ -41,9 +41,9 @@ def samples() -> list[Sample]:
             mask = [int(turn.kind == "assistant") for turn in turns for _ in range(turn.start, turn.end)]
             logprobs = [-1.0 if in_loss else 7.0 for in_loss in mask]
             mask = [0] * len(mask) if (p, i) == MASKED else mask
-            found.append(
-                Sample(prompt(p), p, i, list(range(len(mask))), logprobs, "stop", 0, reward=REWARDS[p][i], loss_mask=mask, turns=turns)
-            )
+            sample = Sample(prompt(p), p, i, list(range(len(mask))), logprobs, "stop", 0, loss_mask=mask, turns=turns)
+            sample.reward = REWARDS[p][i]
+            found.append(sample)
     return found
 
 
@@ -118,7 +118,9 @@ def test_loss_and_gradient_equal_the_formulas_over_generated_tokens(name: str, m
     batch = batch_of(drawn, config, "best_worst" if paired else "grpo")
     shape = batch.loss_mask.shape
     generator = torch.Generator().manual_seed(0)
-    columns = {c: -1 + 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64) for c in ("new", "old", "ref")}
+    columns = {
+        c: -1 + 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64) for c in ("new", "old", "ref")
+    }
     new = columns["new"].clone().requires_grad_()
     total = new.new_zeros(())
     for rows in (micro for mini in batch.mini_batches for micro in mini):
@@ -142,7 +144,9 @@ def test_loss_and_gradient_equal_the_formulas_over_generated_tokens(name: str, m
         for p, group in enumerate(REWARDS):
             rows = [4 * p + i for i in range(4) if (p, i) != MASKED]
             best, worst = (pick(rows, key=lambda row: group[row % 4]) for pick in (max, min))
-            chosen, rejected = ((leaf - columns["ref"])[in_loss[row][0], in_loss[row][1]].sum() for row in (best, worst))
+            chosen, rejected = (
+                (leaf - columns["ref"])[in_loss[row][0], in_loss[row][1]].sum() for row in (best, worst)
+            )
             value = -torch.log(torch.sigmoid(config.dpo_beta * (chosen - rejected)))
             losses += [value.expand(len(in_loss[row][1])) for row in (best, worst)]
     else:
