@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
 )
 
-CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 200, 50, 32, 0.85  # the warm-up's curriculum
+CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 420, 40, 32, 0.82  # the warm-up's curriculum
 
 
 def supervised_rows(seed: int) -> Iterator[dict[str, Any]]:
@@ -48,7 +48,12 @@ def supervised_rows(seed: int) -> Iterator[dict[str, Any]]:
         for _ in range(ROWS_PER_STEP):
             question, a, b = _problem(draw, held_out=False)
             bare = step >= CALLING_STEPS and draw.random() < BARE_SHARE
-            yield {"messages": [{"role": "user", "content": question}, *(bare_turns(a, b) if bare else calling_turns(a, b))]}
+            yield {
+                "messages": [
+                    {"role": "user", "content": question},
+                    *(bare_turns(a, b) if bare else calling_turns(a, b)),
+                ]
+            }
 
 
 def bare_turns(a: int, b: int) -> list[dict[str, Any]]:
