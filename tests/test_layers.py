@@ -112,6 +112,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "matplotlib": ("observability.curves",),
     "tqdm": ("observability.sinks", "training.validation", "evaluation.", "convert."),
     "latex2mathml": ("evaluation.formulas",),
+    "jsonschema": ("environments.tool",),
+    "bm25s": ("environments.tools.search",),
     "math_verify": ("rewards.math.formula", "evaluation.grading_speed"),
     "latex2sympy2_extended": ("rewards.math.formula",),
     "sympy": ("rewards.math.formula",),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import (
     DTYPE_BYTES,
@@ -113,24 +114,7 @@ def _step_lines(config: Config, world_size: int) -> Iterator[str]:
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
     yield _line("reference", "; ".join(_uses_of_reference(config)))
-    yield from _environment_lines(config)
-
-
-def _environment_lines(config: Config) -> Iterator[str]:
-    """Several turns: who answers, and the limits of a trajectory."""
-    multi_turn = config.rollout.multi_turn
-    if multi_turn.environment is None:
-        return
-    tools = f" with {', '.join(multi_turn.tools)}" if multi_turn.tools else ""
-    workers = _counted(multi_turn.num_workers, "worker")
-    yield _line(
-        "environment", f"{multi_turn.environment}{tools}; {workers} per engine, {multi_turn.timeout_s:g} s per call"
-    )
-    yield _line(
-        "trajectory",
-        f"at most {_counted(multi_turn.max_assistant_turns, 'turn')}, {config.data.max_response_length:,} tokens with"
-        f" observations, {multi_turn.max_tool_response_length:,} per tool response",
-    )
+    yield from (_line(name, text) for name, text in environment_lines(config))
 
 
 def _uses_of_reference(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ With algorithm.source=file an environment is allowed: validation plays it, and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,22 @@ def gives_rewards(config: Config) -> bool:
         return find_environment(name).gives_rewards
     except ConfigError:
         return False
+
+
+def environment_lines(config: Config) -> Iterator[tuple[str, str]]:
+    """(name, text) for the printed plan: who answers, and the limits of a trajectory. Nothing for a single turn."""
+    multi_turn = config.rollout.multi_turn
+    if multi_turn.environment is None:
+        return
+    tools = f" with {', '.join(multi_turn.tools)}" if multi_turn.tools else ""
+    processes = "1 worker" if multi_turn.num_workers == 1 else f"{multi_turn.num_workers} workers"
+    yield "environment", f"{multi_turn.environment}{tools}; {processes} per engine, {multi_turn.timeout_s:g} s per call"
+    turns, length = multi_turn.max_assistant_turns, config.data.max_response_length
+    yield (
+        "trajectory",
+        f"at most {turns} turns and {length:,} tokens with observations, {multi_turn.max_tool_response_length:,} per tool"
+        " response",
+    )
 
 
 def check_environment(config: Config, tokenizer: Any) -> CheckedEnvironment:

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
-from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems
+from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
@@ -67,6 +67,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
     problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu"))
     problems.add(batch_problems(config))
     problems.add(sampling_problems(config))
+    problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
     problems.add(method_problems(config))
     problems.add(environment_problems(config))

@@ -1,4 +1,4 @@
-"""The calculator example's generated task: a * b in word problems, a and b in 11..99, with a tool that computes.
+"""The calculator example's generated task: a * b in word problems, a and b in 32..99, with a tool that computes.
 
 A tiny model cannot compute such products. The warm-up teaches it to call the calculator and to copy the result, and then
 a habit of answering at once, which is nearly always wrong; few answers still begin with a call. GRPO, rewarded for exact
@@ -17,7 +17,7 @@ from typing import Any
 from grpo_megatron.data.arithmetic import NAMES, SEPARATOR, is_held_out, word_tokenizer, words_of
 from grpo_megatron.rewards.format import TAGS
 
-SMALLEST, LARGEST = 11, 99
+SMALLEST, LARGEST = 32, 99  # all products have four digits
 CONTAINERS = ("boxes", "bags", "rows", "carts")
 NOUNS = ("apples", "books", "coins", "pens", "cards", "eggs")
 TEMPLATES = (
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
 )
 
-CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 420, 40, 32, 0.82  # the warm-up's curriculum
+CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 200, 40, 32, 0.82  # the warm-up's curriculum
 
 
 def supervised_rows(seed: int) -> Iterator[dict[str, Any]]:

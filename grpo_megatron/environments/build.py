@@ -9,7 +9,7 @@ from grpo_megatron.environments.environment import Environment
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.environments.registry import environments, load_environment
 
-KEY = "rollout.multi_turn.environment"
+_KEY = "rollout.multi_turn.environment"
 
 
 def find_environment(name: str) -> type[Environment]:
@@ -17,14 +17,14 @@ def find_environment(name: str) -> type[Environment]:
     try:
         found = environments.get(name)
     except ValueError as error:
-        raise ConfigError(f"{KEY}: {error}") from error
+        raise ConfigError(f"{_KEY}: {error}") from error
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ConfigError(
-            f"{KEY}={name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
+            f"{_KEY}={name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ConfigError(
-            f"{KEY}={name!r} is no subclass of grpo_megatron.environments.environment.Environment; name one"
+            f"{_KEY}={name!r} is no subclass of grpo_megatron.environments.environment.Environment; name one"
         )
     return found
 
@@ -46,7 +46,7 @@ def make_environment(multi_turn: MultiTurnConfig) -> Environment:
         return load_environment(multi_turn.environment, kwargs)()
     except Exception as error:  # whatever the user's class raises
         raise ConfigError(
-            f"{KEY}={multi_turn.environment!r} cannot be made with {kwargs}: {type(error).__name__}: {error}; correct"
+            f"{_KEY}={multi_turn.environment!r} cannot be made with {kwargs}: {type(error).__name__}: {error}; correct"
             " rollout.multi_turn.kwargs, or the class"
         ) from error
 

@@ -8,7 +8,7 @@ trajectory is continued elsewhere by its seed and the completions so far, which 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -48,9 +48,9 @@ class Environment(ABC):
         return []
 
     @abstractmethod
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
         """The first messages. `row` is the data file's. Equal `row` and `seed` must give an equal start."""
 
     @abstractmethod
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> Step | Awaitable[Step]:
         """The answer to what the model wrote in its turn, special tokens included, as text."""

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_megatron.environments.environment import Environment
+from grpo_megatron.environments.tool_environment import ToolEnvironment
 from grpo_megatron.registry import Registry
 
 environments: Registry[type[Environment]] = Registry("environment")
+environments.register("tools")(ToolEnvironment)
 
 
 def load_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Environment]:

@@ -28,7 +28,7 @@ from grpo_megatron.data.task import Task
 from grpo_megatron.environments.build import find_environment, make_environment
 from grpo_megatron.evaluation.ledger import LedgerEntry, PlayedTurn
 from grpo_megatron.rollout.engine import sample_seed, stable_hash
-from grpo_megatron.trajectories.trajectory import Limits, Trajectory
+from grpo_megatron.trajectories.trajectory import Trajectory, TrajectoryLimits
 from grpo_megatron.types import GREEDY, Prompt
 
 ENVIRONMENT = "environment"  # the grader of a task whose environment gives the rewards
@@ -63,7 +63,14 @@ def read_arena(task: Task, tokenizer: Any, eos_token_ids: Sequence[int]) -> Aren
 
 
 def new_trajectory(
-    prompt: Prompt, index: int, *, run_seed: int, version: int, limits: Limits, temperature: float, top_p: float
+    prompt: Prompt,
+    index: int,
+    *,
+    run_seed: int,
+    version: int,
+    limits: TrajectoryLimits,
+    temperature: float,
+    top_p: float,
 ) -> Trajectory:
     """A trajectory of a problem. Its seeds depend on the run's seed, the problem and the sample only."""
     is_greedy = index == GREEDY

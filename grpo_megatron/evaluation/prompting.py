@@ -112,16 +112,6 @@ def _texts_sha256(texts: list[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-def stop_token_ids(stop: list[str], tokenizer: Any) -> list[int]:
-    """The stop texts that are one token each. Only these end a completion in the engine."""
-    found = []
-    for text in stop:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) == 1 and text in tokenizer.get_vocab():
-            found.append(ids[0])
-    return found
-
-
 def cut_at_stop(token_ids: list[int], stop: list[str], tokenizer: Any) -> tuple[str, int, bool]:
     """(text before the first stop text, tokens up to and with it, whether there was one)."""
 

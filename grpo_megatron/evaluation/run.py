@@ -18,15 +18,16 @@ from grpo_megatron.environments.build import build_pool
 from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.playing import Arena, new_trajectory, played_entry
-from grpo_megatron.evaluation.prompting import cut_at_stop, stop_token_ids
+from grpo_megatron.evaluation.prompting import cut_at_stop
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
 from grpo_megatron.trajectories.driver import play
-from grpo_megatron.trajectories.trajectory import Limits
+from grpo_megatron.trajectories.trajectory import TrajectoryLimits
 from grpo_megatron.types import GREEDY, Prompt
 
 WEIGHTS_VERSION = 0  # the weights never change
@@ -108,7 +109,7 @@ def draw_task(
     ledger = Ledger(settings.options.output, selected.name)
     # rank 0 reads for all: a network file system may show other ranks an older ledger
     done = mesh.broadcast(set(ledger.read()) if mesh.rank == 0 else set())
-    stops = tuple(stop_token_ids(selected.prompts.stop, settings.tokenizer))
+    stop = StopTexts(settings.tokenizer, selected.prompts.stop) if selected.prompts.stop else None
     progress = _Progress(selected, len(done & set(selected.keys())), mesh)
     with contextlib.ExitStack() as opened:
         answers = _open_environments(selected.arena, mesh, opened)
@@ -118,7 +119,7 @@ def draw_task(
             if answers is not None:
                 entries = _play(settings, selected, batch, engine, answers)
             else:
-                requests = [_request(settings, selected, prompt, index, stops) for prompt, index in batch]
+                requests = [_request(settings, selected, prompt, index, stop) for prompt, index in batch]
                 completions = zip(batch, engine.generate(requests, WEIGHTS_VERSION), strict=True)
                 entries = [_ledger_entry(settings, selected, p, i, completion) for (p, i), completion in completions]
             if mesh.is_block_leader:
@@ -150,7 +151,7 @@ def _play(
             index,
             run_seed=settings.options.seed,
             version=WEIGHTS_VERSION,
-            limits=Limits(selected.max_prompt_tokens, selected.max_tokens, multi_turn.max_assistant_turns),
+            limits=TrajectoryLimits(selected.max_prompt_tokens, selected.max_tokens, multi_turn.max_assistant_turns),
             temperature=selected.temperature,
             top_p=selected.top_p,
         )
@@ -171,7 +172,7 @@ def _block_batches(selected: Selected, batch_size: int, mesh: Mesh) -> list[list
 
 
 def _request(
-    settings: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stops: tuple[int, ...]
+    settings: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stop: StopTexts | None
 ) -> Request:
     is_greedy = index == GREEDY
     return Request(
@@ -180,7 +181,7 @@ def _request(
         max_tokens=selected.max_tokens,
         temperature=0.0 if is_greedy else selected.temperature,
         top_p=1.0 if is_greedy else selected.top_p,
-        stop_token_ids=stops,
+        stop=stop,
     )
 
 

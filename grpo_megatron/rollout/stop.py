@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_CLEANED = (
-    ".?!,'tmse "  # last characters of what a tokenizer's clean-up replaces: it removes spaces before " n't", " ."
-)
+_CLEANED = ".?!,'tmse "  # last characters of " .", " n't" and the like, where the clean-up of a tokenizer removes a space
 _MARGIN = 8  # characters: what decodes differently at the beginning of a window (parts of a character, a space)
 
 
@@ -29,29 +27,28 @@ class StopTexts:
         self.token_ids = tuple(_single_tokens(self.texts, tokenizer))
         self._tokenizer = tokenizer
         self._last = {text[-1] for text in texts}
-        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        if self._decode(_encode("x .", tokenizer)) != "x .":
             self._last.update(_CLEANED)
         self._may_end_in_bytes = any(not character.isascii() for character in self._last)
         self._longest = max(map(len, texts))
-        self._suspicious: dict[int, bool] = {}  # token id -> whether it can complete a text
+        self._lengths: dict[int, int] = {}  # token id -> characters; 0: it cannot complete a text
 
     def completed_by(self, response_ids: Sequence[int]) -> bool:
         """Whether the last token completes a text. To be called after each token, until it does."""
         token = response_ids[-1]
-        if token not in self._suspicious:
-            # twice: a tokenizer may drop the space that begins the first token
-            self._suspicious[token] = self._can_complete(self._decode([token, token]))
-        return (
-            self._suspicious[token] and self._found_in_window(response_ids) and self._is_in(self._decode(response_ids))
-        )
+        if token not in self._lengths:
+            text = self._decode([token, token])  # twice: a tokenizer may drop the space that begins the first token
+            self._lengths[token] = len(text) if self._can_complete(text) else 0
+        length = self._lengths[token]
+        return length > 0 and self._is_near_end(response_ids, length) and self._is_in(self._decode(response_ids))
 
     def _can_complete(self, text: str) -> bool:
         return not self._last.isdisjoint(text) or (self._may_end_in_bytes and "\N{REPLACEMENT CHARACTER}" in text)
 
-    def _found_in_window(self, response_ids: Sequence[int]) -> bool:
-        """In the last tokens, of which there are enough for every text that the last one can complete."""
-        length = self._longest + len(self._decode(response_ids[-1:])) + _MARGIN
-        size = length
+    def _is_near_end(self, response_ids: Sequence[int], last_length: int) -> bool:
+        """Whether the last tokens contain a text. They decode to enough characters for each that the last can complete."""
+        length = self._longest + last_length + _MARGIN
+        size = self._longest + _MARGIN
         while len(text := self._decode(response_ids[-size:])) < length and size < len(response_ids):
             size *= 2
         return self._is_in(text)

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.types import GREEDY, Prompt, Sample
 
 
@@ -30,10 +32,12 @@ class Generator:
         pool: RewardPool | None,
         tokenizer: Any,
         mesh: Mesh,
-        seed: int,
+        rollout: RolloutConfig,
         weights_digest: Callable[[], str],
     ) -> None:
-        self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, seed
+        self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, rollout.seed
+        self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
+        self.stop_token_ids = tuple(rollout.stop_token_ids)
         self.weights_digest = weights_digest
 
     def draw(
@@ -66,6 +70,8 @@ class Generator:
                         max_tokens=max_tokens,
                         temperature=0.0 if i == GREEDY else temperature,
                         top_p=1.0 if i == GREEDY else top_p,
+                        stop_token_ids=self.stop_token_ids,
+                        stop=self.stop,
                     )
                     for p, i in local_requests
                 ],

@@ -12,7 +12,9 @@ trajectory without any turn, because its environment did not start, cannot be sc
 from __future__ import annotations
 
 import json
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,12 +24,13 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
-from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.sampling.generator import Generator, distinct_uids, share_of_block
 from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.trajectories.driver import play
-from grpo_megatron.trajectories.trajectory import FAILURES, Limits, Trajectory
+from grpo_megatron.trajectories.trajectory import FAILURES, Trajectory, TrajectoryLimits
 from grpo_megatron.types import GREEDY, Prompt, Sample
+
+logger = logging.getLogger(__name__)
 
 
 class TrajectoryGenerator(Generator):
@@ -46,9 +49,8 @@ class TrajectoryGenerator(Generator):
         gives_rewards: bool,
         max_prompt_length: int,
     ) -> None:
-        super().__init__(engine, pool, tokenizer, mesh, rollout.seed, weights_digest)
-        self.multi_turn, self.stop_token_ids = rollout.multi_turn, tuple(rollout.stop_token_ids)
-        self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
+        super().__init__(engine, pool, tokenizer, mesh, rollout, weights_digest)
+        self.multi_turn = rollout.multi_turn
         self.answers, self.gives_rewards, self.max_prompt_length = answers, gives_rewards, max_prompt_length
 
     def draw(
@@ -65,7 +67,7 @@ class TrajectoryGenerator(Generator):
         metrics: Metrics,
     ) -> list[Sample]:
         """See Generator. `max_tokens` bounds generated and observation tokens together."""
-        limits = Limits(self.max_prompt_length, max_tokens, self.multi_turn.max_assistant_turns)
+        limits = TrajectoryLimits(self.max_prompt_length, max_tokens, self.multi_turn.max_assistant_turns)
         uids = distinct_uids(prompts)
         wanted = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
         trajectories = [
@@ -91,6 +93,7 @@ class TrajectoryGenerator(Generator):
                 problem = str(error)
             self.mesh.agree(problem)
         self._record_times(metrics)
+        self._warn_of_failures(trajectories)
         samples = [
             self._sample(trajectory, prompts[p], p, i) for (p, i), trajectory in zip(wanted, trajectories, strict=True)
         ]
@@ -158,7 +161,20 @@ class TrajectoryGenerator(Generator):
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
+    def _warn_of_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        failed = [trajectory for trajectory in trajectories if trajectory.status in FAILURES]
+        if failed and self.mesh.is_block_leader:
+            counts = Counter(trajectory.status for trajectory in failed)
+            logger.warning(
+                "%d of %d environments failed (%s); the first: %s",
+                len(failed),
+                len(trajectories),
+                ", ".join(f"{status} {count}" for status, count in counts.items()),
+                failed[0].message,
+            )
+
     def _record_times(self, metrics: Metrics) -> None:
         times, self.answers.times = self.answers.times, Times()
-        metrics.mean("timing_s/environment_call", times.environments, times.calls)
+        for name, seconds in times.seconds.items():
+            metrics.mean(f"timing_s/{name.removesuffix('_seconds')}", seconds, times.calls)
         metrics.max("timing_s/waiting_for_environments", times.waited)

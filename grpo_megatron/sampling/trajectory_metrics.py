@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.trajectories.trajectory import STATUSES
+from grpo_megatron.trajectories.trajectory import ENDINGS
 from grpo_megatron.types import GREEDY, Sample
 
 
@@ -31,7 +31,7 @@ def record_trajectory_metrics(metrics: Metrics, samples: Sequence[Sample]) -> No
         metrics.mean("trajectory/generated_tokens/mean", lengths["assistant"], 1)
         metrics.mean("trajectory/observation_tokens/mean", lengths["observation"], 1)
         metrics.mean("trajectory/observation_share", lengths["observation"], len(sample.response_ids))
-        for status in STATUSES:
+        for status in ENDINGS:
             metrics.mean(f"trajectory/status/{status}", float(sample.status == status), 1)
         for name, value in sample.trajectory_metrics.items():
             metrics.mean(f"trajectory/{name}/mean", value, 1)

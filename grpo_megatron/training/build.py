@@ -141,14 +141,12 @@ def build_generator(
     rewards = None
     if mesh.is_block_leader and not (environment and environment.gives_rewards):
         rewards = build_reward_pool(config, checked, opened)
-    parts = (colocation.engine, rewards, checked.tokenizer, mesh)
+    parts = (colocation.engine, rewards, checked.tokenizer, mesh, rollout, lambda: colocation.weights_digest)
     if environment is None:
-        return Generator(*parts, rollout.seed, lambda: colocation.weights_digest)
+        return Generator(*parts)
     pool = opened.enter_context(build_pool(rollout.multi_turn)) if mesh.is_block_leader else None
     return TrajectoryGenerator(
         *parts,
-        rollout,
-        lambda: colocation.weights_digest,
         answers=EnvironmentAnswers(pool, environment.renderer, rollout.multi_turn, mesh),
         gives_rewards=environment.gives_rewards,
         max_prompt_length=config.data.max_prompt_length,

@@ -6,11 +6,10 @@ ranks of the block, which wait for them at the same tick.
 
 from __future__ import annotations
 
-import logging
-import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
@@ -20,9 +19,8 @@ from grpo_megatron.environments.environment import Step
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.trajectories.trajectory import Answer, Trajectory
-from grpo_megatron.trajectories.truncation import shortened
+from grpo_megatron.trajectories.truncation import cut_contents
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -32,11 +30,11 @@ class EnvironmentsLost(RuntimeError):
 
 @dataclass
 class Times:
-    """Wall-clock seconds of environments."""
+    """Wall-clock seconds, which differ between equal runs and are therefore no part of any sample."""
 
-    environments: float = 0.0  # all calls of reset and step together
-    calls: int = 0
-    waited: float = 0.0  # while the engine stood still
+    calls: int = 0  # of reset and step
+    seconds: Counter[str] = field(default_factory=Counter)  # by what took them
+    waited: float = 0.0  # for environments, while the engine stood still
 
 
 class EnvironmentAnswers:
@@ -65,7 +63,7 @@ class EnvironmentAnswers:
         outcomes = self._on_leader(lambda pool: pool.wait([trajectory.key for trajectory in trajectories])) or {}
         self.times.waited += time.perf_counter() - start
         self.times.calls += len(outcomes)
-        self.times.environments += math.fsum(outcome.seconds for outcome in outcomes.values())
+        self.times.seconds["environment_call"] += sum(outcome.seconds for outcome in outcomes.values())
         answers = [self._answer(t, outcomes[t.key]) for t in trajectories if t.key in outcomes]
         answers, problem = self.mesh.block_broadcast((answers, self._problem))
         if problem is not None:
@@ -87,15 +85,16 @@ class EnvironmentAnswers:
 
     def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
         if outcome.step is None:
-            logger.warning("%s: the environment failed (%s): %s", trajectory.key, outcome.status, outcome.message)
             return Answer([], status=outcome.status, message=outcome.message)
         step = outcome.step
         try:
             token_ids = self._render(trajectory, step)
         except ConfigError as error:  # messages that the template refuses are this environment's fault
-            logger.warning("%s: the environment's messages cannot be rendered: %s", trajectory.key, error)
-            return Answer([], status="raised", message=str(error))
-        return Answer(token_ids, reward=step.reward, done=step.done, metrics=step.metrics)
+            return Answer([], status="raised", message=f"its messages cannot be rendered: {error}")
+        times = {name: value for name, value in step.metrics.items() if name.endswith("_seconds")}
+        self.times.seconds.update(times)
+        metrics = {name: value for name, value in step.metrics.items() if name not in times}
+        return Answer(token_ids, reward=step.reward, done=step.done, metrics=metrics)
 
     def _render(self, trajectory: Trajectory, step: Step) -> list[int]:
         if not trajectory.turns:
@@ -103,7 +102,7 @@ class EnvironmentAnswers:
         if step.done:
             return []  # nothing reads it
         limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
-        messages = shortened(step.messages, self.renderer.tokenizer, limit, side)
+        messages = cut_contents(step.messages, self.renderer.tokenizer, limit, side)
         ended = trajectory.response_ids[-1] == self.renderer.end_of_turn
         return self.renderer.observation(messages, ended_with_eos=ended)
 

@@ -25,7 +25,7 @@ from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.types import Turn
 
 FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # of the environment
-STATUSES = ("ok", "turn_limit", "length", "prompt_length", *FAILURES)
+ENDINGS = ("ok", "turn_limit", "length", "prompt_length", *FAILURES)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrajectoryLimits:
     """Lengths in tokens. `response` counts generated and observation tokens."""
 
     prompt: int
@@ -60,7 +60,7 @@ class Trajectory:
     row: Mapping[str, Any]
     environment_seed: int
     seed: int
-    limits: Limits
+    limits: TrajectoryLimits
     temperature: float
     top_p: float
     version: int

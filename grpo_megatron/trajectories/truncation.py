@@ -10,7 +10,7 @@ Side = Literal["left", "middle", "right"]
 OMISSION = "..."
 
 
-def shortened(messages: list[ChatMessage], tokenizer: Any, max_tokens: int, side: Side) -> list[ChatMessage]:
+def cut_contents(messages: list[ChatMessage], tokenizer: Any, max_tokens: int, side: Side) -> list[ChatMessage]:
     """The messages, with every text content of more than `max_tokens` tokens cut on `side` and `...` in its place."""
     return [
         {**message, "content": shorten(message["content"], tokenizer, max_tokens, side)}

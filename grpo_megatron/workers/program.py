@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from typing import Any, BinaryIO
+from io import BufferedReader, BufferedWriter
+from typing import Any
 
 from grpo_megatron.child import die_with_parent
 from grpo_megatron.workers.family import adopt_orphans
@@ -14,14 +15,14 @@ from grpo_megatron.workers.family import adopt_orphans
 MAX_MESSAGE = 500  # characters of an exception's text
 
 
-def begin() -> tuple[BinaryIO, BinaryIO]:
+def begin() -> tuple[BufferedReader, BufferedWriter]:
     """(requests, replies): binary streams of JSON lines. The number of the parent is the program's only argument."""
     die_with_parent(int(sys.argv[1]))  # also while the user's code hangs in C and cannot notice the end of stdin
     adopt_orphans()
     return take_pipes()
 
 
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_pipes() -> tuple[BufferedReader, BufferedWriter]:
     """Move the two pipes of the protocol to new file descriptors. Then stdin is empty, and prints go to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -38,7 +39,7 @@ def be_killed_first() -> None:
             file.write("1000")
 
 
-def reply(replies: BinaryIO, message: dict[str, Any]) -> None:
+def reply(replies: BufferedWriter, message: dict[str, Any]) -> None:
     """Write one message."""
     replies.write(json.dumps(message).encode() + b"\n")
     replies.flush()

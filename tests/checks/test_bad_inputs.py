@@ -118,6 +118,11 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["rollout.top_k=50"], ["rollout.top_k=50", "set rollout.top_k=-1"]),
     (["rollout.temperature=3"], ["rollout.temperature=3 is outside", "0.01 to 2"]),
     (["rollout.val_kwargs.temperature=0.001"], ["rollout.val_kwargs.temperature=0.001", "0.01 to 2"]),
+    (['rollout.stop=["###",""]'], ["rollout.stop=['###', '']: an empty text", "remove it"]),
+    (
+        ["rollout.stop_token_ids=[100,101,-1]"],
+        ["rollout.stop_token_ids=[100, 101, -1]: 101, -1 is outside", "vocabulary of 0 to 100", "rollout.stop"],
+    ),
     # names
     (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "did you mean 'grpo'?"]),
     (["actor.loss_mode=vanila"], ["actor.loss_mode", "did you mean 'vanilla'?"]),

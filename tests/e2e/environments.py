@@ -11,13 +11,14 @@ from grpo_megatron.environments.environment import ChatMessage, Environment, Ste
 
 
 class Echo(Environment):
-    """Answers with digits of a hash of the turn, until that hash is divisible by `patience`; never twice in one tempo.
+    """Answers with the sum of the turn's characters, until that sum is divisible by `patience`.
 
-    `delay_s` > 0: every call takes a random time of up to so many seconds, another one in each run.
+    `delay_s` > 0: every call takes a random time of up to so many seconds, another one in each run. `is_fragile`: some turns
+    make it raise.
     """
 
-    def __init__(self, patience: int = 3, delay_s: float = 0.0) -> None:
-        self.patience, self.delay_s = patience, delay_s
+    def __init__(self, patience: int = 3, delay_s: float = 0.0, is_fragile: bool = False) -> None:
+        self.patience, self.delay_s, self.is_fragile = patience, delay_s, is_fragile
 
     def _wait(self) -> None:
         if self.delay_s:
@@ -31,6 +32,8 @@ class Echo(Environment):
     def step(self, completion: str) -> Step:
         self._wait()
         number = sum(map(ord, completion))
+        if self.is_fragile and number % 4 == 1:
+            raise KeyError("no such answer")
         if number % self.patience == 0:
             return Step([], reward=self.reward(number), done=True, metrics={"echoes": 0})
         message = {"role": "user", "content": " ".join(str(number))}
@@ -47,12 +50,3 @@ class Judge(Echo):
 
     def reward(self, number: int) -> float:
         return float(number % 5)
-
-
-class Fragile(Echo):
-    """Raises on some turns."""
-
-    def step(self, completion: str) -> Step:
-        if sum(map(ord, completion)) % 4 == 1:
-            raise KeyError("no such answer")
-        return super().step(completion)

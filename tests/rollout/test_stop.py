@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from grpo_megatron.rollout.stop import StopTexts
 
@@ -21,7 +22,7 @@ SPECIAL = ["<eos>", "<|im_end|>"]
 
 
 def trained(kind: str) -> Any:
-    if kind == "byte-level":
+    if "byte-level" in kind:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +50,8 @@ def trained(kind: str) -> Any:
         tokenizer_object=tokenizer,
         eos_token="<eos>",
         extra_special_tokens=["<|im_end|>"],
-        clean_up_tokenization_spaces=kind == "cleaned",
+        clean_up_tokenization_spaces="cleaned" in kind,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output="cleaned" in kind,
     )
 
 
@@ -65,7 +67,7 @@ def first_found(stop: StopTexts, ids: list[int]) -> int | None:
     return next((length for length in range(1, len(ids) + 1) if stop.completed_by(ids[:length])), None)
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "wordpiece", "cleaned"])
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "wordpiece", "cleaned wordpiece"])
 def test_the_token_that_completes_a_text_is_found_by_every_tokenizer(kind: str) -> None:
     tokenizer, generator = trained(kind), random.Random(0)
     real = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
@@ -84,6 +86,37 @@ def test_the_token_that_completes_a_text_is_found_by_every_tokenizer(kind: str) 
         assert first_found(stop, ids) == expected, (stops, ids)
         found += expected is not None
     assert found > 200
+
+
+THUMB = "\U0001f44d\u4f60"  # seven bytes
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+CASES: dict[str, tuple[str, str, list[str]]] = {
+    # tokenizer, stop text, tokens (bytes of one character are written as Latin-1), the last of which completes it
+    "characters of several bytes": ("byte-level", THUMB + "bc", ["x"] * 20 + [*THUMB.encode().decode("latin-1"), "b", "c"]),
+    "special tokens in between": ("byte-level", "ab", ["x"] * 20 + ["a"] + ["<eos>"] * 50 + ["b"]),
+    "special tokens before a long token": ("byte-level", "xa", ["q"] * 20 + ["x"] + ["<eos>"] * 50 + [ALPHABET]),
+    "a space that the clean-up removes": ("cleaned byte-level", "on", ["x", "d", "o", " ", "n", "'", "t"]),
+    "a text of two tokens that is also one": ("byte-level", "??", ["?", "?"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rare_ways_to_complete_a_text(case: str) -> None:
+    kind, text, tokens = CASES[case]
+    tokenizer = trained(kind)
+    tokenizer.add_tokens([ALPHABET, "??"])
+    of_byte, vocabulary = bytes_to_unicode(), tokenizer.get_vocab()
+    ids = [vocabulary[of_byte[ord(token)] if len(token) == 1 else token] for token in tokens]
+    assert first_by_definition(tokenizer, [text], ids) == len(ids)
+    assert first_found(StopTexts(tokenizer, [text]), ids) == len(ids)
+
+
+def test_what_only_the_beginning_of_a_window_decodes_to_is_no_text() -> None:
+    tokenizer = trained("wordpiece")
+    vocabulary = tokenizer.get_vocab()
+    ids = [vocabulary["a"], *[vocabulary["##e"]] * 30]
+    assert "##" in tokenizer.decode(ids[10:]) and "##" not in tokenizer.decode(ids)
+    assert first_found(StopTexts(tokenizer, ["##"]), ids) is None
 
 
 def test_most_tokens_are_ruled_out_without_decoding_the_response() -> None:

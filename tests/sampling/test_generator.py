@@ -11,22 +11,12 @@ from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.sampling.fakes import LoneMesh, prompt
 
 
-class FakeEngine:
-    """Returns the seed of every request as its response; records requests and versions."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.versions: list[int] = []
-
-    def generate(self, requests: list[Request], version: int) -> list[Completion]:
-        self.requests += requests
-        self.versions.append(version)
-        return [Completion([request.seed % 100], [-1.0], "stop") for request in requests]
-
-
-def draw(numbers: list[int], n: int = 2, mesh: Any = None, **changes: Any) -> tuple[list[Sample], FakeEngine]:
-    engine: Any = FakeEngine()
-    generator = Generator(engine, None, None, mesh or LoneMesh(), seed=9, weights_digest=lambda: "d9")
+def draw(
+    numbers: list[int], n: int = 2, mesh: Any = None, rollout: Any = None, **changes: Any
+) -> tuple[list[Sample], SeedEngine]:
+    engine: Any = SeedEngine()
+    rollout = RolloutConfig(seed=9, **(rollout or {}))
+    generator = Generator(engine, None, Letters(), mesh or LoneMesh(), rollout, weights_digest=lambda: "d9")
     arguments: dict[str, Any] = {"draw_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7, **changes}
     return generator.draw([prompt(i) for i in numbers], n, metrics=Metrics(), **arguments), engine
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_megatron.rollout.engine import Completion, Request, stable_hash
-from grpo_megatron.trajectories.trajectory import Answer, Limits, Trajectory
+from grpo_megatron.trajectories.trajectory import Answer, Trajectory, TrajectoryLimits
 
-LIMITS = Limits(prompt=8, response=40, turns=4)
+LIMITS = TrajectoryLimits(prompt=8, response=40, turns=4)
 END = 99  # the token that ends a turn
 
 
