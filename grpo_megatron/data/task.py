@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from grpo_megatron.config import Section
+from grpo_megatron.config import MultiTurnConfig, Section
 from grpo_megatron.data.rows import Messages, Question
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
@@ -90,6 +90,8 @@ class Task:
     fewshot: Fewshot | None = None
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, Field(ge=1)] = 2048  # of a completion, in the scripted evaluation
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None  # of an environment's reset; null: the longest prompt
+    multi_turn: MultiTurnConfig = MultiTurnConfig()  # for the scripted evaluation; training has rollout.multi_turn
     sha256: str = ""  # of the source: the task file, or the Python module; set where the task is looked up
 
     def __post_init__(self) -> None:
