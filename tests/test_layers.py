@@ -49,8 +49,8 @@ ROOMS: dict[str, set[str]] = {
     "trajectories": {"types", "config", "data", "environments", "parallel", "rollout"},
     "convert": {"storage", "models"},
     "evaluation": {
-        *("types", "config", "storage", "rewards", "data"),
-        *("device", "parallel", "models", "rollout", "convert"),
+        *("types", "config", "storage", "rewards", "environments", "data"),
+        *("device", "parallel", "models", "rollout", "trajectories", "convert"),
     },
     "checks": {
         *("types", "registry", "passthrough", "config", "rewards", "environments"),

@@ -51,6 +51,11 @@ def task_problem(config: Config) -> str | None:
     """Why `data.task` cannot be used. None: it can, and something gives rewards for it."""
     try:
         task = get_task(config.data.task)
+        if task.multi_turn.environment and not config.rollout.multi_turn.environment:
+            return (
+                f"data.task={config.data.task!r} plays an environment in the scripted evaluation, and"
+                " rollout.multi_turn.environment is not set; set rollout.multi_turn to the task's multi_turn"
+            )
         if task.reward is None and config.reward.function is None and not gives_rewards(config):
             return f"data.task={config.data.task!r} has no reward of its own; set reward.function"
     except ValueError as error:

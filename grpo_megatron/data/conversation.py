@@ -91,8 +91,7 @@ class TurnRenderer:
     @cached_property
     def end_of_turn(self) -> int:
         """The token with which the template ends the assistant's turn. Raises ConfigError: generation does not stop there."""
-        ended = self._render([QUESTION, _assistant(self._stand_in)], generate=False)
-        ids = self._encode(ended.rpartition(self._stand_in)[2])
+        ids = self._encode(self._ended.rpartition(self._stand_in)[2])
         return ids[self._length_of_end(ids) - 1]
 
     def assistant_text(self, message: Mapping[str, Any]) -> str:
@@ -105,7 +104,7 @@ class TurnRenderer:
         if not message.get("tool_calls"):
             return str(content)
         [message] = _with_call_ids([message])
-        before = self._render([QUESTION], generate=True)
+        before = self._before
         text = self._render([QUESTION, message], generate=False)
         names = [call.get("function", call).get("name", "") for call in message["tool_calls"]]
         if not text.startswith(before) or any(str(name) not in text[len(before) :] for name in names):
@@ -126,9 +125,8 @@ class TurnRenderer:
                 f"{self.where}: the chat template writes today's date (strftime_now), so a resumed run would have other"
                 " prompts; Llama 3.2 and others: set data.chat_template to a copy with a fixed date"
             )
-        before = self._render([QUESTION], generate=True)
+        before, ended = self._before, self._ended
         turns = [QUESTION, _assistant(self._stand_in)]
-        ended = self._render(turns, generate=False)
         if not ended.startswith(before):
             raise self._refusal("begins an assistant turn in another way than the prompt for it ends")
         if self._stand_in not in ended[len(before) :]:
@@ -150,12 +148,11 @@ class TurnRenderer:
 
     def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What follows the stand-in's text, from the end-of-turn token to the beginning of the next turn."""
-        turns = [QUESTION, _assistant(self._stand_in)]
-        text = self._render([*turns, *_with_call_ids(messages)], generate=True)
-        ended = self._render(turns, generate=False)
-        before, found, _ = ended.rpartition(self._stand_in)
+        turns = [QUESTION, _assistant(self._stand_in), *_with_call_ids(messages)]
+        text = self._render(turns, generate=True)
+        before, found, _ = self._ended.rpartition(self._stand_in)
         start = len(before) + len(found)
-        if not text.startswith(ended[:start]):
+        if not text.startswith(self._ended[:start]):
             raise self._refusal("changes earlier turns when others follow them")
         return text[start:]
 
@@ -172,6 +169,16 @@ class TurnRenderer:
             f"{self.where}: the chat template ends the assistant's turn with {found}, and generation stops at"
             f" {', '.join(stops)}; add it to rollout.stop_token_ids, or make it the tokenizer's eos_token"
         )
+
+    @cached_property
+    def _before(self) -> str:
+        """The prompt of the stand-in conversation."""
+        return self._render([QUESTION], generate=True)
+
+    @cached_property
+    def _ended(self) -> str:
+        """The stand-in conversation after the assistant's turn."""
+        return self._render([QUESTION, _assistant(self._stand_in)], generate=False)
 
     @cached_property
     def _stand_in(self) -> str:
