@@ -197,6 +197,24 @@ class ValKwargs(Section):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
+class MultiTurnConfig(Section):
+    """Rollouts of several turns: an environment answers what the model writes. environment = null: single turn."""
+
+    environment: str | None = None  # a registered environment, or module:Class (environments/environment.py)
+    kwargs: dict[str, Any] = {}  # keyword arguments of the environment's class
+    tools: list[str] = []  # environment=tools: registered tools, or module:function
+    format: str = "hermes"  # how the model writes a tool call (environments/calls.py)
+    max_assistant_turns: int = Field(8, ge=1)  # a trajectory ends after so many
+    max_parallel_calls: int = Field(4, ge=1)  # tool calls of one turn that are answered; the others get an error
+    max_tool_response_length: int = Field(256, ge=1)  # tokens of one message of an observation; longer ones are cut
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # what is cut
+    latency_ticks: int = Field(8, ge=1)  # engine steps from the end of a turn to the observation (trajectories/)
+    num_workers: int = Field(1, ge=1)  # processes per engine
+    timeout_s: float = Field(30.0, gt=0)  # wall-clock seconds of one reset or step
+    memory_gib: float = Field(2.0, gt=0)  # address space of one environment, above what its worker has loaded
+    failed: Literal["keep", "mask"] = "keep"  # trajectories that their environment failed: in the loss, or not
+
+
 class RolloutConfig(Section):
     engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
     engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
@@ -220,6 +238,9 @@ class RolloutConfig(Section):
     probe_tolerance: float | None = Field(None, gt=0)  # mean |logprob difference| after a sync; null: training/probe.py
     engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors
     val_kwargs: ValKwargs = ValKwargs()
+    stop: list[str] = []  # texts that end a response (or a turn); the token that completes one stays in it
+    stop_token_ids: list[int] = []  # further tokens that end it
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
 
     @model_validator(mode="before")
     @classmethod

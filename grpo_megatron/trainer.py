@@ -29,15 +29,14 @@ from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.sampling.build import build_collector
 from grpo_megatron.sampling.collector import numbered_samples
-from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.build import (
     build_colocation,
+    build_generator,
     build_loss,
     build_references,
     build_report,
     build_reward_model,
-    build_reward_pool,
     join_world,
 )
 from grpo_megatron.training.cadence import Cadence
@@ -92,16 +91,7 @@ class Trainer:
         )
         self.colocation = build_colocation(config, checked, self.policy)
         self.engine = self.colocation.engine
-        pool = build_reward_pool(config, checked, opened) if self.mesh.is_block_leader else None
-        generator = Generator(
-            self.engine,
-            pool,
-            checked.tokenizer,
-            self.mesh,
-            rollout.seed,
-            lambda: self.colocation.weights_digest,
-            max_failed_ratio=config.reward.max_failed_ratio,
-        )
+        generator = build_generator(config, checked, self.colocation, opened)
 
         # The models in their state before the first step: warmed up, or restored.
         raw = config.model_dump(mode="json")

@@ -1,6 +1,7 @@
-"""Make the inputs of a run: the generated data of the quickstart, or a Hugging Face folder with random weights.
+"""Make the inputs of a run: the generated data of an example, or a Hugging Face folder with random weights.
 
-    python tools/prepare_data.py arithmetic OUT --seed 0
+    python tools/prepare_data.py arithmetic OUT --seed 0       (examples/quickstart.yaml)
+    python tools/prepare_data.py products OUT --seed 0         (examples/agents/calculator.yaml)
     python tools/prepare_data.py model OUT --preset quickstart --tokenizer DATA/tokenizer --seed 0 --std 0.05
     python tools/prepare_data.py model CONFIG_JSON OUT --tokenizer DIR --set num_hidden_layers=2 --set hidden_size=64
 
@@ -22,11 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.arithmetic import VOCABULARY_SIZE, write_task
+from grpo_megatron.data import arithmetic, products
 from grpo_megatron.data.prompts import load_tokenizer
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
+TASKS = {"arithmetic": arithmetic.write_task, "products": products.write_task}
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores
         "architectures": ["Qwen2ForCausalLM"],
@@ -46,7 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32",
         "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": VOCABULARY_SIZE,
+        "vocab_size": arithmetic.VOCABULARY_SIZE,
     },
 }
 TOKENIZER_FILES = (
@@ -167,10 +169,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    task = commands.add_parser("arithmetic", help="the quickstart's jsonl files and tokenizer/")
-    task.add_argument("out", type=Path)
-    task.add_argument("--num-train", type=int, default=4096, help="rows (default 4096)")
-    task.add_argument("--num-val", type=int, default=256, help="rows with held-out pairs (default 256)")
+    helps = {"arithmetic": "the quickstart's", "products": "the calculator example's"}
+    tasks = [commands.add_parser(name, help=f"{helps[name]} jsonl files and tokenizer/") for name in TASKS]
+    for task in tasks:
+        task.add_argument("out", type=Path)
+        task.add_argument("--num-train", type=int, default=4096, help="rows (default 4096)")
+        task.add_argument("--num-val", type=int, default=256, help="held-out rows (default 256)")
     model = commands.add_parser("model", help="a Hugging Face folder with random weights")
     model.add_argument("config", type=Path, nargs="?", help="a config.json; or use --preset")
     model.add_argument("out", type=Path)
@@ -178,7 +182,7 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     model.add_argument("--tokenizer", type=Path, required=True, help="folder whose tokenizer files are copied")
     model.add_argument("--std", type=float, default=0.05, help="standard deviation of every matrix (default 0.05)")
     model.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
-    for command in (task, model):
+    for command in (*tasks, model):
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     options = parser.parse_args(arguments)
@@ -191,12 +195,12 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns 0, or 2 after a user error."""
     options = _parse_args(arguments)
     try:
-        marker = "sft.jsonl" if options.command == "arithmetic" else "config.json"
+        marker = "sft.jsonl" if options.command in TASKS else "config.json"
         out = options.out.absolute()
         _check_out(out, options.force, marker)
         with new_folder(out) as folder:
-            if options.command == "arithmetic":
-                write_task(folder, options.seed, options.num_train, options.num_val)
+            if options.command in TASKS:
+                TASKS[options.command](folder, options.seed, options.num_train, options.num_val)
             else:
                 raw = PRESETS[options.preset] if options.preset else _read_config(options.config)
                 write_model(raw, folder, options.tokenizer, options.seed, options.std, options.set)

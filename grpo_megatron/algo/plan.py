@@ -92,18 +92,21 @@ def revise_plan(
     return Plan(advantages=advantages, token_weights=weights, mini_batches=mini_batches, metrics=plan.metrics)
 
 
-def supervised_plan(lengths: list[tuple[int, int]], actor: ActorConfig, dp: int) -> Plan:
+def supervised_plan(
+    lengths: list[tuple[int, int]], actor: ActorConfig, dp: int, num_loss_tokens: list[int] | None = None
+) -> Plan:
     """The plan for one step of supervised training: one mini-batch, token-mean, every advantage 1.
 
-    `lengths[row]` is (prompt tokens, response tokens); every response token is in the loss. Rows with an empty response
-    are left out.
+    `lengths[row]` is (prompt tokens, response tokens), `num_loss_tokens[row]` how many of the response are in the loss;
+    None: all. Rows with an empty response are left out.
     """
     totals = [prompt + response for prompt, response in lengths]
+    counts = [response for _, response in lengths] if num_loss_tokens is None else num_loss_tokens
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
     _add_mini_batch(mini_batches, [[row] for row, (_, response) in enumerate(lengths) if response], totals, actor)
     return Plan(
         advantages=[1.0] * len(lengths),
-        token_weights=token_weights("token-mean", [response for _, response in lengths], [True] * len(lengths), 1.0),
+        token_weights=token_weights("token-mean", counts, [True] * len(lengths), 1.0),
         mini_batches=mini_batches,
         metrics=_balance_metrics(mini_batches, totals),
     )

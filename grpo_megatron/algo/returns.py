@@ -7,7 +7,8 @@
     R_it = r_i gamma^(n_i - 1 - t) - sum over s >= t of gamma^(s - t) p_is
 
 t and s number the n_i loss tokens of the response: a token outside the loss has neither advantage nor penalty, and the
-discount skips it. r_i is the reward, which falls on the last loss token; p_is is the penalty of token s (a KL
+discount skips it. r_i is the reward, which falls on the last loss token; parts of it that single turns have earned fall
+on the last token of their turn, and the returns of later tokens do not have them. p_is is the penalty of token s (a KL
 penalty in the reward), 0 where there is none. remax has gamma 1. m and v (ddof 1) are over **all loss tokens of the
 step**, on every rank: long responses weigh more, by design.
 
@@ -18,8 +19,10 @@ all have one reward has deviations of exactly 0, but the whitening may shift the
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from grpo_megatron.algo.advantages import (
     Advantages,
@@ -102,7 +105,7 @@ def remax(table: GroupTable, config: AlgorithmConfig) -> Advantages:
         if not math.isfinite(baseline):
             advantages[row] = None
         elif math.isfinite(table.reward[row]):
-            returns = _returns(table, row, 1.0)
+            returns = _returns(replace(table, turn_rewards=[]), row, 1.0)  # the baseline is of whole trajectories
             if isinstance(returns, list):
                 advantages[row] = spread_over_response(table, row, [value - baseline for value in returns])
             else:
@@ -114,7 +117,8 @@ def _returns(table: GroupTable, row: int, gamma: float) -> float | list[float]:
     """R_t at the loss tokens of one response: a single number where every token has the same."""
     reward = table.reward[row]
     check_rewards([reward])
-    if gamma == 1.0 and not table.token_penalties:
+    turn_rewards = table.turn_rewards[row] if table.turn_rewards else []
+    if gamma == 1.0 and not table.token_penalties and not turn_rewards:
         return reward
     no_penalties = [0.0] * table.response_length[row]
     penalties = at_loss_tokens(table, row, table.token_penalties[row] if table.token_penalties else no_penalties)
@@ -122,8 +126,19 @@ def _returns(table: GroupTable, row: int, gamma: float) -> float | list[float]:
         return reward
     check_rewards(penalties)
     rewards = [-penalty for penalty in penalties]
-    rewards[-1] += reward
+    for index, part in _at_loss_indices(table, row, turn_rewards):
+        rewards[index] += part
+    rewards[-1] += reward - math.fsum(part for _, part in turn_rewards)
     return discounted_returns(rewards, gamma)
+
+
+def _at_loss_indices(
+    table: GroupTable, row: int, turn_rewards: Sequence[tuple[int, float]]
+) -> Iterator[tuple[int, float]]:
+    """(index among the row's loss tokens, reward): of the last loss token that is not behind the turn's last token."""
+    tokens = [token for start, end in table.spans_of(row) for token in range(start, end)]
+    for token, reward in turn_rewards:
+        yield max(0, bisect.bisect_right(tokens, token) - 1), reward
 
 
 def _whitened(table: GroupTable, rows: list[int], values: list[float | list[float]]) -> Advantages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_megatron.checks.layout import divisors
 from grpo_megatron.checks.problems import Problems
-from grpo_megatron.config import ENGINE_TEMPERATURES, Config
+from grpo_megatron.config import ENGINE_TEMPERATURES, Config, RolloutConfig
 from grpo_megatron.models.architecture import Architecture
 
 
@@ -68,3 +68,15 @@ def sampling_problems(config: Config) -> Problems:
     for key, value in temperatures.items():
         if not low <= value <= high:
             yield f"rollout.{key}={value:g} is outside the engine's {low:g} to {high:g}; set a value in between"
+
+
+def stop_problems(rollout: RolloutConfig, arch: Architecture | None) -> Problems:
+    """What ends a response besides the end-of-sequence token. `arch` is None where the model could not be read."""
+    if "" in rollout.stop:
+        yield f"rollout.stop={rollout.stop}: an empty text would end every response at its first token; remove it"
+    size = arch.vocab_size if arch is not None else max(rollout.stop_token_ids, default=0) + 1
+    if outside := [token for token in rollout.stop_token_ids if not 0 <= token < size]:
+        yield (
+            f"rollout.stop_token_ids={rollout.stop_token_ids}: {', '.join(map(str, outside))} is outside the model's"
+            f" vocabulary of 0 to {size - 1}; remove it, or set the token's text in rollout.stop"
+        )

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.prompts import (
     OfflineGroup,
     SupervisedExample,
@@ -22,8 +24,9 @@ from grpo_megatron.data.prompts import (
     load_supervised,
     load_tokenizer,
 )
-from grpo_megatron.data.rows import read_question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.written import read_written
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf
@@ -145,20 +148,30 @@ def _tokenizer_problems(tokenizer: Any, path: Path, data: DataConfig, arch: Arch
         )
 
 
-def read_train_prompts(config: Config, tokenizer: Any | None) -> list[Prompt]:
-    """The prompts to train on; none with algorithm.source=file."""
+def read_train_prompts(
+    config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None
+) -> list[Prompt]:
+    """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one."""
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []
-    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None)
+    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment)
 
 
-def read_val_prompts(config: Config, tokenizer: Any | None) -> list[Prompt]:
-    """The prompts of `data.val_files`."""
-    return _read_prompts(config, "data.val_files", config.data.val_files, tokenizer, config.data.val_max_samples)
+def read_val_prompts(
+    config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None
+) -> list[Prompt]:
+    """The prompts of `data.val_files`. `environment` is that of the rollouts, if there is one."""
+    data = config.data
+    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, data.val_max_samples, environment)
 
 
 def _read_prompts(
-    config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, max_samples: int | None
+    config: Config,
+    key: str,
+    files: Sequence[Path],
+    tokenizer: Any | None,
+    max_samples: int | None,
+    environment: CheckedEnvironment | None,
 ) -> list[Prompt]:
     """If the tokenizer could not be read, the files are checked and no prompt is made."""
     if not files:
@@ -167,41 +180,50 @@ def _read_prompts(
     if tokenizer is None:
         _check_rows(key, files, task.read_row)
         return []
+    renderer = environment.renderer if environment else None
+    reward = "" if environment and environment.gives_rewards else config.reward.function
     try:
-        return load_prompts(config.data, files, tokenizer, config.reward.function, max_samples=max_samples)
+        return load_prompts(config.data, files, tokenizer, reward, max_samples=max_samples, renderer=renderer)
     except ConfigError as error:
         _check_rows(key, files, task.read_row)  # reports every wrong file; load_prompts stops at the first
         raise ConfigError(f"{key}: {error}") from error
 
 
-def read_supervised(config: Config, tokenizer: Any | None) -> list[SupervisedExample]:
-    """The rows of the supervised warmup, as token ids."""
+def read_supervised(
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+) -> list[SupervisedExample]:
+    """The rows of the supervised warmup, as token ids. `renderer` is that of the rollouts, if they have several turns."""
     key, files = "sft.train_files", config.sft.train_files
     if not config.sft.steps or not files:
         return []
     if tokenizer is None:
-        _check_rows(key, files, read_question)
+        _check_rows(key, files, lambda row: read_written(row, ["response"]))
         return []
     try:
-        return load_supervised(config.data, files, tokenizer)
+        return load_supervised(config.data, files, tokenizer, renderer)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def read_offline_groups(config: Config, tokenizer: Any | None) -> list[OfflineGroup]:
-    """The rows of algorithm.source=file: a prompt with its response, or with a chosen and a rejected one for DPO."""
+def read_offline_groups(
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+) -> list[OfflineGroup]:
+    """The rows of algorithm.source=file: a prompt with its response, or with a chosen and a rejected one for DPO.
+
+    `renderer` is that of the rollouts, if they have several turns.
+    """
     key, files = "data.train_files", config.data.train_files
     if not config.trainer.total_training_steps or config.algorithm.source != "file" or not files:
         return []
-    if tokenizer is None:
-        _check_rows(key, files, read_question)
-        return []
     pairs = policy_losses.facts(config.actor.loss_mode).paired
+    fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
+    if tokenizer is None:
+        _check_rows(key, files, lambda row: read_written(row, list(fields)))
+        return []
     try:
-        fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
-        return load_offline_groups(config.data, files, tokenizer, fields)
+        return load_offline_groups(config.data, files, tokenizer, fields, renderer)
     except ConfigError as error:
-        wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"}'
+        wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"} or {"messages"}'
         raise ConfigError(f"{key}: {error} (algorithm.source=file reads rows {wanted})") from error
 
 

@@ -34,7 +34,8 @@ def _groups(config: Config) -> Problems:
         )
     if facts.needs_greedy_reward and config.algorithm.source == "file":
         yield f"{key} needs a greedy response to every prompt, and algorithm.source=file draws none; set source=policy"
-    if facts.needs_step_rewards:
+    # an environment may give rewards for single turns, which only a run can tell
+    if facts.needs_step_rewards and config.rollout.multi_turn.environment is None:
         name = config.reward.function or _task_reward(config)
         # nothing is known about a module:function before it runs: the estimator raises if it returns no steps
         if name in rewards.names() and not rewards.facts(name).gives_steps:

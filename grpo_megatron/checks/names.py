@@ -8,6 +8,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.token_weights import token_weightings
+from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
@@ -38,6 +39,8 @@ def name_problems(config: Config) -> Problems:
     if problem := task_problem(config):
         yield problem
         return
+    if grades_itself(config):
+        return
     try:
         check_reward(config.reward.function or get_task(config.data.task).reward or "", config.reward.kwargs)
     except ValueError as error:
@@ -45,9 +48,15 @@ def name_problems(config: Config) -> Problems:
 
 
 def task_problem(config: Config) -> str | None:
-    """Why `data.task` cannot be used. None: it can, and there is a reward for it."""
+    """Why `data.task` cannot be used. None: it can, and something gives rewards for it."""
     try:
-        if get_task(config.data.task).reward is None and config.reward.function is None:
+        task = get_task(config.data.task)
+        if task.multi_turn.environment and not config.rollout.multi_turn.environment:
+            return (
+                f"data.task={config.data.task!r} plays an environment in the scripted evaluation, and"
+                " rollout.multi_turn.environment is not set; set rollout.multi_turn to the task's multi_turn"
+            )
+        if task.reward is None and config.reward.function is None and not grades_itself(config):
             return f"data.task={config.data.task!r} has no reward of its own; set reward.function"
     except ValueError as error:
         return f"data.task: {error}"

@@ -22,7 +22,8 @@ def reward_call_problems(reward: RewardConfig, prompts: Sequence[Prompt]) -> Pro
     """
     first: dict[str, Prompt] = {}
     for prompt in prompts:
-        first.setdefault(prompt.reward, prompt)
+        if prompt.reward:  # "": an environment gives the rewards, or nothing does
+            first.setdefault(prompt.reward, prompt)
     if not first or reward.max_failed_ratio == 1:
         return
     items = [(p.reward, text, p.answer) for p in first.values() for text in (looks_right(p.answer), WRONG)]

@@ -12,7 +12,8 @@ from typing import Any
 
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
-from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems
+from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
+from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
@@ -29,6 +30,7 @@ from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_m
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
+from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.precision import hardware_problems, precision_problems
@@ -49,15 +51,18 @@ class Checked:
     supervised_rows: list[SupervisedExample]
     offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
+    environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
+    first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
 
 
 def validate(
-    config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False, call_reward: bool = False
+    config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False, rehearsed: bool = False
 ) -> Checked:
     """Check the whole config for a world of `world_size` ranks. Raises ConfigError with every problem, one per line.
 
     `dry_run`: the model folder may lack weights, and the machine Megatron-Core and vLLM. `elsewhere`: the plan is for
-    another machine, so the tokenizer and data files may be missing on this one. `call_reward`: call the reward functions
+    another machine, so the tokenizer and data files may be missing on this one. `rehearsed`: run the user's code, the reward
+    functions and the environment's reset,
     on a row of the data, in a worker process; one process of a run is enough.
     """
     problems = ProblemList()
@@ -70,8 +75,10 @@ def validate(
     problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu"))
     problems.add(batch_problems(config))
     problems.add(sampling_problems(config))
+    problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
     problems.add(method_problems(config))
+    problems.add(environment_problems(config))
     problems.add(schedule_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))
@@ -100,22 +107,27 @@ def validate(
     folder_is_missing = arch is None and config.model.tokenizer_path is None  # reported above
     if not folder_is_missing and (inputs.has_tokenizer(config) or not elsewhere):
         tokenizer = problems.attempt(inputs.read_tokenizer, config, arch)
+    environment = None
+    if tokenizer is not None and config.rollout.multi_turn.environment is not None:
+        environment = problems.attempt(check_environment, config, tokenizer)
+    renderer = environment.renderer if environment else None
     train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = None
     if task_problem(config) is None:  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer)
-        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer)
-        val_prompts = problems.attempt(inputs.read_val_prompts, config, tokenizer)
+        train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer, environment)
+        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer, renderer)
+        val_prompts = problems.attempt(inputs.read_val_prompts, config, tokenizer, environment)
         if config.data.val_tasks:
             task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
-        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer)
+        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
 
     problems.raise_if_any()
     assert arch is not None
-    if call_reward:
-        problems.add(
-            reward_call_problems(config.reward, [*(train_prompts or []), *(val_prompts or []), *(task_prompts or [])])
-        )
+    messages = None
+    if rehearsed:
+        prompts = [*(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
+        problems.add(reward_call_problems(config.reward, prompts))
+        messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()
     if not dry_run:
         problems.add(phase_shortages(config, world_size, arch, reward_folder))
@@ -129,6 +141,8 @@ def validate(
         supervised_rows or [],
         offline_groups or [],
         reward_folder,
+        environment,
+        messages or [],
     )
 
 

@@ -123,7 +123,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
 
     is_first = os.environ.get("RANK", "0") == "0" and ranks.LAUNCHER_PID not in os.environ
     checked = validate(
-        config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, call_reward=is_first
+        config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
     )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":

@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,14 @@ def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
 
 
 def build_tokenizer() -> Any:
-    """A transformers tokenizer of 80 entries: whole words, single digits, tags. Decoding returns the text exactly.
+    """A transformers tokenizer of 80 entries: whole words, single digits, tags. Decoding returns the text exactly."""
+    words = itertools.product(TEMPLATES, NAMES, NOUNS)
+    texts = (template.format(name=name, noun=noun, a=1, b=1) for template, name, noun in words)
+    return word_tokenizer(CHARACTERS, [*TAGS, SEPARATOR, *words_of(texts)])
+
+
+def word_tokenizer(characters: str, tokens: Sequence[str]) -> Any:
+    """A transformers tokenizer of 80 entries: one token per character of `characters`, and each of `tokens`.
 
     The class is Qwen2Tokenizer and every word is an added token. A WordLevel model would not work: for `model_type`
     qwen2, transformers 5 loads Qwen2Tokenizer whatever class the folder names, and all words would be lost without an
@@ -109,14 +116,18 @@ def build_tokenizer() -> Any:
     """
     from transformers import AddedToken, Qwen2Tokenizer
 
-    characters = CHARACTERS.replace(" ", "\u0120")  # how byte-level BPE writes a space
-    tokenizer = Qwen2Tokenizer(vocab={c: index for index, c in enumerate(characters)}, merges=[], **SPECIAL_TOKENS)
-    tokens = [*TAGS, SEPARATOR, *_words()]
+    letters = characters.replace(" ", "\u0120")  # how byte-level BPE writes a space
+    tokenizer = Qwen2Tokenizer(vocab={c: index for index, c in enumerate(letters)}, merges=[], **SPECIAL_TOKENS)
     num_unused = VOCABULARY_SIZE - len(tokenizer) - len(tokens)
     assert num_unused >= 0
-    tokens += [f"<unused{index}>" for index in range(num_unused)]  # so that every id the model can draw decodes
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
+    unused = [f"<unused{index}>" for index in range(num_unused)]  # so that every id the model can draw decodes
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in [*tokens, *unused]])
     return tokenizer
+
+
+def words_of(texts: Iterable[str]) -> list[str]:
+    """The words of all texts, each with the space that precedes it."""
+    return sorted({word for text in texts for word in re.findall(" ?[A-Za-z]+", text)})
 
 
 def write_task(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
@@ -140,11 +151,3 @@ def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
             break
     text = draw.choice(TEMPLATES).format(name=draw.choice(NAMES), noun=draw.choice(NOUNS), a=a, b=b)
     return text + SEPARATOR, a, b
-
-
-def _words() -> list[str]:
-    """The words of all problems, each with the space that precedes it in the templates."""
-    words: set[str] = set()
-    for template, name, noun in itertools.product(TEMPLATES, NAMES, NOUNS):
-        words.update(re.findall(" ?[A-Za-z]+", template.format(name=name, noun=noun, a=1, b=1)))
-    return sorted(words)

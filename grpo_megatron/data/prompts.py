@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.rendering import encode_prompts, render_chat
-from grpo_megatron.data.rows import Question, read_question, read_rows, text_field
+from grpo_megatron.data.rows import Question, read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.written import Written, WrittenResponse, read_written, render_written
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import path_problem
 from grpo_megatron.reading.regular import read_text, special_file_in
@@ -24,9 +26,9 @@ from grpo_megatron.types import Prompt
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SupervisedExample = tuple[list[int], list[int]]  # prompt ids, response ids with the end-of-sequence token
+SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
 MAX_TEMPLATE = 1 << 20  # bytes of a chat template
-OfflineGroup = tuple[Prompt, list[list[int]], list[float]]  # a prompt, its responses, their rewards
+OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
 
 
 def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
@@ -69,41 +71,57 @@ def load_prompts(
     tokenizer: Any,
     reward_override: str | None = None,
     max_samples: int | None = None,
+    renderer: TurnRenderer | None = None,
 ) -> list[Prompt]:
     """The prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
     A prompt longer than data.max_prompt_length tokens is dropped and counted. With data.filter_overlong_prompts=false it
     is an error. `uid` is "source/file stem/row number"; row numbers start at 0 and count dropped rows. Only the first
     `max_samples` rows over all files are used. Raises ConfigError.
+
+    `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
+    the task's chat as "messages". `reward_override=""`: no reward function scores them.
     """
     task = get_task(data.task)
-    reward = reward_override or task.reward
+    reward = task.reward if reward_override is None else reward_override
     if reward is None:
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
-    rows = _read_files(files, task, task.read_row)[:max_samples]
-    texts = [render_prompt(data, task, question, tokenizer, uid) for uid, (question, _) in rows]
+    rows = _read_files(files, task, lambda row: (*task.read_row(row), row))[:max_samples]
+    tools = renderer.tools if renderer else ()
+    texts = [render_prompt(data, task, question, tokenizer, uid, tools) for uid, (question, _, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)
     prompts = [
-        Prompt(uid, tuple(ids), text, answer, task.name, reward)
-        for (uid, (_, answer)), text, ids in zip(rows, texts, encoded, strict=True)
+        Prompt(uid, tuple(ids), text, answer, task.name, reward, _extra(data, task, question, row) if renderer else {})
+        for (uid, (question, answer, row)), text, ids in zip(rows, texts, encoded, strict=True)
     ]
     fits = [len(prompt.prompt_ids) <= data.max_prompt_length for prompt in prompts]
     what = f"prompts are longer than {data.max_prompt_length} tokens"
     return _drop_overlong(data, prompts, fits, what, [prompt.uid for prompt in prompts])
 
 
-def load_supervised(data: DataConfig, files: Sequence[Path], tokenizer: Any) -> list[SupervisedExample]:
-    """(prompt ids, response ids with the end-of-sequence token) of rows {"prompt", "response"}, in order.
+def _extra(data: DataConfig, task: Task, question: Question, row: dict[str, Any]) -> dict[str, Any]:
+    """What an environment's reset reads."""
+    return {"row": {**row, "messages": task.messages(question, system_prompt=data.system_prompt)}}
+
+
+def load_supervised(
+    data: DataConfig, files: Sequence[Path], tokenizer: Any, renderer: TurnRenderer | None = None
+) -> list[SupervisedExample]:
+    """(prompt ids, response) of rows {"prompt", "response"} or {"messages"}, in order.
 
     Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
-    Raises ConfigError.
+    `renderer` is that of the rollouts, if they have several turns. Raises ConfigError.
     """
-    groups = load_offline_groups(data, files, tokenizer, {"response": 1.0})
+    groups = load_offline_groups(data, files, tokenizer, {"response": 1.0}, renderer)
     return [(list(prompt.prompt_ids), responses[0]) for prompt, responses, _ in groups]
 
 
 def load_offline_groups(
-    data: DataConfig, files: Sequence[Path], tokenizer: Any, fields: Mapping[str, float]
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    fields: Mapping[str, float],
+    renderer: TurnRenderer | None = None,
 ) -> list[OfflineGroup]:
     """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
 
@@ -111,10 +129,11 @@ def load_offline_groups(
     `load_supervised`.
     """
     task = get_task(data.task)
-    rows = _read_files(files, task, lambda row: (read_question(row), [text_field(row, name) for name in fields]))
-    texts = [render_prompt(data, task, question, tokenizer, f"row {uid}") for uid, (question, _) in rows]
+    rows = _read_files(files, task, lambda row: read_written(row, list(fields)))
+    tools = renderer.tools if renderer else ()
+    texts = [render_prompt(data, task, question, tokenizer, f"row {uid}", tools) for uid, (question, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)
-    responses = _encode_responses([text for _, (_, written) in rows for text in written], tokenizer)
+    responses = _render_responses([one for _, (_, written) in rows for one in written], data, tokenizer, renderer)
     groups: list[OfflineGroup] = []
     for number, ((uid, _), text, ids) in enumerate(zip(rows, texts, encoded, strict=True)):
         row_responses = responses[number * len(fields) : (number + 1) * len(fields)]
@@ -128,8 +147,18 @@ def load_offline_groups(
     return _drop_overlong(data, groups, fits, what, [f"row {number}" for number in range(len(groups))])
 
 
-def render_prompt(data: DataConfig, task: Task, question: Question, tokenizer: Any, where: str) -> str:
-    """The prompt's text, rendered as `data` says. Raises ConfigError when the template is missing or fails."""
+def render_prompt(
+    data: DataConfig,
+    task: Task,
+    question: Question,
+    tokenizer: Any,
+    where: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The prompt's text, rendered as `data` says. Raises ConfigError when the template is missing or fails.
+
+    `tools` are JSON schemas for the chat template.
+    """
     if not data.apply_chat_template:
         if data.system_prompt is not None:
             raise ConfigError(
@@ -146,7 +175,7 @@ def render_prompt(data: DataConfig, task: Task, question: Question, tokenizer: A
             " examples/templates/chatml.jinja), or data.apply_chat_template=false for plain text prompts"
         )
     try:
-        return render_chat(task.messages(question, system_prompt=data.system_prompt), tokenizer, where)
+        return render_chat(task.messages(question, system_prompt=data.system_prompt), tokenizer, where, tools)
     except ConfigError as error:
         raise ConfigError(f'{error} (a template without system turns: set data.system_prompt="")') from error
 
@@ -160,11 +189,31 @@ def _read_files(files: Sequence[Path], task: Task, parse: Callable[[dict[str, An
     return rows
 
 
-def _encode_responses(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids that end with the end-of-sequence token."""
+def _render_responses(
+    written: list[Written], data: DataConfig, tokenizer: Any, renderer: TurnRenderer | None
+) -> list[WrittenResponse]:
+    """The responses in order. Texts end with the end-of-sequence token, turns with the template's end of turn."""
     eos = tokenizer.eos_token_id
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in encoded]
+    texts = [one for one in written if isinstance(one, str)]
+    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    if len(texts) < len(written):
+        if not data.apply_chat_template:
+            raise ConfigError(
+                "responses of several turns are rendered by a chat template; set data.apply_chat_template=true"
+            )
+        renderer = renderer or TurnRenderer(tokenizer, where="rows with messages")
+        roles = {message["role"] for one in written if not isinstance(one, str) for message in one}
+        for role in sorted(roles - {"assistant"}):
+            renderer.check(role)
+    responses = []
+    for one in written:
+        if isinstance(one, str):
+            ids = next(encoded)
+            responses.append(WrittenResponse(ids if ids[-1:] == [eos] else [*ids, eos]))
+        else:
+            assert renderer is not None
+            responses.append(render_written(one, renderer))
+    return responses
 
 
 def _check_files(files: Sequence[Path]) -> None:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.rows import Messages
 from grpo_megatron.data.template_limits import MAX_RENDERED, TEMPLATE_BYTES, template_limits
 from grpo_megatron.reading.bounds import cut
 
 
-def render_chat(messages: Messages, tokenizer: Any, where: str) -> str:
-    """The text that the tokenizer's chat template makes of `messages`, up to the beginning of the assistant's turn.
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    where: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    generate: bool = True,
+) -> str:
+    """The text that the tokenizer's chat template makes of `messages` and the tools' JSON schemas.
 
-    Raises ConfigError when the template fails or takes too long; `where` names the row in the message.
+    `generate`: up to the beginning of the assistant's turn. Raises ConfigError when the template fails or takes too long;
+    `where` names the row in the message.
     """
     try:
         with template_limits():
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            text = str(
+                tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+                )
+            )
     except MemoryError as error:
         raise ConfigError(f"the chat template fails on {where}: it takes {TEMPLATE_BYTES >> 30} GiB or more") from error
     except Exception as error:  # whatever the template raises

@@ -18,7 +18,7 @@ BOM = b"\xef\xbb\xbf"
 MAX_ROW = 1 << 22  # bytes of a line, and characters of a field: a text of a million tokens
 MAX_FILE = 1 << 31  # bytes of a .json file, which is read as a whole
 
-Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
+Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 Question = str | Messages
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from grpo_megatron.config import Section
+from grpo_megatron.config import MultiTurnConfig, Section
 from grpo_megatron.data.rows import Messages, Question
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
@@ -28,12 +28,12 @@ ReadRow = Callable[[dict[str, Any]], tuple[Question, str]]
 class TextFormat(Section):
     """The prompt without a chat template. Each worked example is `problem` + `example`; then follows `problem`.
 
-    `stop`: texts that end a completion. The scripted evaluation cuts before them. Training has no stop texts.
+    `stop`: texts that end a completion. The scripted evaluation cuts before them. In training, `rollout.stop` has them.
     """
 
     problem: str = "{question}"
     example: str = "{solution}\n\n"
-    stop: list[str] = Field([])
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([])
 
 
 class Fewshot(Section):
@@ -90,6 +90,8 @@ class Task:
     fewshot: Fewshot | None = None
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, Field(ge=1)] = 2048  # of a completion, in the scripted evaluation
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None  # of an environment's reset; null: the longest prompt
+    multi_turn: MultiTurnConfig = MultiTurnConfig()  # for the scripted evaluation; training has rollout.multi_turn
     sha256: str = ""  # of the source: the task file, or the Python module; set where the task is looked up
 
     def __post_init__(self) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron.config import ConfigError
 
@@ -19,14 +20,29 @@ Key = tuple[str, int]  # the problem's uid, the sample's index
 
 
 @dataclass(frozen=True)
+class PlayedTurn:
+    """A turn of a trajectory as the model reads it, special tokens included. `kind`: "assistant" or "observation"."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
 class LedgerEntry:
-    """One completion: its text before the stop, its tokens with the stop, and why it ended ("stop" or "length")."""
+    """One completion: its text before the stop, its tokens with the stop, and why it ended ("stop" or "length").
+
+    With an environment: the last turn's text, all generated tokens, all turns, how the trajectory ended
+    (trajectories/trajectory.py) and the sum of its rewards.
+    """
 
     uid: str
     index: int
     text: str
     num_tokens: int
     finish_reason: str
+    turns: list[PlayedTurn] = field(default_factory=list)
+    status: str = "ok"
+    reward: float = 0.0
 
     @property
     def key(self) -> Key:
@@ -46,8 +62,8 @@ class Ledger:
             content = path.read_bytes()
             for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
                 try:
-                    entry = LedgerEntry(**json.loads(line))
-                except (ValueError, TypeError) as error:
+                    entry = _read_entry(json.loads(line))
+                except (ValueError, TypeError, AttributeError) as error:
                     raise ConfigError(
                         f"{path} line {number} is no completion ({error}); remove the file to draw its samples again"
                     ) from error
@@ -63,6 +79,10 @@ class Ledger:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _read_entry(row: dict[str, Any]) -> LedgerEntry:
+    return LedgerEntry(**{**row, "turns": [PlayedTurn(**turn) for turn in row.get("turns", [])]})
 
 
 def _cut_torn_line(descriptor: int) -> None:

@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from grpo_megatron.evaluation.formulas import FormulaTable, TextPiece, split_formulas
+from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.results import GradedProblem, GradedSample
 from grpo_megatron.types import GREEDY
 
@@ -83,8 +84,9 @@ def _problem_texts(graded: list[GradedProblem], num_texts: int, dollars: bool) -
 
 def _plain_size(item: GradedProblem) -> int:
     """Characters of the texts that the page would show of a problem."""
-    texts = [item.problem.question_text, *(sample.entry.text for sample in item.samples[:SAMPLES_SHOWN])]
-    return sum(min(len(text), LONGEST) for text in texts)
+    entries = [sample.entry for sample in item.samples[:SAMPLES_SHOWN]]
+    lengths = [sum(len(turn.text) for turn in entry.turns) or len(entry.text) for entry in entries]
+    return sum(min(length, LONGEST) for length in (len(item.problem.question_text), *lengths))
 
 
 def _estimated_size(texts: dict[int, dict[str, Any]]) -> int:
@@ -117,9 +119,20 @@ def _sample(sample: GradedSample, dollars: bool) -> dict[str, Any]:
         "prediction": None if verdict.prediction is None else _answer_pieces(verdict.prediction[:500], dollars),
         "tokens": entry.num_tokens,
         "flags": _flags([sample]),
-        "text": _pieces(entry.text[:LONGEST], dollars),
-        "cut": max(0, len(entry.text) - LONGEST),
+        "status": entry.status,
+        **_completion(entry, dollars),
     }
+
+
+def _completion(entry: LedgerEntry, dollars: bool) -> dict[str, Any]:
+    """`text` of a single turn, or `turns`: pairs of a kind and a text. `cut`: characters that are not shown."""
+    if not entry.turns:
+        return {"text": _pieces(entry.text[:LONGEST], dollars), "cut": max(0, len(entry.text) - LONGEST)}
+    turns, left = [], LONGEST
+    for turn in entry.turns:
+        turns.append([turn.kind, _pieces(turn.text[:left], dollars)])
+        left = max(0, left - len(turn.text))
+    return {"turns": turns, "cut": max(0, sum(len(turn.text) for turn in entry.turns) - LONGEST)}
 
 
 def _pieces(text: str, dollars: bool) -> list[TextPiece]:

@@ -23,6 +23,7 @@ class Problem:
     answer: str
     subject: str | None = None
     level: str | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)  # of the file, for a task with an environment
 
     @property
     def question_text(self) -> str:
@@ -77,7 +78,7 @@ def read_datasets(
 def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int | None) -> Dataset:
     remedy = f"set {places.file_option.format(task=task.name)}"
     path = places.files.get(task.name) or _find_file(task, "data file", task.files, places, remedy)
-    rows = read_rows(path, lambda row: (*task.read_row(row), *task.labels(row)))
+    rows = read_rows(path, lambda row: (*task.read_row(row), *task.labels(row), row))
     problems = [Problem(f"{task.name}/{number}", *row) for number, row in enumerate(rows)][:limit]
     pool: list[Example] = []
     pool_sha256 = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,15 +55,23 @@ def build_prompts(
     seed: int,
     tokenizer: Any,
     system_prompt: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
-    """`system_prompt` replaces the task's own. Raises ConfigError: failing template, a prompt without tokens."""
+    """`system_prompt` replaces the task's own. Raises ConfigError: failing template, a prompt without tokens.
+
+    `tools` are JSON schemas for the chat template. An environment reads a prompt's `extra["row"]`: the row of the data
+    file, with the chat as "messages".
+    """
     task, problems = dataset.task, dataset.problems
     examples = _draw_examples(dataset, num_fewshot, seed)
+    extras: list[dict[str, Any]] = [{} for _ in problems]
     if format == "chat":
         chats = [task.messages(p.question, e, system_prompt) for p, e in zip(problems, examples, strict=True)]
         unrendered = [json.dumps(chat) for chat in chats]
+        if task.multi_turn.environment is not None:
+            extras = [{"row": {**p.row, "messages": chat}} for p, chat in zip(problems, chats, strict=True)]
         try:
-            texts = [render_chat(chat, tokenizer, p.uid) for chat, p in zip(chats, problems, strict=True)]
+            texts = [render_chat(chat, tokenizer, p.uid, tools) for chat, p in zip(chats, problems, strict=True)]
         except ConfigError as error:
             raise ConfigError(f"{error}; set --format text, or --chat-template") from error
     else:
@@ -73,8 +82,8 @@ def build_prompts(
         unrendered = texts
     encoded = encode_prompts(texts, tokenizer, is_chat=format == "chat")
     prompts = [
-        Prompt(problem.uid, tuple(ids), text, problem.answer, task.name, task.reward or "")
-        for problem, ids, text in zip(problems, encoded, texts, strict=True)
+        Prompt(problem.uid, tuple(ids), text, problem.answer, task.name, task.reward or "", extra)
+        for problem, ids, text, extra in zip(problems, encoded, texts, extras, strict=True)
     ]
     return PromptSet(
         prompts=prompts,
@@ -101,16 +110,6 @@ def _draw_examples(dataset: Dataset, num_fewshot: int, seed: int) -> list[list[E
 
 def _texts_sha256(texts: list[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
-
-
-def stop_token_ids(stop: list[str], tokenizer: Any) -> list[int]:
-    """The stop texts that are one token each. Only these end a completion in the engine."""
-    found = []
-    for text in stop:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) == 1 and text in tokenizer.get_vocab():
-            found.append(ids[0])
-    return found
 
 
 def cut_at_stop(token_ids: list[int], stop: list[str], tokenizer: Any) -> tuple[str, int, bool]:

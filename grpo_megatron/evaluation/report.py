@@ -66,6 +66,10 @@ def _task_section(name: str, task: dict[str, Any], graded: list[GradedProblem]) 
         "median": f"{tokens['median']:,.0f}",
         "95th percentile": f"{tokens['p95']:,.0f}",
     }
+    if "trajectories" in task:
+        played = task["trajectories"]
+        facts["turns per trajectory"] = f"{played['turns']:.2f}"
+        facts |= {f"ended: {status}": f"{100 * share:.2f} %" for status, share in played["statuses"].items()}
     head = "".join(f"<th>{escape(fact)}</th>" for fact in facts)
     row = "".join(f"<td>{escape(value)}</td>" for value in facts.values())
     return (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.estimates import estimate, majority, pass_at_k, reported_ks
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
+from grpo_megatron.evaluation.playing import ENVIRONMENT
 from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.evaluation.voting import vote_classes
@@ -70,14 +72,20 @@ def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPoo
             f"{selected.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
         )
     problems = {problem.uid: problem for problem in selected.dataset.problems}
-    answers, texts = [problems[uid].answer for uid, _ in keys], [found[key].text for key in keys]
-    grades = [grade(grader, answers, texts, pool=pool) for grader in selected.dataset.task.graders.values()]
+    answers, entries = [problems[uid].answer for uid, _ in keys], [found[key] for key in keys]
+    grades = [_grades(grader, answers, entries, pool) for grader in selected.graders.values()]
     by_uid: dict[str, list[GradedSample]] = {}
     for number, key in enumerate(keys):
         sample = GradedSample(found[key], tuple(column[number] for column in grades))
         by_uid.setdefault(key[0], []).append(sample)
     prompts = {prompt.uid: prompt.text for prompt in selected.prompts.prompts}
     return [GradedProblem(problem, prompts[uid], by_uid[uid]) for uid, problem in problems.items()]
+
+
+def _grades(grader: str, answers: list[str], entries: list[LedgerEntry], pool: RewardPool) -> list[Grade]:
+    if grader == ENVIRONMENT:
+        return [Grade(entry.reward >= 1.0, f"{entry.reward:g}") for entry in entries]
+    return grade(grader, answers, [entry.text for entry in entries], pool=pool)
 
 
 def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
@@ -92,13 +100,14 @@ def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPoo
     return {
         "title": spec.title,
         **selected.identity(),
-        "graders": spec.graders,
+        "graders": selected.graders,
         "scores": {
             name: _grader_scores(selected, graded, number, grader, pool)
-            for number, (name, grader) in enumerate(spec.graders.items())
+            for number, (name, grader) in enumerate(selected.graders.items())
         },
         "rates": _failure_rates(samples),
         "tokens": _token_statistics(samples),
+        **({"trajectories": _trajectory_statistics(samples)} if selected.arena else {}),
         "by": {label: scores for label, scores in by_label.items() if scores},
         "problems": {
             "greedy": "".join(str(int(sample.correct)) for sample in greedy),
@@ -123,7 +132,7 @@ def _grader_scores(
     for k in reported_ks(n):
         if k > 1:
             scores[f"pass@{k}"] = estimate([pass_at_k(n, count, k) for count in counts])
-    if n > 1:
+    if n > 1 and grader != ENVIRONMENT:
         predictions = [[(verdict.correct, verdict.prediction) for verdict in row] for row in rows]
         votes = vote_classes(predictions, lambda pairs: same_answers(grader, pairs, pool=pool))
         scores[f"maj@{n}"] = estimate([majority(row) for row in votes])
@@ -158,6 +167,14 @@ def _token_statistics(samples: Sequence[GradedSample]) -> dict[str, float | None
         "mean_wrong": mean([sample.entry.num_tokens for sample in samples if not sample.correct]),
         "total": sum(lengths),
     }
+
+
+def _trajectory_statistics(samples: Sequence[GradedSample]) -> dict[str, Any]:
+    """Turns of the assistant per trajectory, and the share of trajectories by how they ended."""
+    turns = [sum(turn.kind == "assistant" for turn in sample.entry.turns) for sample in samples]
+    counts = Counter(sample.entry.status for sample in samples)
+    statuses = {status: round(count / len(samples), 6) for status, count in sorted(counts.items())}
+    return {"turns": round(sum(turns) / len(turns), 2), "statuses": statuses}
 
 
 def _scores_by(graded: list[GradedProblem], label: Callable[[Problem], str | None]) -> dict[str, dict[str, Any]]:
@@ -205,7 +222,7 @@ def _versions() -> dict[str, str]:
 
 def sample_rows(selected: Selected, graded: list[GradedProblem]) -> Iterator[dict[str, Any]]:
     """One row per problem: its prompt as the model reads it, the answer, and every sample with its grades."""
-    graders = list(selected.dataset.task.graders)
+    graders = list(selected.graders)
     for item in graded:
         problem = item.problem
         yield {
@@ -226,6 +243,11 @@ def _sample_row(sample: GradedSample, graders: Sequence[str]) -> dict[str, Any]:
         "completion": entry.text,
         "tokens": entry.num_tokens,
         "finish_reason": entry.finish_reason,
+        **(
+            {"turns": [asdict(turn) for turn in entry.turns], "status": entry.status, "reward": entry.reward}
+            if entry.turns or entry.status != "ok"
+            else {}
+        ),
         "grades": {
             name: {
                 "correct": verdict.correct,

@@ -7,20 +7,27 @@ is drawn as a whole, so that it consists of the same requests as before an inter
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.device import Device
+from grpo_megatron.environments.build import build_pool
 from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.prompting import cut_at_stop, stop_token_ids
+from grpo_megatron.evaluation.playing import Arena, new_trajectory, played_entry
+from grpo_megatron.evaluation.prompting import cut_at_stop
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.trajectories.answers import EnvironmentAnswers
+from grpo_megatron.trajectories.driver import play
+from grpo_megatron.trajectories.trajectory import TrajectoryLimits
 from grpo_megatron.types import GREEDY, Prompt
 
 WEIGHTS_VERSION = 0  # the weights never change
@@ -102,18 +109,58 @@ def draw_task(
     ledger = Ledger(settings.options.output, selected.name)
     # rank 0 reads for all: a network file system may show other ranks an older ledger
     done = mesh.broadcast(set(ledger.read()) if mesh.rank == 0 else set())
-    stops = tuple(stop_token_ids(selected.prompts.stop, settings.tokenizer))
+    stop = StopTexts(settings.tokenizer, selected.prompts.stop) if selected.prompts.stop else None
     progress = _Progress(selected, len(done & set(selected.keys())), mesh)
-    for batch in _block_batches(selected, engine_options.batch_size, mesh):
-        if all((prompt.uid, index) in done for prompt, index in batch):
-            continue
-        requests = [_request(settings, selected, prompt, index, stops) for prompt, index in batch]
-        completions = engine.generate(requests, WEIGHTS_VERSION)
-        if mesh.is_block_leader:
-            entries = [_ledger_entry(settings, selected, p, i, c) for (p, i), c in zip(batch, completions, strict=True)]
-            ledger.append(mesh.rollout_block, entries)
-        progress.add(sum((p.uid, i) not in done for p, i in batch), sum(len(c.response_ids) for c in completions))
+    with contextlib.ExitStack() as opened:
+        answers = _open_environments(selected.arena, mesh, opened)
+        for batch in _block_batches(selected, engine_options.batch_size, mesh):
+            if all((prompt.uid, index) in done for prompt, index in batch):
+                continue
+            if answers is not None:
+                entries = _play(settings, selected, batch, engine, answers)
+            else:
+                requests = [_request(settings, selected, prompt, index, stop) for prompt, index in batch]
+                completions = zip(batch, engine.generate(requests, WEIGHTS_VERSION), strict=True)
+                entries = [_ledger_entry(settings, selected, p, i, completion) for (p, i), completion in completions]
+            if mesh.is_block_leader:
+                ledger.append(mesh.rollout_block, entries)
+            progress.add(sum((p.uid, i) not in done for p, i in batch), sum(entry.num_tokens for entry in entries))
     mesh.barrier()
+
+
+def _open_environments(arena: Arena | None, mesh: Mesh, opened: contextlib.ExitStack) -> EnvironmentAnswers | None:
+    """The environments of this rank's block. `opened` will end their processes. None: the task has single turns."""
+    if arena is None:
+        return None
+    pool = opened.enter_context(build_pool(arena.multi_turn)) if mesh.is_block_leader else None
+    return EnvironmentAnswers(pool, arena.renderer, arena.multi_turn, mesh)
+
+
+def _play(
+    settings: EvaluationSettings,
+    selected: Selected,
+    batch: list[tuple[Prompt, int]],
+    engine: RolloutEngine,
+    answers: EnvironmentAnswers,
+) -> list[LedgerEntry]:
+    assert selected.arena is not None
+    multi_turn = selected.arena.multi_turn
+    trajectories = [
+        new_trajectory(
+            prompt,
+            index,
+            run_seed=settings.options.seed,
+            version=WEIGHTS_VERSION,
+            limits=TrajectoryLimits(selected.max_prompt_tokens, selected.max_tokens, multi_turn.max_assistant_turns),
+            temperature=selected.temperature,
+            top_p=selected.top_p,
+        )
+        for prompt, index in batch
+    ]
+    for _ in play(trajectories, engine, answers, WEIGHTS_VERSION, multi_turn.latency_ticks):
+        pass  # graded afterwards
+    played = zip(batch, trajectories, strict=True)
+    return [played_entry(prompt, index, trajectory, settings.tokenizer) for (prompt, index), trajectory in played]
 
 
 def _block_batches(selected: Selected, batch_size: int, mesh: Mesh) -> list[list[tuple[Prompt, int]]]:
@@ -126,7 +173,7 @@ def _block_batches(selected: Selected, batch_size: int, mesh: Mesh) -> list[list
 
 
 def _request(
-    settings: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stops: tuple[int, ...]
+    settings: EvaluationSettings, selected: Selected, prompt: Prompt, index: int, stop: StopTexts | None
 ) -> Request:
     is_greedy = index == GREEDY
     return Request(
@@ -135,7 +182,7 @@ def _request(
         max_tokens=selected.max_tokens,
         temperature=0.0 if is_greedy else selected.temperature,
         top_p=1.0 if is_greedy else selected.top_p,
-        stop_token_ids=stops,
+        stop=stop,
     )
 
 

@@ -20,6 +20,7 @@ from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key
 from grpo_megatron.evaluation.output_folder import check_output
+from grpo_megatron.evaluation.playing import ENVIRONMENT, Arena, gives_rewards, read_arena
 from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
 from grpo_megatron.evaluation.prompting import PromptSet, build_prompts, choose_format
 from grpo_megatron.models.families import read_config
@@ -66,6 +67,18 @@ class Selected:
     temperature: float
     top_p: float
     max_tokens: int
+    arena: Arena | None = None  # None: single turns
+
+    @property
+    def graders(self) -> dict[str, str]:
+        """Score -> grader, headline first."""
+        return {"solved": ENVIRONMENT} if self.arena and self.arena.gives_rewards else self.dataset.task.graders
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of the longest prompt. An environment may write its own."""
+        longest = max(len(prompt.prompt_ids) for prompt in self.prompts.prompts)
+        return longest if self.arena is None else self.dataset.task.max_prompt_tokens or longest
 
     @property
     def name(self) -> str:
@@ -149,14 +162,15 @@ def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
         problems.append(str(error))
     if problems or source is None:
         raise ConfigError("\n".join(problems))
-    selected = [_select(options, dataset, tokenizer) for dataset in datasets]
+    eos_token_ids = _eos_token_ids(source, tokenizer)
+    selected = [_select(options, dataset, tokenizer, eos_token_ids) for dataset in datasets]
     settings = EvaluationSettings(
         options,
         source,
         tokenizer,
         selected,
-        _eos_token_ids(source, tokenizer),
-        max(len(p.prompt_ids) + s.max_tokens for s in selected for p in s.prompts.prompts),
+        eos_token_ids,
+        max(one.max_prompt_tokens + one.max_tokens for one in selected),
         weights.engine_dtype(source, options.dtype),
         weights.weights_sha256(source),
     )
@@ -176,11 +190,13 @@ def _check_sampling(options: Options) -> None:
 
 
 def _check_graders(tasks: list[Task]) -> None:
-    problems = [
-        f"task {task.name!r} has no grader; add `reward` or `graders` to its definition"
-        for task in tasks
-        if not task.graders
-    ]
+    problems = []
+    for task in tasks:
+        try:
+            if not task.graders and not gives_rewards(task):
+                problems.append(f"task {task.name!r} has no grader; add `reward` or `graders` to its definition")
+        except ConfigError as error:
+            problems.append(f"task {task.name!r}: {str(error).replace('rollout.multi_turn', 'multi_turn')}")
     for grader in (grader for task in tasks for grader in task.graders.values()):
         try:
             grader_of(grader)
@@ -217,20 +233,27 @@ def _tokenizer(options: Options, source: Source) -> Any:
     return tokenizer
 
 
-def _select(options: Options, dataset: Dataset, tokenizer: Any) -> Selected:
+def _select(options: Options, dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) -> Selected:
     task, num_fewshot = dataset.task, _num_fewshot(options, dataset.task)
     format = choose_format(task, options.format, num_fewshot, tokenizer)
     if format == "text" and options.system_prompt is not None:
         raise ConfigError(f"--system-prompt needs a chat, and task {task.name!r} is plain text here; unset one of them")
+    arena = None
+    if task.multi_turn.environment is not None:
+        if format == "text":
+            raise ConfigError(f"task {task.name!r} has an environment, whose turns are a chat; leave out --format text")
+        arena = read_arena(task, tokenizer, eos_token_ids)
+    tools = arena.renderer.tools if arena else ()
     greedy_only = options.samples == 1 and not options.temperature
     return Selected(
         dataset,
-        build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt),
+        build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt, tools),
         drawn=0 if greedy_only else options.samples,
         greedy=options.greedy,
         temperature=options.temperature or task.sampling.temperature,
         top_p=task.sampling.top_p if options.top_p is None else options.top_p,
         max_tokens=options.max_tokens or task.max_tokens,
+        arena=arena,
     )
 
 
@@ -256,10 +279,11 @@ def _check_lengths(settings: EvaluationSettings) -> None:
     limit = settings.source.arch.max_position_embeddings
     for selected in settings.selected:
         longest = max(selected.prompts.prompts, key=lambda prompt: len(prompt.prompt_ids))
-        length = len(longest.prompt_ids)
+        what = f"prompt {longest.uid}" if len(longest.prompt_ids) == selected.max_prompt_tokens else "max_prompt_tokens"
+        length = selected.max_prompt_tokens
         if length + selected.max_tokens <= limit:
             continue
-        total = f"task {selected.name!r}: prompt {longest.uid} of {length} tokens + max_tokens {selected.max_tokens}"
+        total = f"task {selected.name!r}: {what} of {length} tokens + max_tokens {selected.max_tokens}"
         total += f" = {length + selected.max_tokens} exceed the model's max_position_embeddings {limit}"
         if length < limit:
             remedy = f"set --max-tokens {limit - length} or less"

@@ -45,6 +45,11 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
 
 def _task_problems(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]) -> list[str]:
     """Why the task cannot be used in training."""
+    if task.multi_turn.environment is not None:
+        return [
+            f"data.val_tasks: task {task.name!r} plays an environment: it is for the scripted evaluation; validate with"
+            " data.val_files and rollout.multi_turn"
+        ]
     if task.reward is None:
         return [
             f"data.val_tasks: task {task.name!r} has no reward: it is for the scripted evaluation only; leave it out"

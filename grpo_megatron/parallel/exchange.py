@@ -37,6 +37,7 @@ class _TableRow:
     truncated: bool
     holder: int
     step_rewards: list[tuple[int, float]]
+    turn_rewards: list[tuple[int, float]]
     loss_spans: list[TokenSpan]
 
     @property
@@ -60,6 +61,7 @@ def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
     return replace(
         table,
         step_rewards=table.step_rewards if any(table.step_rewards) else [],
+        turn_rewards=table.turn_rewards if any(table.turn_rewards) else [],
         greedy_reward=[greedy_reward.get(p, float("nan")) for p in table.prompt_index] if greedy_reward else [],
         loss_spans=table.loss_spans if table.num_loss_tokens() != table.response_length else [],
     )
@@ -75,6 +77,7 @@ def _table_row(sample: Sample, rank: int) -> _TableRow:
         truncated=sample.finish_reason == "length",
         holder=rank,
         step_rewards=sample.steps,
+        turn_rewards=sample.turn_rewards,
         loss_spans=_spans(sample.loss_mask),
     )
 

@@ -48,7 +48,8 @@ def all_gather_values(value: T, group: Any) -> list[T]:
 class Mesh:
     """Sizes, the coordinates of this rank, and process groups.
 
-    `control` is a gloo group of the whole world for small host-side messages, on any device.
+    `control` is a gloo group of the whole world for small host-side messages, on any device. `block_control` is one of
+    this rank's rollout block; None: the block is this rank alone.
     """
 
     world_size: int
@@ -68,6 +69,7 @@ class Mesh:
     cp: int = 1
     cp_rank: int = 0
     ranks_per_node: int = 1
+    block_control: Any = None
 
     def grid(self) -> Grid:
         """The same layout without this rank's view."""
@@ -147,6 +149,14 @@ class Mesh:
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
+    def block_broadcast(self, value: T) -> T:
+        """Collective over the rollout block: the value of its leader. Small host-side values: they are pickled."""
+        if self.block_control is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=self.rollout_block * self.rollout_tp, group=self.block_control)
+        return values[0]
+
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
@@ -201,7 +211,17 @@ def build_mesh(
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        block_control=_block_group(rank, world_size, rollout_tp, timeout),
     )
+
+
+def _block_group(rank: int, world_size: int, rollout_tp: int, timeout: datetime.timedelta) -> Any:
+    """The gloo group of this rank's rollout block; None for a block of one rank. Collective: every rank makes all groups."""
+    if rollout_tp == 1:
+        return None
+    starts = range(0, world_size, rollout_tp)
+    groups = [dist.new_group(range(i, i + rollout_tp), timeout=timeout, backend="gloo") for i in starts]
+    return groups[rank // rollout_tp]
 
 
 def destroy_mesh() -> None:

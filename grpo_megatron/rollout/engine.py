@@ -7,6 +7,11 @@ The life of an engine within a step:
 
     wake_weights() -> load_weights(stream, step) -> wake_kv_cache() -> generate(requests, step) ... -> sleep()
 
+`generate` draws a whole list. `stream` does so too, and gives each response as soon as it is complete. A caller whose
+requests depend on earlier responses submits them one by one, and polls for what has finished in one step of the engine:
+
+    submit(id, request, step) ... -> poll() -> [(id, completion), ...]
+
 To add an engine, write a subclass and name it in the config: `rollout.engine: my.module:MyEngine`. Nothing in this package
 has to change. `vllm.py` is the example.
 """
@@ -16,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +29,7 @@ from typing import Any, ClassVar
 from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
 
@@ -39,12 +45,13 @@ class Request:
     top_p: float = 1.0
     top_k: int = -1  # -1: all
     stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's own end-of-sequence tokens
+    stop: StopTexts | None = None  # the response ends with the token that completes one of these texts
 
 
 @dataclass(frozen=True)
 class Completion:
     """One response. `logprobs[t]` belongs to `response_ids[t]`, under the distribution that it was drawn from: after
-    temperature, top_p and top_k. If a stop token ended the response, it is the last of `response_ids`."""
+    temperature, top_p and top_k. The token that stopped the response, or completed a stop text, is its last one."""
 
     response_ids: list[int]
     logprobs: list[float]
@@ -56,7 +63,9 @@ class NoOptions(Section):
 
 
 class RolloutEngine(ABC):
-    """One rank's engine. `generate` and `logprobs` are collective over a block, all other methods over the world.
+    """One rank's engine. Methods that draw or compute are collective over a block, all others over the world.
+
+    All ranks of a block make the same calls of `generate`, `submit`, `poll`, `abort` and `logprobs` in the same order.
 
     The class attributes and `problems` are read before any rank starts, also on a machine without the engine's packages:
     the module of an engine class must not import them at its top.
@@ -104,7 +113,7 @@ class RolloutEngine(ABC):
         """Replace all weights. Reads `stream` to its end, whatever happens: other ranks may depend on it.
 
         Tensors have their whole shape. Where `reads_shards`, only this rank's part of each has contents. Raises RankError
-        on every rank if anything is wrong on any rank; `version` is then None.
+        on every rank if anything is wrong on any rank, unfinished requests included; `version` is then None.
         """
 
     def digests(self) -> Mapping[str, int] | None:
@@ -115,11 +124,62 @@ class RolloutEngine(ABC):
         return None
 
     @abstractmethod
-    def generate(self, requests: list[Request], version: int) -> list[Completion]:
-        """Completions in the order of `requests`, which are the same on all ranks of a block.
+    def submit(self, request_id: str, request: Request, version: int) -> None:
+        """Queue a request. It is served by the following calls of `poll`, together with all others.
 
-        Raises RuntimeError at once, instead of hanging, if the engine sleeps or its weights are not those of `version`.
+        Raises RuntimeError as `require` does, and ValueError for a request that cannot be served exactly, or for an id
+        that is still unfinished. Nothing is queued then.
         """
+
+    @abstractmethod
+    def poll(self) -> list[tuple[str, Completion]]:
+        """Run one step of the engine. Returns what has finished in it, in order of submission: often nothing.
+
+        Returns at once when nothing is unfinished. After an exception the engine is unusable: `version` is None.
+        """
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget unfinished requests; they get no completion. Raises ValueError for an id that is not unfinished."""
+
+    @property
+    @abstractmethod
+    def num_unfinished(self) -> int:
+        """How many requests are submitted, and neither finished nor aborted."""
+
+    def cache_statistics(self) -> tuple[int, int]:
+        """(prompt tokens, those of them found in the prefix cache) of the requests that finished since the last call."""
+        return 0, 0
+
+    def require(self, version: int) -> None:
+        """Raise RuntimeError at once, instead of hanging, unless the engine can draw from the weights of `version`."""
+        if version != self.version:
+            raise RuntimeError(f"samples are wanted from weights of version {version}, the engine has {self.version}")
+
+    def generate(self, requests: Sequence[Request], version: int) -> list[Completion]:
+        """Completions in the order of `requests`. Raises as `stream` does."""
+        finished = dict(pair for step in self.stream(requests, version) for pair in step)
+        return [finished[number] for number in range(len(requests))]
+
+    def stream(self, requests: Sequence[Request], version: int) -> Iterator[list[tuple[int, Completion]]]:
+        """One list per step of the engine: (index in `requests`, its completion) of what has finished in this step.
+
+        Raises as `submit` and `poll` do, and RuntimeError while other requests are unfinished. When it is left early, by
+        an exception too, nothing stays queued.
+        """
+        self.require(version)
+        if self.num_unfinished:
+            raise RuntimeError(f"generate: {self.num_unfinished} submitted requests are unfinished; poll or abort them")
+        unfinished: dict[str, int] = {}
+        try:
+            for number, request in enumerate(requests):
+                self.submit(str(number), request, version)
+                unfinished[str(number)] = number
+            while unfinished:
+                yield [(unfinished.pop(request_id), completion) for request_id, completion in self.poll()]
+        finally:
+            if unfinished and self.version is not None:
+                self.abort(list(unfinished))
 
     @abstractmethod
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -127,7 +187,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free the device memory. The weights are lost: `version` becomes None."""
+        """Free the device memory. The weights are lost: `version` becomes None. RuntimeError: requests are unfinished."""
 
     @abstractmethod
     def wake_weights(self) -> None:

@@ -10,13 +10,14 @@ There is no server. Weights never come from a file: the engine is built with dum
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import LostRank, Mesh, RankError
 from grpo_megatron.rollout import vllm_process, vllm_versions
@@ -24,6 +25,7 @@ from grpo_megatron.rollout.census import load_verified
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
 from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
 from grpo_megatron.rollout.vllm_memory import EngineMemory
+from grpo_megatron.rollout.vllm_queue import VllmQueue
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
 
@@ -63,7 +65,7 @@ class VllmEngine(RolloutEngine):
         tensors: EngineTensors,
     ) -> None:
         self._mesh, self._device, self._tensors = mesh, device, tensors
-        self._max_model_len, self._eos_token_ids = max_model_len, tuple(eos_token_ids)
+        self._max_model_len = max_model_len
         self._can_sleep, self._sleep_level = rollout.free_cache_engine, options.sleep_level
         self._version: int | None = None
         self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
@@ -71,6 +73,7 @@ class VllmEngine(RolloutEngine):
         self._llm, self._sampling_params = vllm_process.build(
             model_path, rollout, options, mesh, device, dtype=dtype, max_model_len=max_model_len
         )
+        self._queue = VllmQueue(self._llm, self._sampling_params, max_model_len, eos_token_ids)
         engine_rank = mesh.rank % mesh.rollout_tp
         (self._memory,) = self._llm.apply_model(lambda model: EngineMemory(model, tensors, engine_rank))
 
@@ -87,9 +90,8 @@ class VllmEngine(RolloutEngine):
         inside vLLM the engine is broken, and every later call raises an error with the reason.
         """
         self._version = None
-        self._agree(
-            self._broken or ("the weights are asleep: call wake_weights" if "weights" in self._asleep else None)
-        )
+        problem = "the weights are asleep: call wake_weights" if "weights" in self._asleep else None
+        self._agree(self._broken or problem or self._unfinished())
         problem = self._attempt(self._start_update)
         problem = load_verified(stream, self._tensors.tensors, self._load, problem)
         if self._broken is None:  # an update that is left open would make the next one fail
@@ -142,24 +144,61 @@ class VllmEngine(RolloutEngine):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: list[Request], version: int) -> list[Completion]:
-        """See RolloutEngine. Raises ValueError for a request that vLLM would change."""
+    def require(self, version: int) -> None:
+        """See RolloutEngine."""
         self._require_ready()
-        if version != self._version:
-            raise RuntimeError(f"generate asks for weights of version {version}, the engine has {self._version}")
-        params = [self._params(request) for request in requests]
-        outputs = self._run([list(r.prompt_ids) for r in requests], params)
-        return [_completion(output.outputs[0]) for output in outputs]
+        super().require(version)
+
+    def submit(self, request_id: str, request: Request, version: int) -> None:
+        """See RolloutEngine. Raises ValueError for a request that vLLM would change."""
+        self.require(version)
+        if request_id in self._queue:
+            raise ValueError(f"request {request_id!r} is submitted already, and unfinished")
+        params = self._queue.params(request)
+        with self._breaking():
+            self._queue.add(request_id, request, params)
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        """See RolloutEngine. Leaves the host's random generators as they were."""
+        self._require_ready()
+        if not self._queue:
+            return []
+        with self._breaking():
+            return self._queue.step()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See RolloutEngine."""
+        self._require_unbroken()
+        if unknown := [request_id for request_id in request_ids if request_id not in self._queue]:
+            raise ValueError(f"no unfinished request has the id {', '.join(map(repr, unknown))}")
+        with self._breaking():
+            self._queue.abort(request_ids)
+
+    @property
+    def num_unfinished(self) -> int:
+        """See RolloutEngine. 0 for a broken engine: nothing of it will ever finish."""
+        return 0 if self._broken is not None else len(self._queue)
+
+    def cache_statistics(self) -> tuple[int, int]:
+        """See RolloutEngine. Counts whole blocks of the key-value cache, as vLLM reports them for each request."""
+        return self._queue.cache_statistics()
+
+    def _unfinished(self) -> str | None:
+        """Why the weights and the cache must stay as they are."""
+        count = self.num_unfinished
+        return f"{count} submitted requests are unfinished: poll or abort them first" if count else None
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """See RolloutEngine. A sequence must leave room for one token. Uses [max_num_batched_tokens, V] of memory."""
         self._require_ready()
+        if problem := self._unfinished():
+            raise RuntimeError(f"logprobs: {problem}")
         for ids in sequences:
             if not 1 <= len(ids) < self._max_model_len:
                 raise ValueError(
                     f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}"
                 )
-            self._require_vocabulary(ids)
+            self._queue.require_vocabulary(ids)
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
@@ -171,51 +210,34 @@ class VllmEngine(RolloutEngine):
             raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
         self._require_weights()
 
-    def _require_weights(self) -> None:
+    def _require_unbroken(self) -> None:
         if self._broken is not None:
             raise RuntimeError(self._broken)
+
+    def _require_weights(self) -> None:
+        self._require_unbroken()
         if self._version is None:
             raise RuntimeError("the engine has no complete set of weights: call load_weights first")
-
-    def _params(self, request: Request) -> Any:
-        if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens with max_tokens {request.max_tokens} does not fit "
-                f"max_model_len {self._max_model_len} (or is empty)"
-            )
-        low, high = ENGINE_TEMPERATURES
-        if request.temperature != 0 and not low <= request.temperature <= high:
-            raise ValueError(f"temperature {request.temperature} is outside vLLM's {low} to {high} (or 0)")
-        self._require_vocabulary(request.prompt_ids)
-        return self._sampling_params(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed,
-            stop_token_ids=[*self._eos_token_ids, *request.stop_token_ids],
-            logprobs=0,  # of the drawn token only
-            flat_logprobs=True,
-            detokenize=False,
-        )
-
-    def _require_vocabulary(self, ids: Sequence[int]) -> None:
-        size = self._llm.model_config.get_vocab_size()
-        if ids and not 0 <= min(ids) <= max(ids) < size:
-            raise ValueError(f"token ids {min(ids)} to {max(ids)} are outside the vocabulary of {size}")
 
     def _run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         if not prompts:
             return []
+        with self._breaking():
+            outputs: list[Any] = self._llm.generate(
+                [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+            )
+        return outputs
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Around calls whose failure breaks the engine. An interrupt too: vLLM's queue would answer the next call."""
         try:
             with self._device.preserve_rng(), vllm_process.inside(self._device):
-                tokens = [{"prompt_token_ids": ids} for ids in prompts]
-                outputs: list[Any] = self._llm.generate(tokens, params, use_tqdm=False)
-        except BaseException as error:  # an interrupt too: requests left in vLLM's queue would answer the next call
+                yield
+        except BaseException as error:
             self._version = None
             self._broken = f"{_BROKEN}: {type(error).__name__}: {error}"
             raise
-        return outputs
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -230,6 +252,8 @@ class VllmEngine(RolloutEngine):
         """
         if not self._can_sleep or self._asleep:
             return
+        if problem := self._unfinished():
+            raise RuntimeError(f"sleep: {problem}")
         self._version = None
         self._asleep = {"weights", "kv_cache"}
         if self._device.is_cuda:
@@ -260,16 +284,6 @@ class VllmEngine(RolloutEngine):
         self._version, self._broken = None, "the engine has been shut down"
         with vllm_process.ending(self._device):
             self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
+        self._llm = self._queue = None  # type: ignore[assignment]
         gc.collect()
         self._device.empty_cache()
-
-
-def _completion(output: Any) -> Completion:
-    response_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
-    if output.finish_reason not in ("stop", "length") or len(logprobs) != len(response_ids):
-        raise RuntimeError(
-            f"vLLM did not finish a response: finish_reason {output.finish_reason!r}, {len(response_ids)} tokens, "
-            f"{len(logprobs)} logprobs"
-        )
-    return Completion(response_ids, logprobs, output.finish_reason)

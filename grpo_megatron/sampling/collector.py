@@ -150,7 +150,7 @@ class InitialModelCollector:
 
 
 class FileCollector:
-    """Groups read from a file: each entry is a prompt, its responses as token ids, and their rewards."""
+    """Groups read from a file: each entry is a prompt, its responses, and their rewards."""
 
     def __init__(self, entries: Sampler[OfflineGroup], mesh: Mesh) -> None:
         self.entries, self.mesh = entries, mesh
@@ -162,8 +162,19 @@ class FileCollector:
             if index % self.mesh.num_rollout_blocks != self.mesh.rollout_block:
                 continue
             groups[index].samples.extend(
-                Sample(prompt, index, i, ids, [0.0] * len(ids), "stop", step, reward=reward)
-                for i, (ids, reward) in enumerate(zip(responses, rewards, strict=True))
+                Sample(
+                    prompt,
+                    index,
+                    i,
+                    response.ids,
+                    [0.0] * len(response),
+                    "stop",
+                    step,
+                    reward=reward,
+                    loss_mask=response.loss_mask(),
+                    turns=response.turns,
+                )
+                for i, (response, reward) in enumerate(zip(responses, rewards, strict=True))
             )
         self.cursor += count
         return groups

@@ -2,7 +2,8 @@
 
 The requests are ordered by prompt, then by sample, and cut into one contiguous range per rollout block, of nearly equal
 length. So a prompt's samples stay together and share its cached prefix, except where a cut falls. Every request has its
-own seed: the cuts decide only where a sample is drawn.
+own seed: the cuts decide only where a sample is drawn. Each response goes to the reward workers when it is complete, while
+the others are still drawn.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.sampling.failures import check_failures
+from grpo_megatron.sampling.grading import Grading
 from grpo_megatron.types import GREEDY, Prompt, Sample
 
 
@@ -31,12 +35,15 @@ class Generator:
         pool: RewardPool | None,
         tokenizer: Any,
         mesh: Mesh,
-        seed: int,
+        rollout: RolloutConfig,
         weights_digest: Callable[[], str],
         *,
         max_failed_ratio: float = 1.0,
     ) -> None:
-        self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, seed
+        self.engine, self.tokenizer, self.mesh, self.seed = engine, tokenizer, mesh, rollout.seed
+        self.grading = Grading(pool, tokenizer)
+        self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
+        self.stop_token_ids = tuple(rollout.stop_token_ids)
         self.weights_digest, self.max_failed_ratio = weights_digest, max_failed_ratio
 
     def draw(
@@ -59,88 +66,66 @@ class Generator:
         weights. Raises RankError on every rank when the reward workers of any rank cannot run at all, or when more than
         `max_failed_ratio` of all ranks' samples get no reward.
         """
-        indices = ([GREEDY] if greedy else []) + list(range(n))
-        requests = [(p, i) for p in range(len(prompts)) for i in indices]
-        blocks, block = self.mesh.num_rollout_blocks, self.mesh.rollout_block
-        local_requests = requests[block * len(requests) // blocks : (block + 1) * len(requests) // blocks]
-        uids = _distinct_uids(prompts)
+        local_requests = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
+        uids = distinct_uids(prompts)
+        requests = [
+            Request(
+                prompt_ids=prompts[p].prompt_ids,
+                seed=sample_seed(self.seed, draw_id, uids[p], i),
+                max_tokens=max_tokens,
+                temperature=0.0 if i == GREEDY else temperature,
+                top_p=1.0 if i == GREEDY else top_p,
+                stop_token_ids=self.stop_token_ids,
+                stop=self.stop,
+            )
+            for p, i in local_requests
+        ]
+        samples: dict[int, Sample] = {}
+        self.grading.begin(prompt.reward for prompt in prompts)
         with metrics.phase("gen"):
-            completions = self.engine.generate(
-                [
-                    Request(
-                        prompt_ids=prompts[p].prompt_ids,
-                        seed=sample_seed(self.seed, draw_id, uids[p], i),
-                        max_tokens=max_tokens,
-                        temperature=0.0 if i == GREEDY else temperature,
-                        top_p=1.0 if i == GREEDY else top_p,
+            for finished in self.engine.stream(requests, version):
+                for number, completion in finished:
+                    p, i = local_requests[number]
+                    samples[number] = Sample(
+                        prompt=prompts[p],
+                        prompt_index=p,
+                        index=i,
+                        response_ids=completion.response_ids,
+                        rollout_logprobs=completion.logprobs,
+                        finish_reason=completion.finish_reason,
+                        version=version,
+                        weights_digest=self.weights_digest(),
                     )
-                    for p, i in local_requests
-                ],
-                version,
-            )
-            samples = [
-                Sample(
-                    prompt=prompts[p],
-                    prompt_index=p,
-                    index=i,
-                    response_ids=completion.response_ids,
-                    rollout_logprobs=completion.logprobs,
-                    finish_reason=completion.finish_reason,
-                    version=version,
-                    weights_digest=self.weights_digest(),
-                )
-                for (p, i), completion in zip(local_requests, completions, strict=True)
-            ]
-        with metrics.phase("reward"):
-            problem = None
-            try:
-                self._score(samples)
-            except RuntimeError as error:  # the workers cannot run at all: every rank must stop
-                problem = str(error)
-            self.mesh.agree(problem)
+                    self.grading.add(samples[number])
+                self.grading.serve()
+        self._record_cache(metrics)
+        drawn = [samples[number] for number in range(len(requests))]
+        self._finish_grading(drawn, draw_id, version, metrics)
+        return drawn
+
+    def _finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:
+        with metrics.phase("reward"):  # what is left of the grading
+            self.mesh.agree(self.grading.finish())
             what = f"step {version}" if draw_id >= 0 else f"the validation before step {version}"
-            check_failures(what, samples if self.pool is not None else [], self.max_failed_ratio, self.mesh)
-        return samples
+            known = samples if self.mesh.is_block_leader else []
+            check_failures(what, known, self.max_failed_ratio, self.mesh)
 
-    def _score(self, samples: list[Sample]) -> None:
-        if self.pool is None:
-            return
-        for sample in samples:
-            sample.text = self._text(sample.response_ids)
-        results = self.pool.grade([(s.prompt.reward, s.text, s.prompt.answer) for s in samples])
-        for sample, result in zip(samples, results, strict=True):
-            sample.reward, sample.reward_metrics = (
-                result.reward,
-                {**result.metrics, "ok": float(result.status == "ok")},
-            )
-            sample.reward_metrics["timeout"] = float(result.status == "timeout")
-            sample.reward_texts, sample.reward_failure = result.texts, result.message
-            sample.steps = self._step_tokens(sample, result.steps)
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        """(end of the step in the text, reward) -> (index of the token that completes it, reward).
-
-        That token is the last of the shortest prefix of tokens whose text reaches the end. Steps that end within one token
-        become one step, with their mean reward.
-        """
-        ids, low = sample.response_ids, 0
-        rewards: dict[int, list[float]] = {}
-        for end, reward in steps:
-            high = len(ids) - 1
-            while low < high:
-                middle = (low + high) // 2
-                if len(self._text(ids[: middle + 1])) >= end:
-                    high = middle
-                else:
-                    low = middle + 1
-            rewards.setdefault(low, []).append(reward)
-        return [(token, sum(values) / len(values)) for token, values in rewards.items()]
+    def _record_cache(self, metrics: Metrics) -> None:
+        prompt_tokens, cached_tokens = self.engine.cache_statistics()
+        metrics.when(self.mesh.is_block_leader).mean(
+            "rollout/prefix_cache_hit_rate", float(cached_tokens), float(prompt_tokens)
+        )
 
 
-def _distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
+def share_of_block(num_prompts: int, n: int, mesh: Mesh, *, greedy: bool) -> list[tuple[int, int]]:
+    """(prompt, sample) indices that this rollout block draws, in order: see the module's header."""
+    indices = ([GREEDY] if greedy else []) + list(range(n))
+    wanted = [(p, i) for p in range(num_prompts) for i in indices]
+    blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
+    return wanted[block * len(wanted) // blocks : (block + 1) * len(wanted) // blocks]
+
+
+def distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
     """Each prompt's uid with its number of earlier occurrences in the list."""
     seen: Counter[str] = Counter()
     uids = []

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import Group
-from grpo_megatron.types import Prompt, Sample
+from grpo_megatron.types import Prompt, Sample, Turn
 
 PackedGroup = dict[str, Any]
 
@@ -47,6 +47,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     """Long columns are stored as base64: JSON numbers would take several times the space."""
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
     packed["prompt"] = asdict(sample.prompt)
+    packed["turns"] = [asdict(turn) for turn in sample.turns]
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))
     packed["rollout_logprobs"] = _to_base64(np.asarray(sample.rollout_logprobs, dtype="<f8"))
     packed["loss_mask"] = _to_base64(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
@@ -60,11 +61,18 @@ def unpack_sample(packed: dict[str, Any]) -> Sample:
         "prompt": Prompt(**prompt),
         "response_ids": _from_base64(packed["response_ids"], "<i4"),
         "rollout_logprobs": _from_base64(packed["rollout_logprobs"], "<f8"),
-        "steps": [(int(token), float(reward)) for token, reward in packed["steps"]],
+        "steps": _rewards(packed["steps"]),
+        "turns": [Turn(**turn) for turn in packed.get("turns", [])],
+        "turn_rewards": _rewards(packed.get("turn_rewards", [])),
     }
     bits = np.array(_from_base64(packed["loss_mask"], "u1"), dtype=np.uint8)
     columns["loss_mask"] = np.unpackbits(bits, count=len(columns["response_ids"])).tolist()
     return Sample(**{**packed, **columns})
+
+
+def _rewards(pairs: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
+    """(token, reward) pairs, which JSON has as lists."""
+    return [(int(token), float(reward)) for token, reward in pairs]
 
 
 def _to_base64(array: np.ndarray[Any, Any]) -> str:

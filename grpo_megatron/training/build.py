@@ -11,6 +11,7 @@ from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device, DeviceMemory
+from grpo_megatron.environments.build import build_pool
 from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.resharding import Resharding
@@ -23,6 +24,8 @@ from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation
@@ -33,6 +36,7 @@ from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
 from grpo_megatron.training.warm_up import WARMUP_FOLDER
+from grpo_megatron.trajectories.answers import EnvironmentAnswers
 
 
 def join_world(config: Config, device: Device) -> Mesh:
@@ -127,6 +131,31 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
     policy.device.empty_cache()
     policy.onload()
     return colocation
+
+
+def build_generator(
+    config: Config, checked: Checked, colocation: Colocation, opened: contextlib.ExitStack
+) -> Generator:
+    """What draws and rewards samples, of one turn or of several. `opened` will close its worker processes.
+
+    Raises RuntimeError when reward workers fail their test.
+    """
+    mesh, rollout, environment = colocation.mesh, config.rollout, checked.environment
+    rewards = None
+    if mesh.is_block_leader and not (environment and environment.gives_rewards):
+        rewards = build_reward_pool(config, checked, opened)
+    parts = (colocation.engine, rewards, checked.tokenizer, mesh, rollout, lambda: colocation.weights_digest)
+    max_failed_ratio = config.reward.max_failed_ratio
+    if environment is None:
+        return Generator(*parts, max_failed_ratio=max_failed_ratio)
+    pool = opened.enter_context(build_pool(rollout.multi_turn)) if mesh.is_block_leader else None
+    return TrajectoryGenerator(
+        *parts,
+        answers=EnvironmentAnswers(pool, environment.renderer, rollout.multi_turn, mesh),
+        gives_rewards=environment.gives_rewards,
+        max_prompt_length=config.data.max_prompt_length,
+        max_failed_ratio=max_failed_ratio,
+    )
 
 
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:

@@ -12,6 +12,7 @@ from grpo_megatron.observability.metrics import Metrics, group_table_metrics, th
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.generator import record_reward_metrics
+from grpo_megatron.sampling.trajectory_metrics import record_trajectory_metrics
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
@@ -56,6 +57,7 @@ class StepReport:
         """
         self._record_batch(metrics.when(self.mesh.is_first_replica_rank), batch)
         record_reward_metrics(metrics.when(self.mesh.is_block_leader), samples)
+        record_trajectory_metrics(metrics.when(self.mesh.is_block_leader), samples)
         group_table_metrics(metrics, table, self.max_response_length)
         for name, value in {**plan.metrics, **self.device.memory_gib()}.items():
             if name.startswith("perf/"):

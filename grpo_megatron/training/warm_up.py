@@ -76,13 +76,16 @@ def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[
 
 def _batch(examples: Sequence[SupervisedExample], actor: ActorConfig, policy: Policy) -> Batch:
     """This data-parallel rank's share. Every rank has all examples, so nothing is sent."""
-    plan = supervised_plan([(len(p), len(r)) for p, r in examples], actor, policy.mesh.dp)
+    lengths = [(len(prompt), len(response)) for prompt, response in examples]
+    num_loss_tokens = [response.num_loss_tokens for _, response in examples]
+    plan = supervised_plan(lengths, actor, policy.mesh.dp, num_loss_tokens)
     rows = plan.rows(policy.mesh.dp_rank)
     return build_batch(
         rows,
         plan,
         policy.mesh.dp_rank,
-        tokens=[torch.tensor([*examples[row][0], *examples[row][1]]) for row in rows],
+        tokens=[torch.tensor([*examples[row][0], *examples[row][1].ids]) for row in rows],
         prompt_lengths=[len(examples[row][0]) for row in rows],
         rollout_logprobs=[torch.zeros(len(examples[row][1])) for row in rows],
+        loss_spans=[examples[row][1].loss_spans for row in rows],
     )

@@ -159,6 +159,9 @@ def test_supervised_plan() -> None:
     assert plan.advantages == [1.0, 1.0, 1.0]
     assert plan.token_weights == [1 / 8, 0, 1 / 8]
     assert plan.metrics["global_seqlen/balanced_max"] == 9
+    masked = supervised_plan([(2, 3), (2, 0), (4, 5)], ActorConfig(ppo_max_token_len_per_gpu=8), 2, [3, 0, 1])
+    assert masked.token_weights == [1 / 4, 0, 1 / 4]  # 4 of the 8 response tokens are in the loss
+    assert masked.mini_batches == plan.mini_batches
 
 
 samples = st.tuples(st.sampled_from([0.0, 1.0, NAN]), st.integers(1, 10), st.integers(0, 40))

@@ -71,6 +71,24 @@ def test_penalties_fall_on_their_tokens() -> None:
     assert per_token(remax, run(remax, "remax"))[0] == pytest.approx([0.35, 0.45, 0.45])
 
 
+def test_rewards_of_turns_fall_on_their_turns() -> None:
+    # Generated tokens 0-1 and 4-5; the first turn has earned 1, the second one -0.5, and the outcome is 2: 2.5 in all.
+    table = make_table([[2.5, 0]], [[6, 1]])
+    table = replace(table, loss_spans=[[(0, 2), (4, 6)], [(0, 1)]], turn_rewards=[[(1, 1.0), (5, -0.5)], []])
+
+    def whitened(returns: list[float]) -> list[float]:
+        mean = sum(returns) / len(returns)
+        std = math.sqrt(sum((value - mean) ** 2 for value in returns) / (len(returns) - 1) + 1e-8)
+        return [(value - mean) / std for value in returns]
+
+    for gamma, returns in ((1.0, [2.5, 2.5, 1.5, 1.5]), (0.5, [0.6875, 1.375, 0.75, 1.5])):
+        a, b, c, d, e = whitened([*returns, 0.0])
+        got = per_token(table, run(table, "reinforce_plus_plus", gamma=gamma))
+        assert got == [pytest.approx([a, b, 0, 0, c, d]), pytest.approx([e])]
+    remax = replace(table, greedy_reward=[1.0, 1.0])  # its baseline is the reward of a whole trajectory
+    assert run(remax, "remax") == [1.5, -1.0]
+
+
 def test_remax() -> None:
     assert run(make_table([[1, 0]], greedy=[0.25]), "remax") == [0.75, -0.25]
     # Samples of a prompt whose greedy response has no reward get None; a sample without a reward gets 0.

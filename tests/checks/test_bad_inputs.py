@@ -118,6 +118,11 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["rollout.top_k=50"], ["rollout.top_k=50", "set rollout.top_k=-1"]),
     (["rollout.temperature=3"], ["rollout.temperature=3 is outside", "0.01 to 2"]),
     (["rollout.val_kwargs.temperature=0.001"], ["rollout.val_kwargs.temperature=0.001", "0.01 to 2"]),
+    (['rollout.stop=["###",""]'], ["rollout.stop=['###', '']: an empty text", "remove it"]),
+    (
+        ["rollout.stop_token_ids=[100,101,-1]"],
+        ["rollout.stop_token_ids=[100, 101, -1]: 101, -1 is outside", "vocabulary of 0 to 100", "rollout.stop"],
+    ),
     # names
     (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "did you mean 'grpo'?"]),
     (["actor.loss_mode=vanila"], ["actor.loss_mode", "did you mean 'vanilla'?"]),
@@ -192,7 +197,11 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["sft.steps=3", "data.max_response_length=1"], ["sft.train_files", "1 response tokens", "nothing is left"]),
     (
         ["algorithm.source=file", "actor.loss_mode=sft", "algorithm.adv_estimator=constant"],
-        ["data.train_files: ", "'response' is missing", '(algorithm.source=file reads rows {"prompt", "response"})'],
+        [
+            "data.train_files: ",
+            "'response' is missing",
+            '(algorithm.source=file reads rows {"prompt", "response"} or {"messages"})',
+        ],
     ),
     # the rest
     (["trainer.logger=[wandb]"], ["trainer.logger=['wandb']", "pip install wandb"]),

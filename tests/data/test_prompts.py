@@ -124,7 +124,7 @@ def test_supervised_rows_end_with_eos_and_are_rendered_like_prompts(tmp_path: Pa
     )
     pairs = load_supervised(PLAIN, [file], tokenizer)
     assert [tokenizer.decode(prompt) for prompt, _ in pairs] == ["1+1<sep>", "2<sep>"]
-    assert [tokenizer.decode(response) for _, response in pairs] == ["<answer>2</answer><eos>", "2<eos>"]
+    assert [tokenizer.decode(response.ids) for _, response in pairs] == ["<answer>2</answer><eos>", "2<eos>"]
     short = PLAIN.model_copy(update={"max_response_length": 3})
     assert len(load_supervised(short, [file], tokenizer)) == 1
     with pytest.raises(ValueError, match="line 1: field 'response' is missing"):

@@ -57,8 +57,11 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
     return base
 
 
-def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
-    """Run the Trainer. Returns this rank's samples per step, and the final weights and optimizer state."""
+def train(raw: dict[str, Any], keep_weights: bool = True, kill_in_step: int | None = None) -> dict[str, Any]:
+    """Run the Trainer. Returns this rank's samples per step, and the final weights and optimizer state.
+
+    `kill_in_step`: the process ends without a word in the middle of that step's trajectories.
+    """
     from grpo_megatron.checks.validate import validate
     from grpo_megatron.trainer import Trainer
 
@@ -68,8 +71,10 @@ def train(raw: dict[str, Any], keep_weights: bool = True) -> dict[str, Any]:
     collect = trainer.collect
 
     def recorded(step: int) -> Any:
+        if step == kill_in_step:
+            _exit_at_an_answer(trainer.validator.generator.answers, 4)  # type: ignore[attr-defined]
         samples = collect(step)
-        drawn[step] = [(s.prompt.uid, s.index, s.response_ids, s.rollout_logprobs, s.reward) for s in samples]
+        drawn[step] = [(*_content(s), s.rollout_logprobs, s.reward) for s in samples]
         return samples
 
     trainer.collect = recorded  # type: ignore[method-assign]
@@ -97,6 +102,26 @@ def train_on_nodes_of_one(raw: dict[str, Any]) -> dict[str, Any]:
     """`train`, with torchrun's environment of one rank per node."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return train(raw)
+
+
+def _content(sample: Any) -> tuple[Any, ...]:
+    """What does not depend on the layout: everything but the logical times of turns."""
+    turns = [(turn.start, turn.end, turn.kind, turn.version) for turn in sample.turns]
+    rewards, metrics = sample.turn_rewards, sample.trajectory_metrics
+    ids = sample.prompt.prompt_ids, sample.response_ids, sample.loss_mask
+    return sample.prompt.uid, sample.index, *ids, turns, sample.status, sample.finish_reason, rewards, metrics
+
+
+def _exit_at_an_answer(answers: Any, count: int) -> None:
+    take, taken = answers.take, []
+
+    def dying(trajectories: Any) -> Any:
+        taken.append(len(trajectories))
+        if len(taken) == count:
+            os._exit(9)
+        return take(trajectories)
+
+    answers.take = dying
 
 
 def _no_curves() -> Any:

@@ -20,7 +20,7 @@ from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task, get_tasks, task_names
 from grpo_megatron.evaluation.grading import grade
 from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
-from grpo_megatron.evaluation.prompting import build_prompts, choose_format, cut_at_stop, stop_token_ids
+from grpo_megatron.evaluation.prompting import build_prompts, choose_format, cut_at_stop
 from grpo_megatron.evaluation.validation import read_task_prompts
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows, write_rows
 
@@ -185,7 +185,6 @@ def test_formats_and_stops(tokenizer: Any) -> None:
         True,
     )  # 8 bytes, and the two of the stop
     assert cut_at_stop(ids, ["</s>"], tokenizer) == ("It is 4.\n\nQuestion: more", len(ids), False)
-    assert stop_token_ids(["<eos>", "Question:"], tokenizer) == [tokenizer.eos_token_id]
 
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -200,6 +199,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "minerva": {"problem": "Find $x$.", "solution": "\\boxed{3}"},
     "boxed": {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "Find $x$."}], "answer": 2},
     "arithmetic": {"prompt": "1+1<sep>", "answer": "2"},
+    "products": {"prompt": "1*2", "answer": "2"},
     "jsonl": {"prompt": "What is 1+1?", "answer": ""},
 }
 

@@ -92,7 +92,7 @@ def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
     length = min(MAX_MODEL_LEN - 20, room // 8)
     some = [replace(r, max_tokens=length) for r in requests(24)]
     plain = {"stop_token_ids": [], "ignore_eos": True}  # every request runs to its end
-    params = [bench.engine._params(request) for request in some]
+    params = [bench.engine._queue.params(request) for request in some]
     for one in params:
         for name, value in plain.items():
             setattr(one, name, value)
@@ -107,7 +107,7 @@ def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
         outputs = bench.engine._run([list(r.prompt_ids) for r in some], params)
     if not dropped:
         raise Skipped(f"24 requests of {length} tokens fit into the cache of {room}")
-    from grpo_megatron.rollout.vllm import _completion
+    from grpo_megatron.rollout.vllm_queue import _completion
 
     completions = [_completion(output.outputs[0]) for output in outputs]
     assert all(len(c.response_ids) == length and max(c.response_ids) < VOCAB for c in completions)

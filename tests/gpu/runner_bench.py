@@ -88,7 +88,9 @@ class Bench:
 
     def raw(self, requests: list[Any]) -> list[Any]:
         """vLLM's own outputs, which say how much of a prompt was in the cache."""
-        return self.engine._run([list(r.prompt_ids) for r in requests], [self.engine._params(r) for r in requests])
+        return self.engine._run(
+            [list(r.prompt_ids) for r in requests], [self.engine._queue.params(r) for r in requests]
+        )
 
     # -- the reference -------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int) -> di
         "batch_advantages": {row: batch.advantages[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
         "token_weights": {row: batch.token_weights[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
         "loss_masks": {row: batch.loss_mask[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
+        "leader": mesh.block_broadcast(mesh.rank),
         "padding": bool((batch.loss_mask & ~batch.response_mask).any()),
         "plan_weights": plan.token_weights,
     }

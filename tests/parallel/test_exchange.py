@@ -40,6 +40,7 @@ def test_every_row_arrives_once_per_replica_with_exact_advantages(alone: dict, l
     dp = world // (tp * pp)
     assert results[0]["holders"] == world // rollout_tp
     by_replica: dict[int, list[int]] = {}
+    assert [result["leader"] for result in results] == [rank // rollout_tp * rollout_tp for rank in range(world)]
     for result in results:
         assert result["advantages"] == alone["advantages"]  # floats compared with ==: bit for bit
         assert by_replica.setdefault(result["dp_rank"], result["rows"]) == result["rows"]

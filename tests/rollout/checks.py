@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
 from tests.rollout import tiny
 from tests.rollout.worlds import World, raises, requests, rng_state
 
@@ -42,6 +43,49 @@ def seeds_alone_decide_the_draws(world: World) -> None:
     assert len({tuple(c.response_ids) for c in [together[1], *others]}) == 5  # same prompt, other samples
 
 
+def generate_gives_what_vllm_itself_gives(world: World) -> None:
+    """Bit for bit, in the order of the requests, although some finish early."""
+    world.push(1, 0)
+    some = [r for r, n in zip(requests(12), [3, 16, 9] * 4, strict=True) for r in [replace(r, max_tokens=n)]]
+    engine = world.engine
+    expected = engine._run([list(r.prompt_ids) for r in some], [engine._queue.params(r) for r in some])
+    for completion, output in zip(world.draw(some), expected, strict=True):
+        assert completion.response_ids == list(output.outputs[0].token_ids)
+        assert completion.logprobs == list(output.outputs[0].logprobs.logprobs)
+        assert completion.finish_reason == output.outputs[0].finish_reason
+
+
+def requests_join_and_leave_a_running_engine(world: World) -> None:
+    """Each sample stays what it is alone: also one that joins later, and beside one that is aborted."""
+    world.push(1, 0)
+    some = [replace(r, max_tokens=n) for r, n in zip(requests(5), (12, 4, 4, 30, 4), strict=True)]
+    alone = [world.draw([request])[0] for request in some]
+    engine, finished, sizes = world.engine, [], []
+
+    def poll(times: int) -> None:
+        for _ in range(times):
+            step = engine.poll()
+            finished.extend(step)
+            sizes.append(len(step))
+
+    assert engine.poll() == [] and engine.num_unfinished == 0
+    for name, request in zip("dba", (some[3], some[1], some[0]), strict=True):
+        engine.submit(name, request, 0)
+    assert engine.num_unfinished == 3
+    poll(2)
+    engine.submit("e", some[4], 0)
+    engine.submit("c", some[2], 0)
+    poll(3)
+    engine.abort(["d"])
+    assert engine.num_unfinished == 4 - len(finished)
+    poll(30)
+    assert engine.num_unfinished == 0
+    assert dict(finished) == dict(zip("abce", [alone[i] for i in (0, 1, 2, 4)], strict=True))
+    assert [name for name, _ in finished if name in "ec"] == ["e", "c"]  # of one step: in order of submission
+    assert 2 in sizes
+    assert world.draw(some) == alone
+
+
 def responses_end_with_their_stop_token(world: World) -> None:
     world.push(1, 0)
     completions = world.draw(requests(32, max_tokens=40))
@@ -59,6 +103,51 @@ def responses_end_with_their_stop_token(world: World) -> None:
     cut = whole.response_ids.index(whole.response_ids[9]) + 1
     stopped_early = world.draw([replace(request, stop_token_ids=(whole.response_ids[9],))])[0]
     assert stopped_early == Completion(whole.response_ids[:cut], whole.logprobs[:cut], "stop")
+
+
+class Pairs:
+    """A tokenizer that writes each id as two letters, and the word "whole" as id 30."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(97 + i // 20) + chr(97 + i % 20) for i in ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"whole": 30}
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [30] if text == "whole" else [1, 2]}
+
+
+def responses_end_with_the_token_that_completes_a_stop_text(world: World) -> None:
+    """The same draws as without the text, up to that token, alone and beside other requests; also at the last token."""
+    world.push(1, 0)
+    some = requests(8, max_tokens=24)
+    whole = world.draw(some)
+    number = next(i for i, c in enumerate(whole) if len(c.response_ids) == 24)
+    ids = whole[number].response_ids
+    text = Pairs().decode(ids[9:12], skip_special_tokens=True)[1:-1]  # begins and ends within a token
+    first = next(t for t in range(1, 25) if text in Pairs().decode(ids[:t], skip_special_tokens=True))
+    stop = StopTexts(Pairs(), [text, "nowhere"])
+    stopped = replace(some[number], stop=stop)
+    expected = Completion(ids[:first], whole[number].logprobs[:first], "stop")
+    assert first <= 12 and world.draw([stopped]) == [expected]
+    assert world.draw([replace(stopped, max_tokens=first)]) == [expected]
+    others = [*some[:number], stopped, *some[number + 1 :]]
+    assert world.draw(others) == [*whole[:number], expected, *whole[number + 1 :]]
+    everyone = world.draw([replace(request, stop=stop) for request in some])
+    for completion, unstopped in zip(everyone, whole, strict=True):
+        length = len(completion.response_ids)
+        assert completion.response_ids == unstopped.response_ids[:length]
+        assert completion.logprobs == unstopped.logprobs[:length]
+        has_text = text in Pairs().decode(completion.response_ids, skip_special_tokens=True)
+        assert has_text or completion == unstopped
+    own = StopTexts(Pairs(), ["whole"])  # its token is no text that the response contains: the engine must stop at it
+    for completion, unstopped in zip(world.draw([replace(r, stop=own) for r in some]), whole, strict=True):
+        length = unstopped.response_ids.index(30) + 1 if 30 in unstopped.response_ids else None
+        assert completion.response_ids == unstopped.response_ids[:length]
+    assert any(30 in c.response_ids[:-1] for c in whole)
+    raises(ValueError, "to 160 are outside", lambda: world.draw([replace(stopped, stop_token_ids=(160,))]))
+    world.push(2, 1)  # at once: nothing of the aborted requests holds the cache
 
 
 def prompts_may_be_more_than_a_step_computes(world: World) -> None:

@@ -127,6 +127,25 @@ def asleep_it_refuses_work(world: World) -> None:
     raises(RuntimeError, "no complete set of weights", lambda: engine.generate(requests(1), 2))
 
 
+def unfinished_requests_keep_weights_and_cache(world: World) -> None:
+    model = world.push(1, 0)
+    engine = world.engine
+    engine.submit("a", requests(1)[0], 0)
+    raises(ValueError, "request 'a' is submitted already", lambda: engine.submit("a", requests(1)[0], 0))
+    raises(ValueError, "does not fit", lambda: engine.submit("b", requests(1, max_tokens=999)[0], 0))
+    raises(RuntimeError, "weights of version 1, the engine has 0", lambda: engine.submit("b", requests(1)[0], 1))
+    raises(RuntimeError, "generate: 1 submitted requests are unfinished", lambda: world.draw(requests(1)))
+    raises(RuntimeError, "logprobs: 1 submitted requests are unfinished", lambda: engine.logprobs([[1, 2]]))
+    raises(RuntimeError, "sleep: 1 submitted requests are unfinished", engine.sleep)
+    raises(ValueError, "no unfinished request has the id 'b'", lambda: engine.abort(["a", "b"]))
+    assert engine.num_unfinished == 1 and engine.poll() == []
+    raises(RankError, "1 submitted requests are unfinished: poll or abort them first", lambda: world.push(2, 1))
+    raises(RuntimeError, "no complete set of weights", engine.poll)
+    engine.abort(["a"])
+    world.push(1, 2)
+    world.assert_samples_from(model, requests(3))
+
+
 def engine_kwargs_that_the_trainer_depends_on_are_refused(world: World) -> None:
     kwargs = {"logprobs_mode": "raw_logprobs", "max_num_seqs": 4}
     raises(ConfigError, "rollout.engine_kwargs: logprobs_mode cannot", lambda: world.build(engine_kwargs=kwargs))
@@ -147,6 +166,7 @@ def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
         raises(RankError, "vLLM failed in a weight update .MemoryError: no room", lambda: world.push(1, 0))
     for call in (lambda: engine.generate(requests(1), 0), lambda: engine.logprobs([[1]]), lambda: world.push(1, 1)):
         raises(RuntimeError, "must be built again", call)
+    assert engine.num_unfinished == 0
     engine.shutdown()
     engine.shutdown()
     raises(RuntimeError, "shut down", lambda: engine.generate(requests(1), 0))
@@ -157,4 +177,14 @@ def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
     world.assert_samples_from(world.push(2, 3), requests(4))
     world.engine.sleep()  # does nothing: rollout.free_cache_engine is off
     assert len(world.engine.generate(requests(1), 3)) == 1
+    for number, error in enumerate((MemoryError("no room"), KeyboardInterrupt())):  # in the middle of a step
+        engine = world.engine
+        engine.submit("a", requests(1)[0], 3 + number)
+        with mock.patch.object(engine._llm.llm_engine, "step", side_effect=error):
+            raises(type(error), "", engine.poll)
+        for call in (engine.poll, lambda e=engine: e.abort(["a"]), lambda e=engine: e.generate([], 3)):  # type: ignore[misc]
+            raises(RuntimeError, f"must be built again: {type(error).__name__}", call)
+        engine.shutdown()
+        world.engine = world.build()
+        world.push(2, 4 + number)
     world.engine.shutdown()

@@ -37,7 +37,10 @@ def toy_run(folder: Path, *overrides: str) -> Any:
         (["rollout.engine=no.such:Engine"], "cannot import module 'no.such'"),
         (["rollout.engine=tests.rollout.toy_engine:Missing"], "has no attribute 'Missing'"),
         (["rollout.engine=tests.rollout.toy_engine:not_a_class"], "is no subclass of"),
-        (["rollout.engine=tests.rollout.toy_engine:Unfinished"], "lacks __init__, generate, load_weights, logprobs,"),
+        (
+            ["rollout.engine=tests.rollout.toy_engine:Unfinished"],
+            "lacks __init__, abort, load_weights, logprobs,",
+        ),
         (["rollout.engine_options.journl=x"], "did you mean 'rollout.engine_options.journal'?"),
         (["rollout.engine_options.verbosity=loud"], "rollout.engine_options.verbosity='loud': Input should be"),
         (["rollout.engine_options={}"], "missing key 'rollout.engine_options.journal'"),
@@ -126,11 +129,11 @@ def test_a_training_run_on_an_engine_of_the_users_own(tmp_path: Path) -> None:
     [refused] = worlds.run(train, 1, folder=tmp_path)
     assert refused == [
         "ToyEngine",
-        "generate asks for weights of version 0, the engine has None",
+        "samples are wanted from weights of version 0, the engine has None",
         "the engine has no weights",
     ]
     journal = (tmp_path / "journal").read_text()
-    step = "wake weights\nload {0}\nwake kv cache\n(generate \\d+ {0}\n)+sleep\n"
+    step = "wake weights\nload {0}\nwake kv cache\n(poll \\d+ {0}\n)+sleep\n"
     steps = "".join(step.format(version) for version in range(3))  # two steps, and the last weights' validation
     assert re.fullmatch(rf"build 32 \[2\]\nsleep\n{steps}shutdown\n", journal), journal
     assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) >= 2

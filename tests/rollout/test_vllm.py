@@ -27,12 +27,19 @@ CORRECT = [
     checks.logprobs_equal_transformers,
     checks.logprobs_equal_transformers_at_temperature,
     checks.seeds_alone_decide_the_draws,
+    checks.generate_gives_what_vllm_itself_gives,
+    checks.requests_join_and_leave_a_running_engine,
     checks.responses_end_with_their_stop_token,
+    checks.responses_end_with_the_token_that_completes_a_stop_text,
     checks.new_weights_change_the_samples,
     checks.reloads_of_the_same_weights_change_nothing,
     checks.a_push_forgets_cached_prefixes,
 ]
-REFUSALS = [faults.stale_version_is_refused, faults.asleep_it_refuses_work]
+REFUSALS = [
+    faults.stale_version_is_refused,
+    faults.asleep_it_refuses_work,
+    faults.unfinished_requests_keep_weights_and_cache,
+]
 LAST = [faults.a_failure_inside_vllm_breaks_the_engine_on_all_ranks]
 
 # name: model, ranks, rollout tp, checks

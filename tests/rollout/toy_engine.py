@@ -6,7 +6,7 @@ file that gets one line per call of the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class ToyEngine(RolloutEngine):
         self._mesh, self._options, self._tensors = mesh, options, tensors
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
         self._version: int | None = None
+        self._queue: dict[str, Request] = {}
         self._note(f"build {max_model_len} {eos_token_ids}")
 
     def _note(self, line: str) -> None:
@@ -84,11 +85,23 @@ class ToyEngine(RolloutEngine):
         parameters = self._model.state_dict()
         return {name: int(part_digest(parameters[name], tensor, 0)) for name, tensor in self._tensors.tensors.items()}
 
-    def generate(self, requests: list[Request], version: int) -> list[Completion]:
-        if version != self._version:
-            raise RuntimeError(f"generate asks for weights of version {version}, the engine has {self._version}")
-        self._note(f"generate {len(requests)} {version}")
-        return [self._complete(request) for request in requests]
+    def submit(self, request_id: str, request: Request, version: int) -> None:
+        self.require(version)
+        self._queue[request_id] = request
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        self._note(f"poll {len(self._queue)} {self._version}")
+        finished = [(request_id, self._complete(request)) for request_id, request in self._queue.items()]
+        self._queue = {}
+        return finished
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            del self._queue[request_id]
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue)
 
     @torch.no_grad()
     def _complete(self, request: Request) -> Completion:

@@ -97,7 +97,7 @@ def requests(count: int = 12, **kwargs: Any) -> list[Request]:
     ]
 
 
-def raises(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+def raises(error: type[BaseException], words: str, call: Callable[[], Any]) -> None:
     """`call` raises `error` with `words`. If it hangs instead, the world's deadline ends it."""
     with pytest.raises(error, match=words):
         call()

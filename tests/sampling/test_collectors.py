@@ -9,6 +9,7 @@ import pytest
 
 from grpo_megatron.config import DataConfig, ReplayConfig, RolloutConfig
 from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.sampling.collector import (
     FileCollector,
@@ -21,7 +22,7 @@ from grpo_megatron.sampling.collector import (
 from grpo_megatron.sampling.dynamic import DynamicSampling
 from grpo_megatron.sampling.replay import Replay
 from grpo_megatron.sampling.stored import pack_groups, unpack_groups
-from grpo_megatron.types import Sample
+from grpo_megatron.types import Sample, Turn
 from tests.sampling.fakes import FakeGenerator, LoneMesh, ScriptedCollector, prompt
 
 MIXED, EQUAL = (1.0, 0.0), (1.0, 1.0)  # rewards of an informative group, and of one that is not
@@ -110,7 +111,7 @@ def test_the_initial_model_is_streamed_once_per_step() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_is_read_on_and_its_groups_are_dealt_to_the_blocks(rank: int) -> None:
-    entries = [(prompt(i), [[i, 1], [i, 2]], [1.0, 0.0]) for i in range(5)]
+    entries = [(prompt(i), [WrittenResponse([i, 1]), WrittenResponse([i, 2])], [1.0, 0.0]) for i in range(5)]
     collector = FileCollector(Sampler(entries, 2, shuffle=False), LoneMesh(2, rank))  # type: ignore[arg-type]
     collected = collect(collector, range(3), count=2)
     held = [[bool(group.samples) for group in groups] for groups, _ in collected]
@@ -118,6 +119,14 @@ def test_a_file_is_read_on_and_its_groups_are_dealt_to_the_blocks(rank: int) -> 
     assert [numbers([groups[rank]]) for groups, _ in collected] == [[rank], [2 + rank], [(4 + rank) % 5]]
     assert [group.version for group in collected[2][0]] == [2, 2]
     assert [sample.reward for sample in collected[0][0][rank].samples] == [1.0, 0.0]
+
+
+def test_a_written_response_of_several_turns_has_its_loss_mask() -> None:
+    turns = [Turn(0, 2, "assistant", 0, 0), Turn(2, 5, "observation", 0, 0), Turn(5, 6, "assistant", 0, 0)]
+    entries = [(prompt(0), [WrittenResponse([7, 1, 9, 9, 9, 1], turns)], [1.0])]
+    [group] = FileCollector(Sampler(entries, 1, shuffle=False), LoneMesh()).groups(0, 1, Metrics())  # type: ignore[arg-type]
+    [sample] = group.samples
+    assert (sample.response_ids, sample.loss_mask, sample.turns) == ([7, 1, 9, 9, 9, 1], [1, 1, 0, 0, 0, 1], turns)
 
 
 # -- dynamic sampling --------------------------------------------------------------------------------------------------

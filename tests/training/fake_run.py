@@ -248,6 +248,7 @@ def run(
         val_prompts=[prompt(100 + i) for i in range(3)],
         supervised_rows=rows or [],
         offline_groups=[],
+        environment=None,
     )
     events: list[Any] = []
     policies: list[FakePolicy] = []
@@ -288,15 +289,18 @@ def run(
             "destroy_mesh": lambda: events.append("destroy mesh"),
             "Policy": build_policy,
             "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
-            "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
             "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
-            "Generator": WatchedGenerator,
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
             "save_hf": save_hf,
             "checkpoint_bytes": lambda arch, dtype: 0,
         },
-        build: {"build_rollout_engine": build_rollout_engine, "build_resharding": lambda *_: FakeResharding()},
+        build: {
+            "build_rollout_engine": build_rollout_engine,
+            "build_resharding": lambda *_: FakeResharding(),
+            "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
+            "Generator": WatchedGenerator,
+        },
         references: {"Reference": FakeReference},
     }
     with ExitStack() as stack:

@@ -40,7 +40,7 @@
   function contains(task, row, wanted) {
     if (`${$("task").value}/${row[0]}` === wanted) return true;
     const texts = row[6];
-    return texts !== null && [texts.question, texts.answer, ...texts.samples.flatMap((sample) => [sample.text, sample.prediction ?? []])].some((text) => plain(text).toLowerCase().includes(wanted));
+    return texts !== null && [texts.question, texts.answer, ...texts.samples.flatMap((sample) => [...(sample.turns ? sample.turns.map((turn) => turn[1]) : [sample.text]), sample.prediction ?? []])].some((text) => plain(text).toLowerCase().includes(wanted));
   }
   // a text is a list of pieces: a string, [TeX, number of its MathML or null], or {drawing}
   const plain = (text) => text.map((piece) => (typeof piece === "string" ? piece : Array.isArray(piece) ? piece[0] : piece.drawing)).join("");
@@ -95,7 +95,14 @@
     if (sample.prediction === null) prediction.append(make("i", "", "none found")); else render(prediction, sample.prediction);
     head.append(prediction, make("span", "soft", `${sample.tokens.toLocaleString("en")} tokens`));
     for (const [bit, name] of [[1, "format error"], [2, "truncated"], [4, "grader failed"]]) if (sample.flags & bit) head.append(make("span", "badge mark", name));
-    made.append(head, render(make("div", "text"), sample.text));
+    if (sample.status !== "ok") head.append(make("span", "badge mark", sample.status));
+    made.append(head);
+    if (!sample.turns) made.append(render(make("div", "text"), sample.text));
+    for (const [kind, text] of sample.turns ?? []) {
+      const turn = make("div", `turn ${kind}`);
+      turn.append(make("div", "role", kind), render(make("div", "text"), text));
+      made.append(turn);
+    }
     if (sample.cut) made.append(make("p", "note small", `${sample.cut.toLocaleString("en")} more characters in samples/.`));
     return made;
   }

@@ -3,5 +3,4 @@
 pool.py        RewardPool: many items -> results in order; for other packages
 process.py     the parent's side of one worker
 worker.py      the program of a worker
-family.py      all processes that a reward has started
 """

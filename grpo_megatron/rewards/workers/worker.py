@@ -23,28 +23,24 @@ import json
 import os
 import resource
 import sys
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from grpo_megatron.child import die_with_parent
 from grpo_megatron.rewards import RewardFunction, rewards
 from grpo_megatron.rewards.reward import parse_reward, preloads
-from grpo_megatron.rewards.workers.family import adopt_orphans
+from grpo_megatron.workers.program import be_killed_first, begin, describe, reply
 
 if TYPE_CHECKING:
     import asyncio
 
 MEMORY_LIMIT = 2 << 30
-MAX_MESSAGE = 500  # characters of an exception's text
 
 
 def main() -> None:
     """Serve until stdin ends."""
-    die_with_parent(int(sys.argv[1]))  # also while a reward hangs in C and cannot notice the end of stdin
-    adopt_orphans()
-    _be_killed_first()
-    requests, replies = _take_pipes()
+    requests, replies = begin()
+    be_killed_first()
     sys.path[:] = json.loads(requests.readline())["sys_path"]  # of the parent, so that a user's module is found
-    _reply(replies, {"ready": True})
+    reply(replies, {"ready": True})
     memory = AddressSpaceLimit()
     functions: dict[str, RewardFunction | str] = {}  # a string says why the name cannot be loaded
     for line in requests:
@@ -52,11 +48,11 @@ def main() -> None:
         name = request["name"]
         if name not in functions:
             functions[name] = _load(name)
-            _reply(replies, {"loaded": name})  # the item's time starts here: imports do not count
+            reply(replies, {"loaded": name})  # the item's time starts here: imports do not count
         function = functions[name]
         memory.enable(":" not in name)
         result = {"error": function} if isinstance(function, str) else _grade(function, request)
-        _reply(replies, {"id": request["id"], **result})
+        reply(replies, {"id": request["id"], **result})
     os._exit(0)  # does not wait for threads of a user's reward
 
 
@@ -67,7 +63,7 @@ def _load(name: str) -> RewardFunction | str:
             preloads[name]()
         return function
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, even SystemExit
-        return _describe(error)
+        return describe(error)
 
 
 def _grade(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
@@ -79,9 +75,9 @@ def _grade(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
         result = parse_reward(returned, len(completion))
         return {"reward": result.reward, "metrics": result.metrics, "steps": result.steps, "texts": result.texts}
     except TimeoutError as error:
-        return {"error": _describe(error), "status": "timeout"}
+        return {"error": describe(error), "status": "timeout"}
     except BaseException as error:  # noqa: BLE001 - sys.exit() in a reward costs its sample, not the worker
-        return {"error": _describe(error)}
+        return {"error": describe(error)}
 
 
 @functools.cache
@@ -112,35 +108,6 @@ class AddressSpaceLimit:
             if hard != resource.RLIM_INFINITY:
                 limit = min(limit, hard)
             resource.setrlimit(resource.RLIMIT_AS, (limit if enabled else hard, hard))
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
-    except Exception:  # noqa: BLE001 - an exception whose __str__ raises
-        return type(error).__name__
-
-
-def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the two pipes of the protocol to new file descriptors. Then stdin is empty, and prints go to stderr."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    os.dup2(2, 1)
-    return requests, replies
-
-
-def _be_killed_first() -> None:
-    """When memory runs out, the kernel kills this process rather than the parent."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
 
 
 if __name__ == "__main__":

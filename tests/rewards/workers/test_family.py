@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.rewards.workers import family
 from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.workers import family
 
 PATIENCE_S = 300.0
 TIMEOUT_S = 3.0

@@ -1,4 +1,4 @@
-"""All processes that a reward has started, also those that have left its process group, session and parent.
+"""All processes that a worker has started, also those that have left its process group, session and parent.
 
 A worker is marked by a variable of its environment, which its descendants inherit. A descendant that replaces its
 environment is still found by its chain of parents, as long as the worker runs: the worker adopts the orphans below it
@@ -12,10 +12,10 @@ import contextlib
 import os
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
-MARK = "GRPO_MEGATRON_REWARD_WORKER"  # PID.START TIME of the worker's parent, then a random number
+MARK = "GRPO_MEGATRON_WORKER"  # PID.START TIME of the worker's parent, then a random number
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 MAX_ROUNDS = 100  # of looking for new processes, which a fork bomb would start for ever
 
@@ -38,8 +38,23 @@ def end_family(worker_pid: int, mark: str) -> None:
     _end(lambda: _descendants(worker_pid) | _marked(lambda value: value == mark))
 
 
+def end_tree(root: int) -> None:
+    """SIGKILL to a child of this process that has not been waited for, and to everything below it."""
+    _end(lambda: _tree(root))
+
+
+def end_adopted(known: Set[int]) -> None:
+    """SIGKILL to the children of this process that are not `known`, and below them: orphans that it has adopted."""
+    _end(lambda: {pid for child in _children(os.getpid()) - known for pid in _tree(child)})
+
+
+def count_below(root: int) -> int:
+    """How many processes run below `root`. 0 where the kernel does not tell."""
+    return len(_tree(root)) - 1
+
+
 def end_orphans() -> None:
-    """SIGKILL to the processes of this user that rewards of a killed run have left behind."""
+    """SIGKILL to the processes of this user that workers of a killed run have left behind."""
     _end(lambda: _marked(_is_orphaned))
 
 
@@ -78,6 +93,25 @@ def _descendants(root: int) -> set[int]:
         below = children.get(pending.pop(), [])
         found.update(below)
         pending += below
+    return found
+
+
+def _tree(root: int) -> set[int]:
+    """As `_descendants`, but reads nothing of other processes; the kernel must list children (CONFIG_PROC_CHILDREN)."""
+    found, pending = {root}, [root]
+    while pending:
+        below = _children(pending.pop()) - found
+        found |= below
+        pending += below
+    return found
+
+
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
     return found
 
 

@@ -1,0 +1,123 @@
+"""Rollouts of several turns: the environment, its tools and the template, and what they exclude elsewhere in the config.
+
+With algorithm.source=file an environment is allowed: validation plays it, and the rows are rendered with its tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_megatron.checks.problems import Problems
+from grpo_megatron.config import Config, ConfigError, MultiTurnConfig
+from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.environments.build import find_environment, first_messages, make_environment
+from grpo_megatron.environments.environment import ChatMessage
+from grpo_megatron.types import Prompt
+
+SHOWN = 200  # characters of a message in the printed plan
+
+
+@dataclass(frozen=True)
+class CheckedEnvironment:
+    """What the trainer needs of `rollout.multi_turn` besides its workers."""
+
+    renderer: TurnRenderer
+    gives_rewards: bool  # no reward function is called
+
+
+def environment_problems(config: Config) -> Problems:
+    """Settings that contradict each other, and names that cannot be found."""
+    multi_turn, data = config.rollout.multi_turn, config.data
+    if multi_turn.environment is None:
+        if multi_turn != MultiTurnConfig():
+            changed = sorted(multi_turn.model_fields_set)
+            yield (
+                f"rollout.multi_turn.{changed[0]} has no effect without an environment; set"
+                " rollout.multi_turn.environment, or leave it out"
+            )
+        return
+    key = f"rollout.multi_turn.environment={multi_turn.environment!r}"
+    of_tools = {"tools", "format", "max_parallel_calls"} & multi_turn.model_fields_set
+    if multi_turn.environment != "tools" and of_tools:
+        yield (
+            f"rollout.multi_turn.{min(of_tools)} is for environment=tools, and {key} does not read it; set the class's own"
+            " arguments in rollout.multi_turn.kwargs"
+        )
+    if not data.apply_chat_template:
+        yield f"{key}: turns are rendered by the chat template; set data.apply_chat_template=true"
+    if data.val_tasks:
+        yield (
+            f"{key}: data.val_tasks={data.val_tasks} have rows of their own, which the environment does not know; name"
+            " the files in data.val_files"
+        )
+    if multi_turn.max_tool_response_length >= data.max_response_length:
+        yield (
+            f"rollout.multi_turn.max_tool_response_length={multi_turn.max_tool_response_length} tokens of one observation"
+            f" leave no turn in data.max_response_length={data.max_response_length}, which counts observations, too; set"
+            f" it to {max(1, data.max_response_length // 4)} or less"
+        )
+    try:
+        gives_rewards = find_environment(multi_turn.environment).gives_rewards
+    except ConfigError as error:
+        yield str(error)
+        return
+    if gives_rewards and config.reward.function is not None:
+        yield f"{key} gives the rewards itself, and reward.function={config.reward.function!r} would not be called; leave it out"
+    if gives_rewards and config.reward_model.path is not None and config.reward_model.combine == "replace":
+        yield (
+            f"{key} gives the rewards itself, and reward_model.combine=replace would discard them; set combine=add, or"
+            " leave reward_model.path out"
+        )
+
+
+def grades_itself(config: Config) -> bool:
+    """Whether the environment grades by itself. False, too, for a name that cannot be found."""
+    name = config.rollout.multi_turn.environment
+    if name is None:
+        return False
+    try:
+        return find_environment(name).gives_rewards
+    except ConfigError:
+        return False
+
+
+def environment_lines(config: Config, messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str]]:
+    """(name, text) for the printed plan: who answers, and the limits of a trajectory. Nothing for a single turn.
+
+    `messages`: what `rehearse` has returned.
+    """
+    multi_turn = config.rollout.multi_turn
+    if multi_turn.environment is None:
+        return
+    tools = f" with {', '.join(multi_turn.tools)}" if multi_turn.tools else ""
+    processes = "1 worker" if multi_turn.num_workers == 1 else f"{multi_turn.num_workers} workers"
+    yield "environment", f"{multi_turn.environment}{tools}; {processes} per engine, {multi_turn.timeout_s:g} s per call"
+    turns, length = multi_turn.max_assistant_turns, config.data.max_response_length
+    yield (
+        "trajectory",
+        f"at most {turns} turns and {length:,} tokens with observations, {multi_turn.max_tool_response_length:,} per tool"
+        " response",
+    )
+    for number, message in enumerate(messages, 1):
+        text = " ".join(message["content"].split())
+        yield f"message {number}", f"{message['role']}: {text[:SHOWN]}{'...' if len(text) > SHOWN else ''}"
+
+
+def check_environment(config: Config, tokenizer: Any) -> CheckedEnvironment:
+    """An instance can be made, and the chat template can render its turns. Raises ConfigError."""
+    rollout = config.rollout
+    environment = make_environment(rollout.multi_turn)
+    renderer = TurnRenderer(
+        tokenizer, environment.tools(), where="rollout.multi_turn", stop_token_ids=rollout.stop_token_ids
+    )
+    renderer.check()
+    return CheckedEnvironment(renderer, environment.gives_rewards)
+
+
+def rehearse(config: Config, prompts: Sequence[Prompt]) -> list[ChatMessage]:
+    """The first messages of the first prompt's environment, from a worker process. Raises ConfigError. None: no prompt."""
+    if config.rollout.multi_turn.environment is None or not prompts:
+        return []
+    return first_messages(config.rollout.multi_turn, prompts[0].extra["row"])  # type: ignore[arg-type]

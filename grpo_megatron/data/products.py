@@ -1,0 +1,116 @@
+"""The calculator example's generated task: a * b in word problems, a and b in 32..99, with a tool that computes.
+
+A tiny model cannot compute such products. The warm-up teaches it to call the calculator and to copy the result, and then
+a habit of answering at once, which is nearly always wrong; few answers still begin with a call. GRPO, rewarded for exact
+answers only, brings the calls back. Validation uses pairs {a, b} that never occur elsewhere (data/arithmetic.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.data.arithmetic import NAMES, SEPARATOR, is_held_out, word_tokenizer, words_of
+from grpo_megatron.rewards.format import TAGS
+
+SMALLEST, LARGEST = 32, 99  # all products have four digits
+CONTAINERS = ("boxes", "bags", "rows", "carts")
+NOUNS = ("apples", "books", "coins", "pens", "cards", "eggs")
+TEMPLATES = (
+    "{name} has {a} {container} with {b} {noun} each. How many {noun}?",
+    "There are {a} {container} of {b} {noun}. How many {noun} has {name}?",
+    "{name} fills {a} {container}, {b} {noun} in each. How many?",
+)
+CALL = ('{"name": "', "calculator", '", "arguments": {"', "expression", '": "', '"}}')  # a call's tokens, but numbers
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+CHARACTERS = "0123456789*,.? "  # one token per character
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{%- if message.role == 'tool' %}{{- '<tool_response>' + message.content + '</tool_response><sep>' }}"
+    "{%- elif message.role != 'assistant' %}{{- message.content + '<sep>' }}"
+    "{%- else %}{{- message.content or '' }}"
+    "{%- for call in message.tool_calls or [] %}{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{%- endfor %}"
+    "{{- '<eos>' }}{%- endif %}"
+    "{%- endfor %}"
+)
+
+CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 200, 40, 32, 0.82  # the warm-up's curriculum
+
+
+def supervised_rows(seed: int) -> Iterator[dict[str, Any]]:
+    """The warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
+    draw = random.Random(f"{seed}/sft")
+    for step in range(CALLING_STEPS + MIXED_STEPS):
+        for _ in range(ROWS_PER_STEP):
+            question, a, b = _problem(draw, held_out=False)
+            bare = step >= CALLING_STEPS and draw.random() < BARE_SHARE
+            yield {
+                "messages": [
+                    {"role": "user", "content": question},
+                    *(bare_turns(a, b) if bare else calling_turns(a, b)),
+                ]
+            }
+
+
+def bare_turns(a: int, b: int) -> list[dict[str, Any]]:
+    """The product at once."""
+    return [{"role": "assistant", "content": _answer(a * b)}]
+
+
+def calling_turns(a: int, b: int) -> list[dict[str, Any]]:
+    """A call of the calculator, its result, and the answer."""
+    function = {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": str(a * b)},
+        {"role": "assistant", "content": _answer(a * b)},
+    ]
+
+
+def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
+    """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others."""
+    draw = random.Random(f"{seed}/{'val' if held_out else 'train'}")
+    answers: dict[str, int] = {}
+    while len(answers) < count:
+        question, a, b = _problem(draw, held_out)
+        answers[question] = a * b
+    return [{"prompt": question, "answer": str(answer)} for question, answer in answers.items()]
+
+
+def build_tokenizer() -> Any:
+    """80 entries: whole words, single digits, tags, the pieces of a call; with the chat template."""
+    parts = itertools.product(TEMPLATES, NAMES, CONTAINERS, NOUNS)
+    texts = (t.format(name=name, container=container, noun=noun, a=1, b=1) for t, name, container, noun in parts)
+    tokenizer = word_tokenizer(CHARACTERS, [*TAGS[2:], SEPARATOR, *MARKS, *CALL, *words_of(texts)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_task(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
+    """Write sft.jsonl, train.jsonl, val.jsonl and tokenizer/ into the existing `folder`."""
+    files = {
+        "sft.jsonl": supervised_rows(seed),
+        "train.jsonl": problem_rows(seed, num_train, held_out=False),
+        "val.jsonl": problem_rows(seed, num_val, held_out=True),
+    }
+    for name, rows in files.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    build_tokenizer().save_pretrained(folder / "tokenizer")
+
+
+def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
+    """(question, a, b)."""
+    while True:
+        a, b = draw.randint(SMALLEST, LARGEST), draw.randint(SMALLEST, LARGEST)
+        if is_held_out(a, b) == held_out:
+            break
+    words = {"name": draw.choice(NAMES), "container": draw.choice(CONTAINERS), "noun": draw.choice(NOUNS)}
+    return draw.choice(TEMPLATES).format(a=a, b=b, **words), a, b
+
+
+def _answer(number: int) -> str:
+    return f"<answer>{number}</answer>"

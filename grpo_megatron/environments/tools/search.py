@@ -1,0 +1,95 @@
+"""The tool `search`: passages of a local corpus, ranked by BM25 (Robertson and Zaragoza 2009, k1 = 1.5, b = 0.75).
+
+A corpus is a JSONL file of {"title": ..., "text": ...} (the title may be left out). The ranking is by the library bm25s. Equal
+scores keep the order of the file. The index is built once per worker and is shared by all trajectories.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.environments.tool import tools
+
+TOKEN = re.compile(r"\w+")
+
+
+class Corpus:
+    """The passages of a JSONL file, and their index. Raises ValueError for a file that is none."""
+
+    def __init__(self, path: str) -> None:
+        self.passages = [_passage(path, number, line) for number, line in _lines(path)]
+        if not self.passages:
+            raise ValueError(f"the corpus {path!r} has no passage")
+        self._index = _bm25().BM25(method="lucene", backend="numpy")
+        self._index.index([_tokens(passage) for passage in self.passages], show_progress=False)
+
+    def best(self, query: str, count: int) -> list[str]:
+        """At most `count` passages that share a word with the query, best first."""
+        words = [word for word in _tokens(query) if word in self._index.vocab_dict]
+        if not words:
+            return []
+        scores = self._index.get_scores(words)
+        best = (-scores).argsort(kind="stable")[:count]
+        return [self.passages[int(number)] for number in best if scores[number] > 0]
+
+
+@functools.cache
+def load_corpus(path: str) -> Corpus:
+    """Once per worker."""
+    return Corpus(path)
+
+
+def build_index(*, corpus: str, top_k: int = 3, max_characters: int = 600) -> None:
+    """Build the index before the processes of trajectories are forked, which then share it."""
+    load_corpus(corpus)
+
+
+@tools.register("search", preload=build_index)
+def search(query: str, *, corpus: str, top_k: int = 3, max_characters: int = 600) -> str:
+    """Search a collection of documents and return the passages that match best.
+
+    Args:
+        query: Words to search for.
+    """
+    found = [passage[:max_characters] for passage in load_corpus(corpus).best(query, top_k)]
+    return "\n\n".join(f"[{number}] {passage}" for number, passage in enumerate(found, 1)) or "No passage matches."
+
+
+def _lines(path: str) -> list[tuple[int, str]]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the corpus {path!r} cannot be read: {error}") from None
+    return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _passage(path: str, number: int, line: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"the corpus {path!r}, line {number} is not JSON: {error}") from None
+    if not (isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("title", ""), str)):
+        raise ValueError(f'the corpus {path!r}, line {number} is not an object with a text "text"')
+    return f"{row['title']}: {row['text']}" if row.get("title") else str(row["text"])
+
+
+def _tokens(text: str) -> list[str]:
+    return [str(word) for word in TOKEN.findall(text.lower())]
+
+
+def _bm25() -> Any:
+    """The library, without numba: its import takes longer than all the rest, and the numpy backend does not use it."""
+    hidden = sys.modules.get("numba")
+    sys.modules["numba"] = None  # type: ignore[assignment]
+    try:
+        import bm25s
+    finally:
+        del sys.modules["numba"]
+        if hidden:
+            sys.modules["numba"] = hidden
+    return bm25s

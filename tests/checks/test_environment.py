@@ -1,0 +1,61 @@
+"""Environments before a run: the plan shows their first messages, and one that cannot be used is named, with exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.cli import main
+from tests.runs import make_run
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '<sep>' }}{% endfor %}"
+KEY = "rollout.multi_turn"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("run"))
+    (folder / "turns.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def dry_run(run: Path, environment: str, *arguments: str) -> int:
+    template = [f"data.chat_template={run / 'turns.jinja'}", "data.apply_chat_template=true"]
+    limits = ["data.max_response_length=64", f"{KEY}.max_tool_response_length=16", f"{KEY}.environment={environment}"]
+    return main.main(["train", str(run / "run.yaml"), "--dry-run", *template, *limits, *arguments])
+
+
+def test_the_plan_shows_the_first_messages(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(run, "tests.environments.games:Guess", f"{KEY}.kwargs={{most: 7}}") == 0
+    text = capsys.readouterr().out
+    assert "tests.environments.games:Guess; 1 worker per engine, 30 s per call" in text
+    assert "user: Guess my number from 1 to 7." in text
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "problem"),
+    [
+        ("tols", [], "rollout.multi_turn.environment: unknown environment 'tols'; did you mean 'tools'"),
+        ("tests.environments.games:Chess", [], "has no attribute 'Chess'"),
+        ("tests.environments.games:re", [], "is no subclass of grpo_megatron.environments.environment.Environment"),
+        ("tests.environments.hostile:BadSetup", [], "cannot be made with {}: OSError: no such game"),
+        ("tests.environments.games:Guess", [f"{KEY}.kwargs={{least: 1}}"], "unexpected keyword argument 'least'"),
+        (
+            "tests.environments.hostile:Picky",
+            [],
+            "reset fails on the first row of the data (raised: KeyError: 'secret')",
+        ),
+        ("tests.environments.hostile:Mute", [], "gives no message for the first row"),
+        ("tests.environments.games:Guess", [f"{KEY}.format=hermes"], "multi_turn.format is for environment=tools"),
+        ("tools", [], "must name at least one tool"),
+        ("tools", [f"{KEY}.tools=[calculater]"], "did you mean 'calculator'"),
+        ("tools", [f"{KEY}.tools=[search]"], "tool 'search' needs the option corpus"),
+        ("tools", [f"{KEY}.tools=[calculator]", f"{KEY}.format=hermess"], "did you mean 'hermes'"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(
+    run: Path, environment: str, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(run, environment, *arguments) == 2
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Trajectories with the real engine: the same in every layout, whenever tools answer, after a kill, cached or not.
+
+The policy has random weights, so its turns end at a digit (`stop_token_ids`) or at the end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import worlds
+from tests.e2e import run_ranks
+from tests.e2e.test_determinism import assert_same, metrics
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '<sep>' }}{% endfor %}"
+
+
+def settings(root: Path, output_dir: Path, world: int, environment: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    from grpo_megatron.data.arithmetic import build_tokenizer
+
+    template = root / "turns.jinja"
+    template.write_text(TEMPLATE)
+    multi_turn = {
+        "environment": f"tests.e2e.environments:{environment}",
+        "max_tool_response_length": 8,
+        "max_assistant_turns": 4,
+        "latency_ticks": 3,
+        **sections.pop("multi_turn", {}),
+    }
+    data = {"apply_chat_template": True, "chat_template": str(template), "max_prompt_length": 32}
+    raw = run_ranks.settings(root, output_dir, world, **sections)
+    raw["data"] |= {**data, "max_response_length": 28, "train_batch_size": 7} | sections.get("data", {})
+    raw["actor"] |= {"ppo_mini_batch_size": None}
+    raw["rollout"] |= {
+        "stop_token_ids": build_tokenizer().convert_tokens_to_ids(list("01234567")),
+        "multi_turn": multi_turn,
+    }
+    return raw
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(workspace: Path, tmp_path: Path) -> None:
+    """7 x 3 trajectories, spread over 1, 2 and 4 engines. Every call of a tool takes a random time, except on one rank.
+
+    In each run engine and policy agree at every generated token; the second step is drawn after a sync.
+    """
+    drawn = []
+    for world, cache, delay in ((1, True, 0.0), (2, False, 0.1), (4, True, 0.1)):
+        raw = settings(workspace, tmp_path / str(world), world, "Echo", multi_turn={"kwargs": {"delay_s": delay}})
+        raw["rollout"]["enable_prefix_caching"] = cache
+        raw["actor"] = {"optim": {"lr": 0.0}}  # the second step is comparable, too
+        drawn.append(run_ranks.all_samples(worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)))
+        for row in rows(tmp_path / str(world)):
+            assert row["training/rollout_logp_diff_mean"] <= 1e-6
+            assert row["training/rollout_logp_diff_max"] <= 1e-5
+            assert row["trajectory/turns/mean"] > 1.2 and row["trajectory/observation_share"] > 0.1
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert [len(samples) for samples in drawn[0].values()] == [21, 21]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def without_rewards(drawn: dict[int, list[Any]], first: int = 0) -> list[Any]:
+    """Only the leader of a block knows the rewards."""
+    return [sample[:-1] for step, samples in drawn.items() for sample in samples if step >= first]
+
+
+def test_a_kill_in_the_middle_of_trajectories_changes_nothing(workspace: Path, tmp_path: Path) -> None:
+    """Two ranks serve one engine, so every answer goes from one to the other. The environment gives rewards per turn, and
+    fails now and then; groups that dynamic sampling leaves over wait in the checkpoint."""
+
+    def run(name: str, **arguments: Any) -> list[dict[str, Any]]:
+        raw = settings(
+            workspace,
+            tmp_path / name,
+            2,
+            "Judge",
+            multi_turn={"kwargs": {"delay_s": 0.05, "is_fragile": True}, "failed": "mask"},
+            algorithm={"adv_estimator": "reinforce_plus_plus", "filter_groups": {"enable": True}},
+            trainer={"total_training_steps": 4, "save_freq": 1},
+            data={"train_batch_size": 3, "gen_batch_size": 5},
+        )
+        raw["rollout"]["tensor_model_parallel_size"] = 2
+        raw["reward"] = {}
+        return worlds.run(run_ranks.train, 2, raw=raw, **arguments)
+
+    whole = run("whole")
+    with pytest.raises(AssertionError, match="died with exit code 9"):
+        run("killed", kill_in_step=2)
+    resumed = run("killed")
+    assert [result["first_step"] for result in resumed] == [2, 2]
+    for a, b in zip(whole, resumed, strict=True):
+        assert without_rewards(a["samples"], 2) == without_rewards(b["samples"], 2)
+        assert_same(a, b)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "killed")
+    assert {step: whole[0]["samples"][step] for step in (2, 3)} == resumed[0]["samples"]
+    assert without_rewards(whole[0]["samples"]) == without_rewards(whole[1]["samples"])  # of one block
+    reported = rows(tmp_path / "whole")
+    assert any(row["trajectory/status/raised"] > 0 for row in reported)
+    assert any(row["train/left_over_staleness_max"] == 1 for row in reported)

@@ -1,0 +1,54 @@
+"""A user's own environment, as an example. Workers import this file, so it imports nothing large."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_megatron.environments.environment import ChatMessage, Environment, Step
+
+
+class Guess(Environment):
+    """Guess a number from 1 to `most`. A hint answers each wrong guess; a turn earns 1 for the number, 0.1 for a guess that
+    the hints allow, else 0. `row` may hold "secret"; otherwise the seed draws it.
+    """
+
+    def __init__(self, most: int = 9) -> None:
+        self.low, self.high = 1, most
+        self.guesses = 0
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        self.secret = row.get("secret") or random.Random(seed).randint(self.low, self.high)
+        return [{"role": "user", "content": f"Guess my number from {self.low} to {self.high}."}]
+
+    def step(self, completion: str) -> Step:
+        self.guesses += 1
+        metrics = {"guesses": float(self.guesses)}
+        found = re.search(r"\d+", completion)
+        if not found:
+            return Step([{"role": "user", "content": "Write a number."}], reward=0.0, metrics=metrics)
+        guess = int(found[0])
+        reward = 0.1 if self.low <= guess <= self.high else 0.0
+        if guess == self.secret:
+            return Step([], reward=1.0, done=True, metrics=metrics)
+        if guess < self.secret:
+            self.low = max(self.low, guess + 1)
+        else:
+            self.high = min(self.high, guess - 1)
+        hint = "higher" if guess < self.secret else "lower"
+        return Step([{"role": "user", "content": f"My number is {hint}."}], reward=reward, metrics=metrics)
+
+
+class AsyncGuess(Guess):
+    """The same game, in coroutines."""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().reset(row, seed)
+
+    async def step(self, completion: str) -> Step:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().step(completion)

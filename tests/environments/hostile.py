@@ -1,0 +1,229 @@
+"""Environments that do what they should not: acts of a turn, by name. Any other completion is a guess of the game."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_megatron.environments.environment import ChatMessage, Step
+from tests.environments.games import Guess
+
+
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+def _spin() -> None:
+    sum(range(10**15))  # in C, without a chance for a signal handler or another thread
+
+
+def _deaf() -> None:
+    for number in range(1, 65):
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+def _flood() -> None:
+    while True:
+        os.write(1, b"x" * 65536)
+
+
+def _circular() -> Step:
+    message: dict[str, Any] = {"role": "user", "content": ""}
+    message["self"] = message
+    return Step([message])
+
+
+def _nested(depth: int) -> Step:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return Step([{"role": "user", "content": "", "calls": value}])
+
+
+def _write_everywhere() -> None:
+    for descriptor in range(3, 200):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b'{"key": 0}\n')
+    time.sleep(1000)
+
+
+def _children(count: int) -> None:
+    for _ in range(count):
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(1000)
+    time.sleep(1000)
+
+
+def _orphan() -> None:
+    """A grandchild that has left its session, with the pipes of the environment open, while its parents are gone."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(0)
+    time.sleep(0.2)
+    os._exit(5)
+
+
+def _daemon() -> Step:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if pid := os.fork():
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        time.sleep(1000)
+    os.wait()
+    return Step(_user(os.read(read, 20).decode()))
+
+
+def _user(content: Any = "", **fields: Any) -> list[ChatMessage]:
+    return [{"role": "user", "content": content, **fields}]
+
+
+FATAL: dict[str, tuple[str, str, Callable[[], Any]]] = {  # act -> (status, part of the message, what it does)
+    "hang": ("timeout", "no answer after", lambda: time.sleep(1000)),
+    "hang in C": ("timeout", "no answer after", _spin),
+    "hang, ignoring signals": ("timeout", "no answer after", _deaf),
+    "async that never ends": ("timeout", "no answer after", lambda: asyncio.Event().wait()),
+    "exit": ("died", "exit code 0", lambda: os._exit(0)),
+    "exit code": ("died", "exit code 177", lambda: os._exit(177)),
+    "kill itself": ("died", "signal SIGKILL", lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "segmentation fault": ("died", "signal SIGSEGV", lambda: ctypes.string_at(0)),
+    "abort": ("died", "signal SIGABRT", os.abort),
+    "leave an orphan and exit": ("died", "exit code 5", _orphan),
+    "close all files": ("died", "closed its connection", lambda: (os.closerange(0, 1000), time.sleep(1000))),
+    "write to all files": ("died", "wrote to its connection", _write_everywhere),
+    "sys.exit": ("raised", "SystemExit", lambda: sys.exit(1)),
+    "interrupt": ("raised", "KeyboardInterrupt", lambda: _raise(KeyboardInterrupt())),
+    "raise": ("raised", "KeyError: 'x'", lambda: {}["x"]),
+    "raise without a text": ("raised", "_Unprintable", lambda: _raise(_Unprintable())),
+    "raise in a coroutine": ("raised", "ValueError: late", lambda: _late()),
+    "allocate": ("memory", "MemoryError", lambda: bytearray(1 << 40)),
+    "allocate bit by bit": ("memory", "MemoryError", lambda: [bytearray(1 << 24) for _ in range(1 << 16)]),
+    "print without end": ("flooded", "has printed more than", _flood),
+    "many processes": ("flooded", "processes; at most", lambda: _children(100)),
+    "huge message": ("flooded", "more than 100000 characters", lambda: Step(_user("x" * (1 << 26)))),
+    "many messages": ("flooded", "more than 100000 characters", lambda: Step(_user() * 100_000)),
+    "content that is no text": ("raised", "'content' is int", lambda: Step(_user(7))),
+    "no role": ("raised", "'role' is NoneType", lambda: Step([{"content": ""}])),
+    "message that is no dict": ("raised", "a message is str", lambda: Step(["hello"])),  # type: ignore[list-item]
+    "messages that are no list": ("raised", "messages are int", lambda: Step(3)),  # type: ignore[arg-type]
+    "no Step": ("raised", "returned NoneType, not a Step", lambda: None),
+    "bytes in a message": ("raised", "not JSON serializable", lambda: Step(_user(data=b"x"))),
+    "NaN in a message": ("raised", "ValueError", lambda: Step(_user(data=float("nan")))),
+    "circular message": ("raised", "Circular reference", _circular),
+    "deep message": ("raised", "RecursionError", lambda: _nested(100_000)),
+    "NaN reward": ("raised", "Step.reward is nan", lambda: Step([], reward=float("nan"))),
+    "reward that is a text": ("raised", "Step.reward is str", lambda: Step([], reward="1")),  # type: ignore[arg-type]
+    "done that is a text": ("raised", "Step.done is str", lambda: Step([], done="no")),  # type: ignore[arg-type]
+    "metric that is a list": ("raised", "Step.metrics['m'] is list", lambda: Step([], metrics={"m": []})),  # type: ignore[dict-item]
+    "too many metrics": ("raised", "at most 64", lambda: Step([], metrics={str(n): 1.0 for n in range(65)})),
+    "remove len": ("raised", "NoneType", lambda: setattr(builtins, "len", None)),
+    "replace json": ("died", "", lambda: setattr(json, "loads", None) or setattr(json.JSONEncoder, "iterencode", _lie)),
+}
+
+
+async def _late() -> None:
+    await asyncio.sleep(0)
+    raise ValueError("late")
+
+
+def _lie(*_: Any) -> Any:
+    os._exit(3)
+
+
+def _surviving_thread() -> None:
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+
+
+HARMLESS: dict[str, Callable[[], Any]] = {  # act -> what it does before it answers
+    "change the folder": lambda: os.chdir("/"),
+    "remove variables": lambda: os.environ.clear(),
+    "replace builtins": lambda: [setattr(builtins, name, None) for name in ("sorted", "sum", "zip", "open")],
+    "replace the generator": lambda: setattr(random, "Random", None),
+    "replace this game": lambda: setattr(Guess, "step", None),
+    "forget the modules": lambda: sys.modules.clear(),
+    "survive as a thread": _surviving_thread,
+    "close stdin": lambda: os.close(0),
+    "close stdout": lambda: os.close(1),
+    "print to nowhere": lambda: setattr(sys, "stdout", None),
+    "print a little": lambda: print("hello"),
+    "set an alarm": lambda: signal.setitimer(signal.ITIMER_REAL, 1000),
+    "lower a limit": lambda: __import__("resource").setrlimit(__import__("resource").RLIMIT_NOFILE, (20, 20)),
+}
+
+
+class Hostile(Guess):
+    """`row` may name an act for the reset."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        if "act" in row:
+            return FATAL[row["act"]][2]()  # type: ignore[no-any-return]
+        row.clear()  # type: ignore[attr-defined]
+        return super().reset(row, seed)
+
+    def step(self, completion: str) -> Any:
+        if completion in FATAL:
+            return FATAL[completion][2]()
+        if completion in HARMLESS:
+            HARMLESS[completion]()
+            return Step(_user("done \ud800", name="\udfff"))  # lone surrogates
+        if completion == "kill the worker":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
+        if completion == "daemon":
+            return _daemon()
+        if completion == "stop the worker":
+            os.kill(os.getppid(), signal.SIGSTOP)
+        return super().step(completion)
+
+
+class BadSetup(Guess):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise OSError("no such game")
+
+
+class Picky(Guess):
+    """Its rows need a field."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        return _user(row["secret"])
+
+
+class Mute(Guess):
+    """Begins without a message."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        return []
+
+
+class Dice(Guess):
+    """Shows the generator of the module `random`, and the order of a set."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        return _user(f"{random.random()} {set('abcdefgh')}")
+
+    def step(self, completion: str) -> Step:
+        return Step(_user(str(random.random())))

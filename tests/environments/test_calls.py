@@ -1,0 +1,130 @@
+"""Tool calls in texts, schemas of functions, and what the model is told about a wrong call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from grpo_megatron.environments.calls import Call, CallError, parse_calls
+from grpo_megatron.environments.schema import function_schema
+from grpo_megatron.environments.tool import get_tool
+from grpo_megatron.environments.tools.calculator import calculator
+from tests.environments import hostile_tools
+
+ADD = Call("add", {"a": 1, "b": [2, "x"]})
+ONE = '{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}'
+TWO = '{"name": "add", "parameters": {"a": 1, "b": [2, "x"]}}'
+NONE = Call("now", {})
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text", "expected"),
+    [
+        ("hermes", "no call", []),
+        ("hermes", f"I add.\n<tool_call>\n{ONE}\n</tool_call><|im_end|>\n", [ADD]),
+        ("hermes", f"<tool_call>{ONE}</tool_call> and <tool_call>{{\"name\": \"now\"}}</tool_call>", [ADD, NONE]),
+        ("hermes", f"<think>or <tool_call>{TWO}</tool_call>?</think><tool_call>{{\"name\": \"now\"}}</tool_call>", [NONE]),
+        ("hermes", f"<tool_call>{json.dumps({'name': 'add', 'arguments': json.dumps(ADD.arguments)})}</tool_call>", [ADD]),
+        ("hermes", f"<tool_call>{ONE}<|im_end|>", ["no </tool_call>"]),
+        ("hermes", f"<tool_call>{{'name'</tool_call><tool_call>{ONE}</tool_call>", ["Expecting property name", ADD]),
+        ("hermes", "<tool_call>[1]</tool_call>", ["it is list, not an object"]),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ['"name" is missing']),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ['"arguments" is list']),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', ["NaN is not JSON"]),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", ["recursion"]),
+        ("llama3_json", "The answer is 3.<|eot_id|>", []),
+        ("llama3_json", "{1, 2}<|eot_id|>", []),
+        ("llama3_json", f"{TWO}<|eot_id|>", [ADD]),
+        ("llama3_json", f"<|python_tag|>{TWO}<|eom_id|>", [ADD]),
+        ("llama3_json", f'<|python_tag|>{TWO}; {{"name": "now"}}', [ADD, NONE]),
+        ("llama3_json", f"{TWO} is the call", [ADD]),
+        ("llama3_json", '{"name": "add", "parameters": {', ["not a call in JSON"]),
+        ("llama3_json", f"{TWO}; {{", [ADD, "not a call in JSON"]),
+        ("llama3_json", "<|python_tag|>print(1)", ["not a call in JSON"]),
+        ("python_tag", "print(1)", []),
+        ("python_tag", "<|python_tag|>add.call(a=1, b=[2, 'x'])<|eom_id|>", [ADD]),
+        ("python_tag", "<|python_tag|>now()", [NONE]),
+        ("python_tag", "<|python_tag|>x = 1\nprint(x)", [Call("python", {"code": "x = 1\nprint(x)"})]),
+        ("python_tag", "<|python_tag|>print(1)", [Call("python", {"code": "print(1)"})]),
+        ("python_tag", "<|python_tag|>f(g())", [Call("python", {"code": "f(g())"})]),
+        ("python_tag", "<|python_tag|>" + "(" * 10_000, [Call("python", {"code": "(" * 10_000})]),
+    ],
+)  # fmt: skip
+def test_calls(call_format: str, text: str, expected: list[Call | str]) -> None:
+    """A text in `expected` is part of the error that the model is shown."""
+    found = parse_calls(call_format, text)
+    assert len(found) == len(expected), found
+    for call, wanted in zip(found, expected, strict=True):
+        if isinstance(wanted, str):
+            assert isinstance(call, CallError)
+            assert wanted in call.message
+        else:
+            assert call == wanted
+
+
+def test_an_unknown_format_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"unknown format of tool calls 'hermess'; did you mean 'hermes'"):
+        parse_calls("hermess", "")
+
+
+@pytest.mark.parametrize("function", [calculator, hostile_tools.later, hostile_tools.act])
+def test_schemas_are_those_of_transformers(function: Any) -> None:
+    from transformers.utils import get_json_schema
+
+    expected = get_json_schema(function)
+    expected["function"].pop("return", None)
+    assert function_schema(function, function.__name__) == expected
+
+
+def test_options_are_no_arguments() -> None:
+    tool = get_tool("tests.environments.hostile_tools:double", {"factor": 3})
+    assert list(tool.schema["function"]["parameters"]["properties"]) == ["number"]
+    assert tool.problem({"number": 2}) == ""
+    assert tool.problem({"number": 2, "factor": 4}) == "unknown argument factor (known: number)"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("unhinted", {}, "parameter 'number' has no type hint"),
+        ("undescribed", {}, "do not describe 'number'"),
+        ("undocumented", {}, "has no docstring"),
+        ("any_number", {}, "have no schema"),
+        ("bytes_given", {}, "has no JSON schema; use str"),
+        ("nothing", {}, "has no attribute 'nothing'"),
+        ("time", {}, "is module, not a function"),
+        ("double", {"factors": 3}, r"has no option factors \(it has: factor\)"),
+        ("double", [3], "are list, not a mapping"),
+    ],
+)
+def test_functions_that_are_no_tools(name: str, options: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        get_tool(f"tests.environments.hostile_tools:{name}", options)
+
+
+def test_a_missing_option_and_an_unknown_name() -> None:
+    with pytest.raises(ValueError, match=r"tool 'search' needs the option corpus: kwargs: \{search: \{corpus: ...\}\}"):
+        get_tool("search", {})
+    with pytest.raises(ValueError, match=r"unknown tool 'serch'; did you mean 'search'"):
+        get_tool("serch", {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"numbers": [1]}, ""),
+        ({"numbers": [1], "note": None}, ""),
+        ({}, "'numbers' is a required property"),
+        ({"numbers": "1"}, "numbers: '1' is not of type 'array'"),
+        ({"numbers": [1, "2"]}, "numbers.1: '2' is not of type 'integer'"),
+        ({"numbers": [True]}, "numbers.0: True is not of type 'integer'"),
+        ({"numbers": [], "unit": "mile"}, "unit: 'mile' is not one of ['m', 'km']"),
+        ({"numbers": [], "x": 1, "y": 1}, "unknown argument x, y (known: numbers, unit, note)"),
+    ],
+)
+def test_arguments_are_checked_against_the_schema(arguments: dict[str, Any], problem: str) -> None:
+    found = get_tool("tests.environments.hostile_tools:later", {}).problem(arguments)
+    assert problem in found
+    assert bool(problem) == bool(found)

@@ -1,0 +1,226 @@
+"""Environments in worker processes: replay, and what hostile ones can do to the run and to their neighbours: nothing.
+
+Nothing here depends on time but that a hang is ended: TIMEOUT_S is long for what is done, and no test measures it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.environments import pool_worker
+from grpo_megatron.environments.answer import Outcome
+from grpo_megatron.environments.environment import Step
+from grpo_megatron.environments.pool import EnvironmentPool
+from tests.environments.games import Guess
+from tests.environments.hostile import FATAL, HARMLESS
+
+TIMEOUT_S = 6.0
+PATIENCE_S = 120.0
+GUESSES = ["5", "no number", "2", "8"]
+
+
+def make_pool(name: str, **settings: Any) -> EnvironmentPool:
+    return EnvironmentPool(
+        f"tests.environments.{name}", **{"timeout_s": TIMEOUT_S, "max_characters": 100_000, **settings}
+    )
+
+
+def played(seed: int, guesses: list[str]) -> list[Step]:
+    """What the game answers, without any process."""
+    game = Guess()
+    game.reset({}, seed)
+    return [game.step(guess) for guess in guesses]
+
+
+def steps(pool: EnvironmentPool, completions: dict[str, str]) -> dict[str, Outcome]:
+    for key, completion in completions.items():
+        pool.step(key, completion)
+    return pool.wait(completions)
+
+
+def living() -> set[str]:
+    """Processes of this machine that a worker of this process has started, zombies left out."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        try:
+            marked = f"GRPO_MEGATRON_WORKER={os.getpid()}.".encode() in (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        found |= {folder.name} if marked else set()
+    return found
+
+
+@pytest.mark.parametrize("name", ["games:Guess", "games:AsyncGuess"])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_many_environments_answer_as_one_would(name: str, num_workers: int) -> None:
+    """Keys are asked for in another order than they were started; the number of workers changes nothing."""
+    keys = [str(seed) for seed in range(60)]
+    with make_pool(name, num_workers=num_workers) as pool:
+        for key in keys:
+            pool.start(key, {}, int(key))
+        assert {outcome.step.messages[0]["role"] for outcome in pool.wait(keys).values() if outcome.step} == {"user"}
+        answers: dict[str, list[Step | None]] = {key: [] for key in keys}
+        for guess in GUESSES:
+            for key in reversed(keys):
+                pool.step(key, guess)
+            for key, outcome in pool.wait(keys).items():
+                answers[key].append(outcome.step)
+        assert answers == {key: played(int(key), GUESSES) for key in keys}
+        pool.end(keys)
+        pool.start("0", {}, 0, GUESSES)  # the state is that of the seed and the completions
+        assert pool.wait(["0"])["0"].step == played(0, GUESSES)[-1]
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
+    """A pool of one worker after a turn in which every act was played at once, with neighbours between them."""
+    acts = [*FATAL, *HARMLESS]
+    neighbours = [f"neighbour {number}" for number in range(len(acts))]
+    with make_pool("hostile:Hostile", memory_gib=0.5) as pool:
+        for number, (act, neighbour) in enumerate(zip(acts, neighbours, strict=True)):
+            pool.start(act, {"secret": 5}, 0)
+            pool.start(neighbour, {}, number)
+        assert {outcome.status for outcome in pool.wait([*acts, *neighbours]).values()} == {"ok"}
+        first = steps(pool, dict.fromkeys(neighbours, GUESSES[0]))
+        outcomes = steps(pool, {act: act for act in acts})
+        second = steps(pool, dict.fromkeys(neighbours, GUESSES[1]))
+        for number, neighbour in enumerate(neighbours):
+            found = [one[neighbour].step for one in (first, second)]
+            assert found == played(number, GUESSES[:2]), f"{neighbour}: {first[neighbour]}, {second[neighbour]}"
+        yield pool, outcomes
+        pool.end([*acts, *neighbours])
+        end = time.monotonic() + PATIENCE_S
+        while len(living()) > 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(living()) == 1  # the worker; whatever the acts have started is gone
+    assert living() == set()
+
+
+@pytest.mark.parametrize("act", FATAL)
+def test_a_hostile_environment_ends_its_own_trajectory(hostile: Any, act: str) -> None:
+    pool, outcomes = hostile
+    status, message, _ = FATAL[act]
+    assert (outcomes[act].status, outcomes[act].step) == (status, None), outcomes[act]
+    assert message in outcomes[act].message
+    assert len(outcomes[act].message) < 1000
+    assert steps(pool, {act: "5"})[act].status == status  # whoever asks again is told again
+
+
+@pytest.mark.parametrize("act", HARMLESS)
+def test_what_an_environment_may_do_to_itself(hostile: Any, act: str) -> None:
+    pool, outcomes = hostile
+    assert outcomes[act].step == Step([{"role": "user", "content": "done \ufffd", "name": "\ufffd"}]), outcomes[act]
+    again = steps(pool, {act: "change the folder"})[act]  # it still answers
+    assert again.step == outcomes[act].step, again
+
+
+@pytest.mark.parametrize("act", ["raise", "exit", "no Step", "hang"])
+def test_a_reset_can_fail_too(act: str) -> None:
+    with make_pool("hostile:Hostile", timeout_s=2.0) as pool:
+        pool.start("x", {"act": act}, 0)
+        assert pool.wait(["x"])["x"].status == FATAL[act][0]
+
+
+@pytest.mark.parametrize("act", ["kill the worker", pytest.param("stop the worker", marks=pytest.mark.slow)])
+def test_a_worker_that_is_killed_is_replaced(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trajectories are replayed, those in execution one by one, and whoever kills the new worker too is found."""
+    monkeypatch.setattr(pool_worker, "GRACE_S", 1.0)
+    with make_pool("hostile:Hostile", timeout_s=3.0) as pool:
+        keys = [str(seed) for seed in range(6)]
+        for key in keys:
+            pool.start(key, {}, int(key))
+        pool.wait(keys)
+        idle, asked = keys[:2], keys[2:]
+        for key in asked:
+            pool.step(key, GUESSES[0])
+        pool.wait(asked)
+        outcomes = steps(pool, {"2": GUESSES[1], "3": act, "4": GUESSES[1], "5": "hang"})
+        assert (outcomes["3"].status, "twice" in outcomes["3"].message) == ("died", True), outcomes["3"]
+        assert outcomes["5"].status == "timeout", outcomes["5"]
+        for key in ("2", "4"):
+            assert outcomes[key].step == played(int(key), GUESSES)[1]
+        for key, outcome in steps(pool, dict.fromkeys(idle, GUESSES[0])).items():
+            assert outcome.step == played(int(key), GUESSES)[0]
+        assert steps(pool, {"3": "5"})["3"].status == "died"
+
+
+def test_a_turn_that_begins_while_a_new_worker_replays_the_turns_before() -> None:
+    """The first trajectory is in replay when it is asked again; the replay of the last waits, and has the new turn."""
+    with make_pool("hostile:Hostile") as pool:
+        for number, key in enumerate(("first", "killer", "last")):
+            pool.start(key, {}, number)
+        pool.wait(["first", "killer", "last"])
+        steps(pool, {"first": GUESSES[0], "last": GUESSES[0]})
+        pool.step("killer", "kill the worker")
+        assert pool.wait(["killer"])["killer"].status == "died"
+        found = [steps(pool, {"first": guess, "last": guess}) for guess in GUESSES[1:]]
+        for number, key in ((0, "first"), (2, "last")):
+            assert [one[key].step for one in found] == played(number, GUESSES)[1:]
+
+
+def test_what_an_environment_has_started_lives_as_long_as_its_trajectory() -> None:
+    """A process that has left its session, and whose parent is gone, survives the end of a neighbour."""
+    with make_pool("hostile:Hostile") as pool:
+        pool.start("a", {}, 0)
+        pool.start("b", {}, 0)
+        pool.wait("ab")
+        started = steps(pool, {"a": "daemon"})["a"].step
+        assert started
+        process = Path("/proc") / started.messages[0]["content"]
+        for act in ("exit", "abort", "kill itself"):
+            pool.end(["b"])
+            pool.start("b", {}, 0)
+            pool.wait("b")
+            assert steps(pool, {"b": act})["b"].status == "died"
+            assert process.exists()
+        pool.end(["a"])
+        end = time.monotonic() + PATIENCE_S
+        while process.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not process.exists()
+
+
+def test_generators_are_seeded_and_sets_have_one_order() -> None:
+    """A trajectory draws the same numbers in another process, after any other work of the worker."""
+    drawn = []
+    for _ in range(2):
+        with make_pool("hostile:Dice") as pool:
+            for key, seed in (("a", 1), ("b", 2), ("c", 1)):
+                pool.start(key, {}, seed)
+            first = pool.wait("abc")
+            second = steps(pool, dict.fromkeys("cba", "roll"))
+            drawn.append({key: (first[key].step, second[key].step) for key in "abc"})
+    assert drawn[0] == drawn[1]
+    assert drawn[0]["a"] == drawn[0]["c"] != drawn[0]["b"]
+
+
+def test_keys_can_be_used_again_and_ended_at_any_time() -> None:
+    with make_pool("hostile:Hostile") as pool:
+        pool.start("x", {}, 0)
+        pool.wait(["x"])
+        for act in ("hang", "5"):
+            pool.step("x", act)
+            pool.end(["x", "unknown"])  # its answer is under way, or never comes
+            pool.start("x", {}, 1, GUESSES[:1])
+            assert pool.wait(["x"])["x"].step == played(1, GUESSES)[0]
+
+
+def test_environments_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = {
+        "nowhere:Game": "cannot import module 'tests.environments.nowhere'",
+        "games:Chess": "has no attribute 'Chess'",
+        "games:re": "is no subclass",
+    }
+    for name, problem in problems.items():
+        with make_pool(name) as pool, pytest.raises(RuntimeError, match=problem):
+            pool.tools()
+    with make_pool("hostile:BadSetup") as pool, pytest.raises(RuntimeError, match="OSError: no such game"):
+        pool.tools()
+    with pytest.raises(ValueError, match=r"rollout.multi_turn.kwargs cannot be passed"):
+        make_pool("games:Guess", kwargs={"most": object()})

@@ -1,0 +1,210 @@
+"""From trajectories to samples: seeds, the cut over blocks, rewards of turns and of the last turn, failed environments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config import RolloutConfig
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.rewards.reward import RewardResult
+from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
+from grpo_megatron.sampling.trajectory_metrics import record_trajectory_metrics
+from grpo_megatron.trajectories.answers import EnvironmentsLost, Times
+from grpo_megatron.types import GREEDY, Prompt, Sample
+from tests.sampling.fakes import LoneMesh
+from tests.trajectories.fakes import FakeAnswers, FakeEngine
+
+
+class Numbers:
+    """Token n is the text "n "."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(f"{i} " for i in ids)
+
+
+class SumPool:
+    """The reward is 1 for every text. `steps`: the text's first token is a step."""
+
+    def __init__(self, steps: bool = False) -> None:
+        self.steps, self.texts = steps, []  # type: ignore[var-annotated]
+
+    def begin(self, names: list[str]) -> None:
+        assert names == ["r"]
+
+    def submit(self, item: tuple[str, str, str]) -> None:
+        self.texts.append(item[1])
+
+    def serve(self) -> None: ...
+
+    def collect(self) -> list[RewardResult]:
+        return [RewardResult(1.0, {"acc": 1.0}, steps=((1, 0.25),) if self.steps else ()) for _ in self.texts]
+
+
+def prompts(*numbers: int) -> list[Prompt]:
+    return [Prompt(f"p/{n}", (9,), "as loaded", "a", "task", "r", {"row": {"number": n}}) for n in numbers]
+
+
+def draw(
+    *numbers: int,
+    n: int = 2,
+    mesh: Any = None,
+    fail: Any = None,
+    pool: Any = None,
+    failed: str = "keep",
+    gives_rewards: bool | None = None,
+    **changes: Any,
+) -> tuple[list[Sample], FakeEngine, Metrics]:
+    engine: Any = FakeEngine()
+    answers: Any = FakeAnswers(fail=fail)
+    answers.times = Times(calls=2, waited=1.0)
+    multi_turn = {"max_assistant_turns": 4, "latency_ticks": 2, "failed": failed}
+    rollout = RolloutConfig.model_validate({"seed": 9, "multi_turn": multi_turn})
+    generator = TrajectoryGenerator(
+        engine,
+        pool,
+        Numbers(),
+        mesh or LoneMesh(),
+        rollout,
+        lambda: "d9",
+        answers=answers,
+        gives_rewards=pool is None if gives_rewards is None else gives_rewards,
+        max_prompt_length=8,
+    )
+    arguments: dict[str, Any] = {"draw_id": 4, "version": 3, "max_tokens": 40, "temperature": 0.7, **changes}
+    metrics = Metrics()
+    samples = generator.draw(prompts(*numbers), n, metrics=metrics, **arguments)
+    assert not answers.open
+    return samples, engine, metrics
+
+
+def key(number: int, index: int, draw_id: int = 4) -> str:
+    return f'[{draw_id}, "p/{number}#0", {index}]'
+
+
+def ends(sample: Sample) -> list[int]:
+    return [turn.end - 1 for turn in sample.turns if turn.kind == "assistant"]
+
+
+def test_the_cut_over_blocks_changes_nothing_but_the_place() -> None:
+    whole, _, _ = draw(1, 2, 3, n=3)
+    parts = [draw(1, 2, 3, n=3, mesh=LoneMesh(2, rank))[0] for rank in range(2)]
+    assert [len(part) for part in parts] == [4, 5]
+
+    def content(sample: Sample) -> Sample:
+        return replace(sample, turns=[replace(turn, clock=0) for turn in sample.turns])
+
+    assert [content(sample) for part in parts for sample in part] == [content(sample) for sample in whole]
+    assert {(s.version, s.weights_digest) for s in whole} == {(3, "d9")}
+
+
+def test_a_group_shares_its_environments_seed() -> None:
+    seeds = {}
+
+    class Watched(FakeAnswers):
+        def start(self, trajectories: Any) -> None:
+            seeds.update({t.key: t.environment_seed for t in trajectories})
+            super().start(trajectories)
+
+    for draw_id in (4, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"{__name__}.FakeAnswers", Watched)
+            draw(1, 2, 1, draw_id=draw_id, greedy=True)
+    assert len(seeds) == 2 * 3 * 3
+    assert len(set(seeds.values())) == 2 * 3  # per draw: two prompts, one of them twice
+    assert seeds[key(1, 0)] == seeds[key(1, 1)] == seeds[key(1, GREEDY)] != seeds[key(2, 0)]
+
+
+def test_greedy_trajectories_are_drawn_at_temperature_0() -> None:
+    samples, engine, _ = draw(1, greedy=True)
+    assert [sample.index for sample in samples] == [GREEDY, 0, 1]
+    assert {k: r.temperature for k, r in engine.requests} == {key(1, GREEDY): 0.0, key(1, 0): 0.7, key(1, 1): 0.7}
+
+
+def test_an_environment_that_grades_gives_the_sum_over_its_turns() -> None:
+    samples, _, _ = draw(1, 2, n=4)
+    assert len({sample.reward for sample in samples}) > 1
+    for sample in samples:
+        assert sample.reward == 0.5 * len(sample.turn_rewards)
+        assert sample.steps == sample.turn_rewards
+        assert {token for token, _ in sample.turn_rewards} <= set(ends(sample))
+        assert sample.prompt.prompt_ids == (1, 2, sample.prompt.extra["row"]["number"])  # type: ignore[index]
+        assert sample.prompt.text == f"1 2 {sample.prompt.prompt_ids[2]} "
+
+
+def test_a_reward_function_reads_the_last_turn_and_adds_to_what_turns_have_earned() -> None:
+    pool = SumPool()
+    samples, _, _ = draw(1, 2, n=4, pool=pool)
+    texts = [Numbers().decode(s.response_ids[s.turns[-1].start : s.turns[-1].end], True) for s in samples]
+    assert sorted(pool.texts) == sorted(texts)
+    for sample in samples:
+        last = sample.turns[-1]
+        assert sample.reward == 1.0 + 0.5 * len(sample.turn_rewards)
+        assert sample.reward_metrics["acc"] == 1.0
+        assert not sample.steps or math.isclose(sum(reward for _, reward in sample.steps), sample.reward)
+        assert not sample.steps or sample.steps[-1][0] == last.end - 1
+    assert any(sample.steps for sample in samples)
+
+
+def test_steps_of_a_reward_function_are_in_the_last_turn() -> None:
+    samples, _, _ = draw(1, 2, pool=SumPool(steps=True))
+    assert [sample.steps for sample in samples] == [[(sample.turns[-1].start, 0.25)] for sample in samples]
+
+
+@pytest.mark.parametrize("failed", ["keep", "mask"])
+def test_trajectories_whose_environment_failed_are_kept_or_masked(failed: str) -> None:
+    samples, _, _ = draw(1, 2, fail={(key(1, 1), 2): "died", (key(2, 0), 0): "timeout"}, failed=failed)
+    assert [sample.status for sample in samples] == ["ok", "died", "timeout", "ok"]
+    assert [any(sample.loss_mask) for sample in samples] == [True, failed == "keep", False, True]
+    assert samples[1].response_ids and math.isfinite(samples[1].reward)
+    never_began = samples[2]
+    assert math.isnan(never_began.reward) and never_began.response_ids == [] and never_began.prompt.text == "as loaded"
+
+
+def test_ranks_without_reward_workers_do_not_grade() -> None:
+    class Follower(LoneMesh):
+        is_block_leader = False  # type: ignore[assignment]
+
+    samples, _, _ = draw(1, mesh=Follower(), gives_rewards=False)
+    assert all(math.isnan(sample.reward) and not sample.text for sample in samples)
+
+
+def test_a_lost_pool_stops_every_rank() -> None:
+    class Lost(FakeAnswers):
+        def take(self, trajectories: Any) -> Any:
+            raise EnvironmentsLost("no worker can run")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no worker can run"):
+        patch.setattr(f"{__name__}.FakeAnswers", Lost)
+        draw(1)
+
+
+def test_the_log_shows_turns() -> None:
+    (sample,), _, _ = draw(1, n=1)
+    lines = sample.text.splitlines()
+    first, second = sample.turns[:2]
+    assert lines[0] == f"[assistant, {first.end} tokens]"
+    assert lines[1] == Numbers().decode(sample.response_ids[: first.end], False)
+    assert lines[2] == f"[observation, {second.end - second.start} tokens]"
+    assert lines[-1] == "[ok]"
+
+
+def test_metrics_are_means_over_trajectories() -> None:
+    samples, _, metrics = draw(1, 2, fail={(key(1, 1), 2): "died", (key(2, 0), 0): "timeout"}, greedy=True)
+    record_trajectory_metrics(metrics, samples)
+    single = replace(samples[1], turns=[], status="ok")
+    record_trajectory_metrics(metrics, [single])
+    reduced = metrics.reduce()
+    drawn = [sample for sample in samples if sample.index != GREEDY]
+    observed = sum(sample.loss_mask.count(0) for sample in drawn)
+    assert reduced["trajectory/turns/mean"] == (3 + 2 + 0 + 3) / 4 and reduced["trajectory/turns/max"] == 3
+    assert reduced["trajectory/observation_tokens/mean"] == observed / 4
+    assert reduced["trajectory/observation_share"] == observed / sum(len(sample.response_ids) for sample in drawn)
+    assert reduced["trajectory/generated_tokens/mean"] == sum(sum(sample.loss_mask) for sample in drawn) / 4
+    statuses = {name: value for name, value in reduced.items() if name.startswith("trajectory/status/") and value}
+    assert statuses == {"trajectory/status/ok": 0.5, "trajectory/status/died": 0.25, "trajectory/status/timeout": 0.25}
+    assert reduced["trajectory/calls/mean"] == (3 + 1 + 3) / 3
+    assert reduced["timing_s/waiting_for_environments"] == 1.0
