@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.sampling.failures import check_failures
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.types import Sample
-from tests.sampling.fakes import LoneMesh, prompt
-from tests.sampling.test_generator import FakeEngine
+from tests.sampling.fakes import LoneMesh, SeedEngine, prompt
+from tests.sampling.test_generator import Letters
 
 
 class WorldMesh(LoneMesh):
@@ -76,29 +77,36 @@ def test_no_samples_and_ratio_one_never_stop() -> None:
 
 
 class FailingPool:
-    def grade(self, items: list[Any]) -> list[RewardResult]:
-        return [
-            RewardResult(NAN, status="error", message="reward 'm:f': KeyError: 'x'"),
-            *[RewardResult(1.0)] * (len(items) - 1),
-        ]
+    """Fails on the first sample of a draw."""
 
+    num_items = 0
 
-class FakeTokenizer:
-    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
-        return str(ids)
+    def begin(self, names: list[str]) -> None:
+        self.num_items = 0
+
+    def submit(self, item: tuple[str, str, str]) -> None:
+        self.num_items += 1
+
+    def serve(self) -> None: ...
+
+    def collect(self) -> list[RewardResult]:
+        failed = RewardResult(NAN, status="error", message="reward 'm:f': KeyError: 'x'")
+        return [failed, *[RewardResult(1.0)] * (self.num_items - 1)]
 
 
 @pytest.mark.parametrize(("draw_id", "what"), [(4, "step 4: 1 of 4"), (-1, "the validation before step 4: 1 of 4")])
 def test_a_draw_stops_and_says_why(draw_id: int, what: str) -> None:
     """The first of four samples fails: 25 %."""
     pool: Any = FailingPool()
-    engine: Any = FakeEngine()
+    engine: Any = SeedEngine()
     for ratio, stops in ((0.25, False), (0.24, True)):
-        generator = Generator(engine, pool, FakeTokenizer(), LoneMesh(), 9, lambda: "", max_failed_ratio=ratio)
+        generator = Generator(
+            engine, pool, Letters(), LoneMesh(), RolloutConfig(seed=9), lambda: "", max_failed_ratio=ratio
+        )
         arguments: dict[str, Any] = {"version": 4, "max_tokens": 8, "temperature": 0.7, "metrics": Metrics()}
         if stops:
             with pytest.raises(RankError, match=re.escape(what) + ".*first failure: reward 'm:f': KeyError: 'x'"):
                 generator.draw([prompt(1), prompt(2)], 2, draw_id=draw_id, **arguments)
         else:
             drawn = generator.draw([prompt(1), prompt(2)], 2, draw_id=draw_id, **arguments)
-            assert [sample.reward_failure for sample in drawn] == ["reward 'm:f': KeyError: 'x'", "", "", ""]
+            assert sorted(sample.reward_failure for sample in drawn) == ["", "", "", "reward 'm:f': KeyError: 'x'"]
