@@ -4,8 +4,8 @@
     /dev/shm/sem.mp-*                            semaphores of Python's multiprocessing
     /dev/shm/*-cpushm_*                          shared memory of vLLM on CPU
 
-Only this user's are removed, only after MIN_AGE_S, and shared memory only when no visible process has mapped it. Removing
-the name of a semaphore harms no process that has opened it.
+Only this user's are removed, only after MIN_AGE_S, and shared memory only when no visible process has mapped it. Files are
+compared by inode: glibc maps a semaphore under a temporary name, and another process may still open it by its own.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def remove_leftovers() -> None:
     candidates = _own_and_old(SHARED_MEMORY, PATTERNS)
     mapped = _mapped_files() if candidates else set()
     for path in candidates:
-        if str(path) not in mapped:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_ino not in mapped:
                 path.unlink()
 
 
@@ -75,13 +75,12 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-def _mapped_files() -> set[str]:
-    """The files below /dev/shm that any process has mapped, of those whose maps this user can read."""
+def _mapped_files() -> set[int]:
+    """Inodes of the files below /dev/shm that any process has mapped, of those whose maps this user can read."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             for line in maps.read_text(errors="replace").splitlines():
-                place = line.find(str(SHARED_MEMORY))
-                if place >= 0:
-                    found.add(line[place:].removesuffix(" (deleted)"))
+                if str(SHARED_MEMORY) in line:
+                    found.add(int(line.split(maxsplit=5)[4]))  # address, permissions, offset, device, inode, path
     return found

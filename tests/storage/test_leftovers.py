@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -64,15 +65,28 @@ def test_a_folder_that_was_just_made_and_those_of_others_stay(folder: Path) -> N
     assert young.exists() and other.exists()
 
 
-def test_semaphores_and_shared_memory(folder: Path) -> None:
-    """The third one is mapped, the fourth one is young, the last one has nobody's name."""
+def test_semaphores_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third one is mapped under another name, as glibc does; the fourth is young, the last has nobody's name."""
     names = ["sem.mp-lost", "29500-tp:0-[0-1]-cpushm_0", "sem.mp-used", "sem.mp-young", "sem.user"]
-    paths = [folder / name for name in names]
-    for path in paths:
-        path.write_bytes(b"x" * 32)
-    make_old(paths[0], paths[1], paths[2], paths[4])
-    with paths[2].open("r+b") as file, mmap.mmap(file.fileno(), 32):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        monkeypatch.setattr(leftovers, "SHARED_MEMORY", folder := Path(name))
+        paths = [folder / name for name in names]
+        for path in paths:
+            path.write_bytes(b"x" * 32)
+        make_old(paths[0], paths[1], paths[2], paths[4])
+        paths[2].rename(folder / "sem.nv1eHJ")
+        with (folder / "sem.nv1eHJ").open("r+b") as file, mmap.mmap(file.fileno(), 32):
+            (folder / "sem.nv1eHJ").rename(paths[2])
+            leftovers.remove_leftovers()
+        assert [path.name for path in paths if path.exists()] == ["sem.mp-used", "sem.mp-young", "sem.user"]
         leftovers.remove_leftovers()
-    assert [path.name for path in paths if path.exists()] == ["sem.mp-used", "sem.mp-young", "sem.user"]
+        assert not paths[2].exists()
+
+
+def test_a_semaphore_that_another_process_has_yet_to_open() -> None:
+    """A real one, of multiprocessing."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    path = Path("/dev/shm") / f"sem.{lock._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
+    make_old(path)
     leftovers.remove_leftovers()
-    assert not paths[2].exists()
+    assert path.exists()
