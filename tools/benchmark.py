@@ -2,7 +2,7 @@
 
     python tools/benchmark.py convert [--gigabytes 2] [--repeats 5] [--cold] [--folder DIR]
     python tools/benchmark.py grade --data DIR [--problems 200]
-    python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER]
+    python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER] [--delta]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -12,7 +12,8 @@ again when `sync` returns. Everything runs in one process, so Python's start is 
 grade: answers graded per second on one core, of DIR/gsm8k/test.jsonl and DIR/math/test.jsonl, the latter beside math-verify.
 
 sync: a random Llama of 0.56 GB on four ranks, synced by the plan and, in turn, as it was before, with every tensor whole on
-every rank. --engine: into vLLM. --network: between two network namespaces (root). --preset, --plan: large layouts, only planned.
+every rank. --engine: into vLLM. --network: between two network namespaces (root). --delta: syncs that send changes beside full
+ones, also with --network. --preset, --plan: large layouts, only planned.
 """
 
 from __future__ import annotations

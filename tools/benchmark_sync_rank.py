@@ -37,6 +37,8 @@ from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import stable_hash
+from grpo_megatron.sync.attest import compare as compare_digests
+from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.sync.rank_plan import RankPlan
@@ -150,6 +152,15 @@ class Old:
         self._mesh.agree(None if extremes.sum() == 0 else "the ranks' streams differ")
 
 
+def change(model: torch.nn.Module, mesh: Mesh, share: float, seed: int) -> None:
+    """Flip the lowest bit of about this share of the elements, the same ones on ranks with the same shard."""
+    for number, parameter in enumerate(model.parameters()):
+        shard = mesh.tp_rank if getattr(parameter, "tensor_model_parallel", False) else mesh.tp
+        generator = torch.Generator().manual_seed(hash((seed, mesh.pp_rank, shard, number)))
+        bits = parameter.detach().view(torch.int16).view(-1)
+        bits[torch.randint(bits.numel(), (int(share * bits.numel()),), generator=generator)] ^= 1
+
+
 class New:
     """The planned sync. The ranks agree at the start (within `Resharding.stream`) and once at the end. Then the digests of
     what each engine rank must hold are computed and added up over the ranks."""
@@ -162,7 +173,7 @@ class New:
         with shares.of("agreements"):
             self._resharding.mesh.agree(None)
         with shares.of("expected digests"):
-            self._resharding.expected_digests(self._model)
+            self.expected = self._resharding.expected_digests(self._model)
 
 
 def load_shard(stream: Iterator[WeightBucket], shard: Shard, is_attested: bool, shares: Shares) -> None:
@@ -232,31 +243,65 @@ def measured(mesh: Mesh, action: Callable[[], Any]) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin, "own": own, "processor": used}
 
 
-def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Resharding, float]:
-    """Mesh, model, architecture, plan, and the seconds that the plan took."""
+def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Callable[..., Resharding]]:
+    """Mesh, model, architecture, and what makes a plan."""
     device, arch = Device("cpu"), architecture_of(job["config"])
     mesh = build_mesh(device, tp=job["tp"], pp=job["pp"], rollout_tp=job["rollout_tp"], timeout_s=300)
     sizes = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp}
     megatron = MegatronConfig.model_validate(sizes)
     model = wrap_ddp(build_model(arch, megatron, "bfloat16", device), megatron, device)  # as in Policy
     fill(model, mesh)
-    stage_of = stage_owners(model, arch, mesh)
-    begin = time.perf_counter()
-    resharding = Resharding(
+    planner = functools.partial(
+        Resharding,
         arch,
         mesh,
-        stage_of,
+        stage_owners(model, arch, mesh),
         engine_tensors(arch, mesh.rollout_tp, reads_shards=True),
         dtype=torch.bfloat16,
         device=device.torch_device,
         bucket_megabytes=job["bucket_megabytes"],
     )
-    return mesh, model, arch, resharding, time.perf_counter() - begin
+    return mesh, model, arch, planner
+
+
+def compare_delta(job: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one rank: a full sync, then one after each share of the elements has changed, `repeats` times."""
+    mesh, model, _, planner = build(job)
+    begin = time.perf_counter()
+    full = planner()
+    planned = time.perf_counter() - begin
+    delta = planner(delta=DeltaLimits(full_every=1 << 30, max_density=1.0))
+    shard, engine_rank = Shard(full.plan), mesh.rank % mesh.rollout_tp
+
+    def sync(resharding: Resharding) -> dict[str, Any]:
+        shares, way = Shares(), New(model, resharding)
+        shard.clear()
+        figures = measured(mesh, functools.partial(load_shard, way.stream(shares), shard, True, shares))
+        held = dict(zip(full.tensors.tensors, shard.digests(), strict=True))
+        if compare_digests(way.expected, held, full.tensors, engine_rank, mesh.rank):
+            raise SystemExit("a sync has loaded wrong weights")
+        resharding.accept(way.expected.weights_digest)
+        received = {"received": resharding.bytes_received, "density": resharding.density}
+        return {**figures, "shares": dict(shares.seconds), "used": dict(shares.processor), **received}
+
+    for resharding in (full, delta):  # to warm up
+        sync(resharding)
+    repeats = []
+    for repeat in range(job["repeats"]):
+        figures = {"full": sync(full)}
+        for share in job["changes"]:
+            change(model, mesh, share, repeat)
+            figures[f"{100 * share:g} %"] = sync(delta)
+        repeats.append(figures)
+    return {"repeats": repeats, "planned": planned, **counted(full)}
 
 
 def compare(job: dict[str, Any]) -> dict[str, Any]:
     """The figures of one rank: every way in turn, `repeats` times after one to warm up."""
-    mesh, model, arch, resharding, planned = build(job)
+    mesh, model, arch, planner = build(job)
+    begin = time.perf_counter()
+    resharding = planner()
+    planned = time.perf_counter() - begin
     syncs = {"old": Old(model, arch, mesh, job["bucket_megabytes"]), "new": New(model, resharding)}
     engine = built_engine(job, mesh, resharding) if job["engine"] else None
     shard = None if engine is not None else Shard(resharding.plan)
@@ -308,7 +353,7 @@ def built_engine(job: dict[str, Any], mesh: Mesh, resharding: Resharding) -> Any
 def run_rank(path: Path, number: int, job: dict[str, Any], rank: int) -> None:
     os.environ |= {"RANK": str(rank), "MASTER_PORT": str(job["port"])}
     os.environ["LOCAL_RANK"] = str(rank % int(os.environ["LOCAL_WORLD_SIZE"]))
-    result = compare(job)
+    result = compare_delta(job) if job.get("changes") else compare(job)
     path.with_suffix(f".{number}.{rank}").write_text(json.dumps(result))
     dist.barrier()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -68,6 +68,10 @@ def test_70b_on_512_ranks() -> None:
     sent = traffic.sent[NETWORK].sum(axis=1).reshape(4, 16, 8)  # [stages, replicas, tensor-parallel ranks]
     assert (sent.max(axis=1) <= 1.01 * sent.mean(axis=1)).all()
     assert traffic.buffers().max() * 2 <= 512 * MIB
+    digested: Counter[int] = Counter()
+    for part in plan.parts:
+        digested[plan.witnesses[part.tensor, part.kind]] += plan.numel(part)
+    assert max(digested.values()) <= LARGEST_IMBALANCE * digested.total() / grid.world_size
 
 
 LANES = [  # one node per stage, and several; a node with two stages; a stage without layers; a single node; experts
