@@ -42,7 +42,10 @@ ROOMS: dict[str, set[str]] = {
     "parallel": {"types", "storage", "device"},
     "sync": {"types", "parallel"},
     "observability": {"types", "config", "storage", "algo"},
-    "models": {"types", "extensions", "config", "storage", "algo", "device", "parallel", "sync", "observability"},
+    "models": {
+        *("types", "child", "extensions", "config", "storage"),
+        *("algo", "device", "parallel", "sync", "observability"),
+    },
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},
     "convert": {"storage", "models"},
     "evaluation": {
