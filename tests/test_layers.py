@@ -46,8 +46,8 @@ ROOMS: dict[str, set[str]] = {
     "sync": {"types", "parallel"},
     "observability": {"types", "config", "storage", "algo"},
     "models": {
-        *("types", "extensions", "reading", "config", "storage", "algo"),
-        *("device", "parallel", "sync", "observability"),
+        *("types", "child", "extensions", "reading", "config", "storage"),
+        *("algo", "device", "parallel", "sync", "observability"),
     },
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},
     "trajectories": {"types", "config", "data", "environments", "parallel", "rollout"},

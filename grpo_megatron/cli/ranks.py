@@ -19,7 +19,7 @@ from typing import Any
 from grpo_megatron.child import die_with_parent
 from grpo_megatron.cli.failures import END_FILE, explain_failure
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.leftovers import private_folder
+from grpo_megatron.storage.leftovers import folder_until_exit, private_folder
 
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
@@ -35,6 +35,10 @@ def start_fork_server() -> None:
     """Start the server that CPU ranks are forked from; it imports in the background. A second call does nothing."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
+        # multiprocessing's own folder (pymp-*), with the server's socket, would stay for ever if this process is killed.
+        settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        if "tempdir" not in settings:
+            settings["tempdir"] = str(folder_until_exit())
         multiprocessing.set_forkserver_preload(["grpo_megatron.cli.preload"])
         forkserver.ensure_running()
     finally:

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
+from grpo_megatron.child import forks_end_with_this_process
 from grpo_megatron.models.optimizer import finish_load, group_settings, prepare_for_load, restore_settings
 from grpo_megatron.models.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.policy import Policy
@@ -87,9 +88,13 @@ class _Writer(TorchDistSaveShardedStrategy):
         return request._replace(async_fn=functools.partial(self._write_files, request.async_fn))
 
     def _write_files(self, write: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
-        """Call Megatron's own `write`, which puts into a queue either its results or the exception that ended it."""
+        """Call Megatron's own `write`, which puts into a queue either its results or the exception that ended it.
+
+        It forks one process per file. When this rank was killed, such a process waited for it for ever.
+        """
         outcomes: queue.Queue[Any] = queue.Queue()
-        self.attempt(write, rank, buckets, outcomes)
+        with forks_end_with_this_process():
+            self.attempt(write, rank, buckets, outcomes)
         outcome = RuntimeError("the files were not written") if outcomes.empty() else outcomes.get()
         if isinstance(outcome, Exception):
             self.problems.append(self._described(outcome))

@@ -1,6 +1,6 @@
 """What a process tree that was killed as a whole leaves on its machine, and its removal at the next start.
 
-    grpo_megatron-* among the temporary files    private folder of a launcher, which holds a lock on it
+    grpo_megatron-* among the temporary files    private folders of a launcher, which holds a lock on them
     /dev/shm/sem.mp-*                            semaphores of Python's multiprocessing
     /dev/shm/*-cpushm_*                          shared memory of vLLM on CPU
 
@@ -10,6 +10,7 @@ compared by inode: glibc maps a semaphore under a temporary name, and another pr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -35,6 +36,13 @@ def private_folder() -> Iterator[Path]:
             yield Path(name)
         finally:
             os.close(descriptor)
+
+
+def folder_until_exit() -> Path:
+    """As `private_folder`, but until this process ends. A killed process leaves it to `remove_leftovers`."""
+    held = contextlib.ExitStack()
+    atexit.register(held.close)
+    return held.enter_context(private_folder())
 
 
 def remove_leftovers() -> None:

@@ -25,13 +25,15 @@ class Fault:
 KILLED = 128 + signal.SIGKILL
 STOPPED = 75
 STEP_POINTS = ("update_weights", "gen", "reward", "adv", "old_log_prob", "ref", "update_actor", "log")
-RANK_0_POINTS = ("save: manifest", "save: rename", "save: prune")
+SAVE_POINTS = ("save: state", "save: files", "save: manifest", "save: rename", "save: prune")
 
 MATRIX: list[Fault] = [
-    *(Fault("a rank is killed", "kill rank", point, KILLED) for point in ("start", *STEP_POINTS, "save: state")),
-    *(Fault("rank 0 is killed", "kill rank", point, KILLED, rank=0) for point in RANK_0_POINTS),
-    *(Fault("the launcher is killed", "kill launcher", p, -signal.SIGKILL) for p in ("update_actor", "save: state")),
-    *(Fault("all processes are killed", "kill all", p, -signal.SIGKILL) for p in ("gen", "save: rename")),
+    *(Fault("a rank is killed", "kill rank", point, KILLED) for point in ("start", *STEP_POINTS)),
+    *(Fault("a rank is killed", "kill rank", point, KILLED) for point in ("save: state", "save: files")),
+    *(Fault("rank 0 is killed", "kill rank", point, KILLED, rank=0) for point in SAVE_POINTS[2:]),
+    *(Fault("the launcher is killed", "kill launcher", p, -signal.SIGKILL) for p in ("update_actor", "save: files")),
+    Fault("all processes are killed", "kill all", "gen", -signal.SIGKILL),
+    Fault("all processes are killed", "kill all", "save: rename", -signal.SIGKILL, rank=0),
     Fault("SIGTERM", "SIGTERM", "gen", STOPPED),
     Fault("SIGUSR1", "SIGUSR1", "update_actor", STOPPED),
     Fault("Ctrl-C", "SIGINT", "reward", 128 + signal.SIGINT),

@@ -21,7 +21,7 @@ import yaml
 from grpo_megatron.observability.sinks import read_metrics
 from grpo_megatron.observability.summary import format_table
 from grpo_megatron.storage.step_folders import on_disk, steps_of
-from tests.soak.matrix import DAMAGES, RANK_0_POINTS, Fault
+from tests.soak.matrix import DAMAGES, SAVE_POINTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900  # ends an attempt that hangs
@@ -165,9 +165,11 @@ class Soak:
             left = self.raw["trainer"]["total_training_steps"] - self.steps_done
             most = min(2 * left // (len(waiting) + 1) - 1, left - SAVE_FREQ * (len(waiting) + 1))
             count = self.rng.randint(1, max(1, most))
-            if fault.point in (*RANK_0_POINTS, "save: state"):
+            if fault.point in SAVE_POINTS:
                 count = -(-count // SAVE_FREQ)
-            self.attempt(fault, 1 if fault.point in ("start", "export") else count)
+            done = self.attempt(fault, 1 if fault.point in ("start", "export") else count)
+            if done.exit_code == 0:
+                return  # the fault has not happened; the attempt's problems say so
         self.attempt(None)
 
     def table(self) -> str:

@@ -27,6 +27,15 @@ with private_folder() as folder:
 """
 
 
+SERVE = """
+import sys
+from grpo_megatron.cli.ranks import start_fork_server
+start_fork_server()
+print("serving", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Temporary files of this test, and of its children, are here; so is the shared memory that is looked at."""
@@ -54,6 +63,22 @@ def test_the_folder_of_a_killed_launcher(folder: Path) -> None:
         launcher.kill()
     leftovers.remove_leftovers()
     assert not private.exists()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_fork_server(folder: Path, is_killed: bool) -> None:
+    """multiprocessing would leave a folder pymp-* with the server's socket, which nobody removes."""
+    command = [sys.executable, "-c", SERVE]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "serving\n"
+        (private,) = folder.iterdir()
+        assert any(private.iterdir())  # the socket
+        if is_killed:
+            launcher.kill()
+    if is_killed:
+        make_old(private)
+        leftovers.remove_leftovers()
+    assert not list(folder.iterdir())
 
 
 def test_a_folder_that_was_just_made_and_those_of_others_stay(folder: Path) -> None:
