@@ -109,6 +109,8 @@ def test_a_hostile_config_file_is_refused(tmp_path: Path, name: str) -> None:
 
 OVERRIDES = {  # override -> part of the message
     "data.seed=99999999999999999999": "data.seed=99999999999999999999: Input should be less than 9223372036854775808",
+    "rollout.n=yes": "rollout.n=True: a number is needed, not true or false",
+    "actor.optim.lr=true": "actor.optim.lr=True: a number is needed",
     "trainer.seed=-1": "trainer.seed=-1: Input should be greater than or equal to 0",
     "rollout.engine_kwargs.x=" + "9" * 60: "it needs 200 bits; an integer may have 63 and a sign",
     "data.seed=" + "9" * 5000: "a number of 5,000 characters",
@@ -289,10 +291,11 @@ def test_a_hostile_chat_template_is_refused(folder: Path, template: str) -> None
     assert render_chat([{"role": "user", "content": "1"}], tokenizer, "row 2") == "1"  # no limit is left behind
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "extra.bin"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "extra.bin", "additional_chat_templates/a.jinja"])
 def test_a_folder_with_a_fifo_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
     """A library that reads it would wait for ever."""
     model = shutil.copytree(folder, tmp_path / "model")
+    (model / name).parent.mkdir(exist_ok=True)
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
     expected = f"it holds '{name}', which is a FIFO, not a regular file; remove it"
