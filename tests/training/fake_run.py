@@ -141,7 +141,7 @@ class FakeEngine:
 class WatchedGenerator(FakeGenerator):
     """Records draws among the events; the engine must hold the version that is asked for."""
 
-    def __init__(self, engine: FakeEngine, *_: Any) -> None:
+    def __init__(self, engine: FakeEngine, *_: Any, **__: Any) -> None:
         super().__init__()
         self.engine = engine
 
