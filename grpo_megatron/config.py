@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_megatron.reading.bounds import integer_problem, path_problem, text_problem
@@ -27,6 +27,15 @@ ENGINE_TEMPERATURES = (0.01, 2.0)
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic reads `n: yes` as 1."""
+        kind = str(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and "bool" not in kind and ("int" in kind or "float" in kind):
+            raise PydanticCustomError("number", "a number is needed, not true or false")
+        return value
 
     @field_validator("*")
     @classmethod
@@ -155,13 +164,15 @@ class ActorConfig(Section):
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)  # most sequences in one micro-batch; null: no bound
     loss_mode: str = "vanilla"  # a registered policy loss, or module:function
     loss_agg_mode: str = "token-mean"  # the weight of each token in the loss: a registered name, or module:function
-    loss_scale_factor: float | None = Field(None, gt=0)  # L of seq-mean-token-sum-norm; null: data.max_response_length
+    loss_scale_factor: float | None = Field(
+        None, ge=1e-3, le=1e12
+    )  # L of seq-mean-token-sum-norm; null: data.max_response_length
     clip_ratio_low: float = Field(0.2, ge=0)  # ratios below 1 - this are clipped
     clip_ratio_high: float = Field(0.2, ge=0)  # ratios above 1 + this are clipped
     clip_ratio_c: float | None = Field(3.0, gt=1)  # dual clip: bound of the ratio at negative advantages; null: off
     cispo_clip_ratio_low: float = Field(1.0, ge=0)  # CISPO's lower bound is 1 - this; 1 or more: no lower bound
-    tau_pos: float = Field(1.0, gt=0)  # SAPO's temperature at positive advantages
-    tau_neg: float = Field(1.05, gt=0)  # SAPO's temperature at the other advantages
+    tau_pos: float = Field(1.0, ge=1e-3, le=1e6)  # SAPO's temperature at positive advantages
+    tau_neg: float = Field(1.05, ge=1e-3, le=1e6)  # SAPO's temperature at the other advantages
     dpo_beta: float = Field(0.1, gt=0, le=1e4)  # DPO's beta: how strongly the policy is kept near the reference
     use_kl_loss: bool = True  # add kl_loss_coef * KL to the reference to the loss
     kl_loss_coef: Coefficient = 0.001

@@ -16,6 +16,7 @@ from grpo_megatron.convert.conversion import check_model_layout, open_source, to
 from grpo_megatron.convert.inspection import describe_model
 from grpo_megatron.convert.source import FLOATS, Source
 from grpo_megatron.models.architecture import UnsupportedModel
+from grpo_megatron.reading.bounds import cut
 from grpo_megatron.storage import StorageError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -111,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
             check_model_layout(source.arch, args.tp, args.pp, args.ep)
             print(describe_model(source, args.hashes))
     except (ConvertError, StorageError, UnsupportedModel) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join(cut(line, 2000) for line in f"error: {error}".splitlines()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)

@@ -17,6 +17,8 @@ from grpo_megatron.convert.shards import write_shards
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.convert.tokenizers import check_tokenizer, copy_companions
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.reading.bounds import path_problem, shown
+from grpo_megatron.reading.regular import special_file_in
 from grpo_megatron.storage.atomic import is_partial
 from grpo_megatron.storage.manifest import write_manifest
 
@@ -25,8 +27,13 @@ OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
 
 def open_source(folder: Path, *, hf: Path | None = None, allow_pickle: bool = False) -> Source:
     """The model in `folder`, in either format. Raises ConvertError, UnsupportedModel."""
-    if not folder.is_dir():
-        raise ConvertError(f"{str(folder)!r} is not a folder")
+    for path in filter(None, (folder, hf)):
+        if problem := path_problem(path):
+            raise ConvertError(f"{shown(str(path))} cannot be opened: {problem}")
+        if not path.is_dir():
+            raise ConvertError(f"{str(path)!r} is not a folder")
+        if special := special_file_in(path):
+            raise ConvertError(f"{str(path)!r} holds {special}; remove it")
     if is_partial(folder):
         raise ConvertError(f"{str(folder)!r} was left by an interrupted conversion; convert again, or remove it")
     if (folder / FORMAT_FILE).exists() or (folder / "state" / FORMAT_FILE).exists():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.convert import ConvertError, listing_error
+from grpo_megatron.reading.bounds import shown
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.storage.manifest import MANIFEST_FILE
 
@@ -41,6 +42,9 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
         path = folder / name
         if path.exists():
             largest = read(path)
+            if type(largest) is not int:
+                problems.append(f"{name} has the id {shown(largest)}, which is no integer")
+                continue
             if largest >= vocab_size:
                 problems.append(
                     f"{name} has id {largest}, the embedding has {vocab_size} rows (vocab_size of config.json)"

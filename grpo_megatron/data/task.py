@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import MultiTurnConfig, Section
@@ -49,6 +49,15 @@ class Fewshot(Section):
     rule: Literal["fixed", "per-problem"] = "fixed"
     default: int = Field(0, ge=0)
     seed: int | None = None  # null: --fewshot-seed
+
+    @field_validator("remove")
+    @classmethod
+    def _is_an_expression(cls, remove: str | None) -> str | None:
+        try:
+            re.compile(remove or "")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"not a regular expression ({error})") from None
+        return remove
 
 
 class Sampling(Section):

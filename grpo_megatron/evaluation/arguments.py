@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, ConfigError, TrainerConfig
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading.json_text import parse_json
 
 DEVICES = get_args(TrainerConfig.model_fields["device"].annotation)
+
+MAX_DIGITS_OF_OPTION = 18
+LARGEST_OPTIONS = {
+    "samples": 65_536,
+    "num_fewshot": 10_000,
+    "max_tokens": 100_000_000,
+    "report_samples": 1_000_000,
+    "tp": 1024,
+    "dp": 65_536,
+    "workers": 1024,
+    "kv_cache_gib": 4096,
+    "max_num_seqs": 1_000_000,
+    "batch_size": 1_000_000,
+}
 
 EXAMPLES = """
   evaluate --model HF_DIR --tasks gsm8k,math500 --data DATA              one greedy sample per problem
@@ -87,7 +103,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     sampling.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: float32 for a float32 model, else bfloat16"
     )
-    sampling.add_argument("--engine-kwargs", type=json.loads, default={}, metavar="JSON", help="passed to vllm.LLM")
+    sampling.add_argument("--engine-kwargs", type=json_value, default={}, metavar="JSON", help="passed to vllm.LLM")
     execution = parser.add_argument_group("execution")
     execution.add_argument(
         "--output", type=Path, metavar="OUT", help="default: outputs/evaluation/NAME OF THE MODEL FOLDER"
@@ -129,15 +145,22 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def positive_integer(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    if not text.isdecimal() or len(text) > MAX_DIGITS_OF_OPTION or not int(text):
+        raise argparse.ArgumentTypeError(f"{shown(text, 40)} is not a positive whole number of 64 bits")
     return int(text)
 
 
 def non_negative_integer(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    if not text.isdecimal() or len(text) > MAX_DIGITS_OF_OPTION:
+        raise argparse.ArgumentTypeError(f"{shown(text, 40)} is not a whole number from 0, of 64 bits")
     return int(text)
+
+
+def json_value(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ReadError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text, 40)} {error}") from None
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -154,6 +177,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         problems.append(
             f"--gpu-memory-utilization {args.gpu_memory_utilization:g} is outside 0 to 1; set 0.9, for instance"
         )
+    for name, largest in LARGEST_OPTIONS.items():
+        value = getattr(args, name)
+        if value is not None and value > largest:
+            problems.append(f"--{name.replace('_', '-')} {value} is more than {largest:,}; set that or less")
     if not isinstance(args.engine_kwargs, dict):
         problems.append("--engine-kwargs must be a JSON object")
     problems += [f"--file {file!r} is not of the form TASK=PATH" for file in args.file if not all(file.partition("="))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,11 @@ from typing import Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import Question, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
+from grpo_megatron.reading.bounds import shown
+from grpo_megatron.rewards.time_limit import time_limit
 from grpo_megatron.storage.manifest import sha256_of
+
+REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def _find_file(task: Task, what: str, files: list[str], places: DataPlaces, reme
             f"{str(folder)!r} is not a folder, and task {name!r} looks there for {names}; set {places.folder_option}"
         )
     for file in files:
-        if (folder / file).is_file():
+        if os.path.isfile(folder / file):  # false for a name that is too long, where Path.is_file raises
             return folder / file
     raise ConfigError(f"task {name!r}: no {what} in {str(folder)!r} (looked for {names}); {remedy}")
 
@@ -121,5 +126,9 @@ def _read_example(task: Task, fewshot: Fewshot, row: dict[str, Any]) -> Example:
     if not isinstance(question, str):
         raise ValueError("the question is a list of chat messages, and a few-shot example must be text")
     if fewshot.remove is not None:
-        solution = re.sub(fewshot.remove, "", solution)
+        try:
+            with time_limit(REMOVE_S, f"fewshot.remove={shown(fewshot.remove)} of task {task.name!r}"):
+                solution = re.sub(fewshot.remove, "", solution)
+        except TimeoutError as error:
+            raise ValueError(str(error)) from error
     return Example(question, solution)

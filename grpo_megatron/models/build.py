@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from grpo_megatron.config import MegatronConfig
+from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture, Yarn
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
@@ -24,6 +24,7 @@ from grpo_megatron.models.precision import fp8_settings
 from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels, engine_gradients
 from grpo_megatron.models.weights import global_parameters, load_hf, model_rows
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.reading.bounds import cut, shown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -92,7 +93,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Every TransformerConfig field that this project decides. `override_transformer_config` is applied last.
 
-    `kernels` None: no fused kernels.
+    `kernels` None: no fused kernels. Raises ConfigError for a value that Megatron-Core refuses.
     """
     torch_dtype = DTYPES[dtype]
     kernels = kernels or Kernels()
@@ -133,11 +134,20 @@ def transformer_config(
         **(expert_config(arch) if arch.num_experts else {}),
         **megatron.override_transformer_config,
     }
-    if arch.rope_yarn is None:
-        return TransformerConfig(**settings)
-    # The fused kernel for packed sequences would drop the attention factor without a word.
-    config = TransformerConfig(**{**settings, "apply_rope_fusion": False})
-    for name, value in yarn_config(arch.rope_yarn).items():
+    if arch.rope_yarn is not None:  # the fused kernel for packed sequences would drop the attention factor without a word
+        settings["apply_rope_fusion"] = False
+    try:
+        config = TransformerConfig(**settings)
+    except Exception as error:
+        given = megatron.override_transformer_config
+        if not given:
+            raise
+        reason = cut(f"{type(error).__name__}: {error}".replace("\n", " "), 500)
+        raise ConfigError(
+            f"actor.megatron.override_transformer_config={shown(given)}: Megatron-Core refuses it ({reason}); correct it,"
+            " or leave it out"
+        ) from error
+    for name, value in (yarn_config(arch.rope_yarn) if arch.rope_yarn else {}).items():
         setattr(config, name, value)
     return config
 

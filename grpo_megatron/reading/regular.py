@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -55,12 +56,16 @@ def check_regular(path: Path | str) -> None:
 
 
 def special_file_in(folder: Path) -> str | None:
-    """Names a FIFO, socket or device in a folder that a library is going to read. None: there is none."""
-    for entry in sorted(folder.iterdir()):
+    """Names a FIFO, socket or device in a folder that a library is going to read, or in its subfolders. None: no such file."""
+    entries = sorted(folder.iterdir())
+    for entry in entries:
+        if entry.is_dir():
+            with contextlib.suppress(PermissionError):
+                entries += sorted(entry.iterdir()) if entry.parent == folder else []
         try:
             check_regular(entry)
         except ReadError as error:
-            return f"{shown(entry.name)}, which {error}"
+            return f"{shown(str(entry.relative_to(folder)))}, which {error}"
         except OSError:  # a link that leads nowhere
             continue
     return None

@@ -19,11 +19,16 @@ from grpo_megatron.checks.inputs import read_model
 from grpo_megatron.checks.names import name_problems
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.config import Config, ConfigError, DataConfig, MegatronConfig
+from grpo_megatron.convert import ConvertError
+from grpo_megatron.convert.conversion import open_source
+from grpo_megatron.convert.tokenizers import check_tokenizer
 from grpo_megatron.data.prompts import load_tokenizer
 from grpo_megatron.data.rendering import render_chat
 from grpo_megatron.data.rows import read_question, read_rows
 from grpo_megatron.data.task_file import read_task_file
+from grpo_megatron.models.build import transformer_config
+from grpo_megatron.models.families import architecture_of
 from grpo_megatron.rollout.build import engine_problems
 from tests import tiny
 from tests.runs import write_tokenizer
@@ -109,6 +114,8 @@ def test_a_hostile_config_file_is_refused(tmp_path: Path, name: str) -> None:
 
 OVERRIDES = {  # override -> part of the message
     "data.seed=99999999999999999999": "data.seed=99999999999999999999: Input should be less than 9223372036854775808",
+    "rollout.n=yes": "rollout.n=True: a number is needed, not true or false",
+    "actor.optim.lr=true": "actor.optim.lr=True: a number is needed",
     "trainer.seed=-1": "trainer.seed=-1: Input should be greater than or equal to 0",
     "rollout.engine_kwargs.x=" + "9" * 60: "it needs 200 bits; an integer may have 63 and a sign",
     "data.seed=" + "9" * 5000: "a number of 5,000 characters",
@@ -289,10 +296,11 @@ def test_a_hostile_chat_template_is_refused(folder: Path, template: str) -> None
     assert render_chat([{"role": "user", "content": "1"}], tokenizer, "row 2") == "1"  # no limit is left behind
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "extra.bin"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "extra.bin", "additional_chat_templates/a.jinja"])
 def test_a_folder_with_a_fifo_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
     """A library that reads it would wait for ever."""
     model = shutil.copytree(folder, tmp_path / "model")
+    (model / name).parent.mkdir(exist_ok=True)
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
     expected = f"it holds '{name}', which is a FIFO, not a regular file; remove it"
@@ -337,6 +345,31 @@ def test_a_task_function_that_ends_the_process_is_named(tmp_path: Path, monkeypa
     config = Config.model_validate({"model": {"path": "m"}, "data": {"task": "ending_task:task"}})
     (problem,) = name_problems(config)
     assert problem.startswith("data.task: task 'ending_task:task': calling it ends the process (exit code 0)")
+
+
+@pytest.mark.parametrize("value", ["abc", "x" * 9000, [1]], ids=lambda value: str(value)[:9])
+def test_a_value_that_megatron_refuses_is_named(value: object) -> None:
+    megatron = MegatronConfig(override_transformer_config={"recompute_granularity": value})
+    message = refusal(
+        transformer_config, architecture_of({"model_type": "qwen2", **tiny.COMMON}), megatron, "float32", False
+    )
+    assert message.startswith("actor.megatron.override_transformer_config={'recompute_granularity': ")
+    assert "Megatron-Core refuses it (" in message
+
+
+def test_the_converter_refuses_special_files_and_wrong_ids(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "added_tokens.json").write_text('{"a": "b"}')
+    with pytest.raises(ConvertError, match="added_tokens.json has the id 'b', which is no integer"):
+        check_tokenizer(model, 101)
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    with pytest.raises(
+        ConvertError, match=r"holds 'model.safetensors', which is a FIFO, not a regular file; remove it"
+    ):
+        open_source(model)
+    with pytest.raises(ConvertError, match=r"cannot be opened: a name in it has 300 bytes"):
+        open_source(Path("x" * 300))
 
 
 def test_the_engines_cache_has_a_bound() -> None:
