@@ -373,6 +373,12 @@ class Band(Section):
     high: float | None = None  # the guard fires above it; null: no bound
     action: Literal["warn", "skip", "stop"] = "warn"
 
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Band:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise PydanticCustomError("band", "the lower bound is above the upper one; swap low and high")
+        return self
+
     @property
     def is_on(self) -> bool:
         return self.low is not None or self.high is not None
@@ -419,7 +425,7 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees one
     seed: Seed = 42  # of everything in training that is neither data.seed's nor rollout.seed's
     timeout_s: Seconds = 1800.0  # seconds after which a collective fails
-    stall_timeout_s: Seconds | None = 45.0  # seconds without a sign of life of a rank; then the run ends
+    stall_timeout_s: Seconds | None = 35.0  # then a rank that is silent or idle ends the run; null: never
     peak_tflops: float | None = Field(None, gt=0)  # TFLOP/s of one device, for MFU; null: by device name, if known
 
 

@@ -131,7 +131,7 @@ class Trainer:
         )
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data.max_response_length)
         self.loss = build_loss(self.actor)
-        self.guards = Guards(config, self.mesh, self._save_hf)
+        self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
         self.metrics = Metrics(self.device.synchronize)
         self.metrics.within = self.heartbeat.phase
         self.report = build_report(config, checked, self.policy, self.sinks, self.guards)

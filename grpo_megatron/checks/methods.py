@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.algo.needs import needs_old_logprobs, needs_reference
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, FilterGroups
 from grpo_megatron.data.tasks import get_task
@@ -18,7 +18,7 @@ from grpo_megatron.rewards.reward import rewards
 
 def method_problems(config: Config) -> Problems:
     """Every combination that is wrong, by topic. `names.py` reports names that cannot be found."""
-    for topic in (_groups, _losses, _sources, _sampling, _penalties, _iterations):
+    for topic in (_groups, _losses, _sources, _sampling, _penalties, _iterations, _guards):
         yield from topic(config)
 
 
@@ -188,4 +188,16 @@ def _iterations(config: Config) -> Problems:
         yield (
             f"algorithm.iteration_steps={steps} leaves one iteration in trainer.total_training_steps="
             f"{config.trainer.total_training_steps}; set it to {max(1, config.trainer.total_training_steps // 2)} or less"
+        )
+
+
+def _guards(config: Config) -> Problems:
+    """Guards of numbers that the method does not compute."""
+    guards = config.guards
+    if guards.kl.is_on and not config.actor.use_kl_loss:
+        yield "guards.kl has a bound, and actor.use_kl_loss=false computes no KL; leave guards.kl out, or set use_kl_loss=true"
+    if guards.rollout_gap.is_on and not needs_old_logprobs(config.algorithm, config.actor):
+        yield (
+            "guards.rollout_gap has a bound, and the policy's log-probabilities of the samples are not computed with"
+            f" actor.loss_mode={config.actor.loss_mode}; leave guards.rollout_gap out"
         )

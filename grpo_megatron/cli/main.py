@@ -196,7 +196,7 @@ def _run(config: Config, checked: Checked) -> int:
     from grpo_megatron.parallel.heartbeat import when_stalled
     from grpo_megatron.training.stopping import Stopped, forget_outcome
 
-    when_stalled(lambda error: _exit_at_once(_report(error)))
+    when_stalled(_report)
     if os.environ.get("RANK", "0") == "0":
         forget_outcome(config.trainer.output_dir)
     with large_imports():

@@ -9,7 +9,7 @@ all nodes share. At most MAX_WATCHERS ranks, spread over the nodes, read all fil
     output_dir/stalls/001/report.txt          who has stalled, and what every rank was doing
     output_dir/stalls/001/rank_00003.txt      the stacks of rank 3's threads, or why there are none
 
-Then every rank ends, by `when_stalled`'s function: the rank that saw the stall first, so that its message is the reason.
+Then every rank ends. The rank that has seen the stall ends first, so that its message is the reason (`when_stalled`).
 The beats are files, and nothing is sent through torch.distributed: it works in the same way with gloo and NCCL.
 Not run on a GPU yet.
 """
@@ -41,12 +41,18 @@ MIN_PERIOD_S, MAX_PERIOD_S = 0.1, 5.0  # of the beats; a new phase is written at
 STACKS_S = 2.0  # time to write stacks, for a process that can
 SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stop_signals.py)
 
-_end: list[Callable[[StalledRank], object]] = []
+
+def _print(error: StalledRank) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 1
 
 
-def when_stalled(end: Callable[[StalledRank], object]) -> None:
-    """Call `end(error)` in the heartbeat's thread when the run has stalled. It should end this process."""
-    _end[:] = [end]
+_report: list[Callable[[StalledRank], int]] = [_print]
+
+
+def when_stalled(report: Callable[[StalledRank], int]) -> None:
+    """Call `report(error)` in the heartbeat's thread when the run has stalled; it returns the exit code of this rank."""
+    _report.append(report)
 
 
 class Heartbeat:
@@ -216,11 +222,16 @@ class Heartbeat:
         # The rank that has announced it ends first, after the other ranks have seen it and written their stacks.
         is_first = self.mesh.rank == announced["by"]
         time.sleep((self.period_s + STACKS_S) * (1 if is_first else 3))
-        error = StalledRank("\n".join(announced["lines"]))
-        for end in _end:
-            end(error)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        code = _report[-1](StalledRank("\n".join(announced["lines"])))
+        # A stopped process does not react to SIGTERM, and torchrun's agent would wait for it. After the report: the death
+        # of a rank before it would look like the reason.
+        for beat in silent:
+            if beat.node == self._node and same_process(beat.pid, beat.started):
+                with contextlib.suppress(OSError):
+                    os.kill(beat.pid, signal.SIGKILL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def _write_stacks(self, silent: list[Beat], folder: Path) -> None:
         """Have the processes of silent ranks write their stacks; where one cannot, write why."""

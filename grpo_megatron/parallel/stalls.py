@@ -1,6 +1,6 @@
 """Which rank has stalled, judged from the heartbeats of all ranks. Pure functions of what was read, and of the time.
 
-A rank has stalled when all of this has lasted for `trainer.stall_timeout_s` (45 s by default):
+A rank has stalled when all of this has lasted for `trainer.stall_timeout_s` (35 s by default):
 
     no rank has begun or ended a phase      the run as a whole makes no progress
     the rank is silent or idle

@@ -19,6 +19,7 @@ A mini-batch for which a guard fires is written to output_dir/dumps/step_000012_
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -62,11 +63,18 @@ class GuardStop(RankError):
 class Guards:
     """Call `begin` with every step's table, pass this object to `Policy.update`, then call `record`; all on every rank.
 
-    `save_weights` writes the policy's weights as a Hugging Face folder. Collective.
+    `save_weights` writes the policy's weights as a Hugging Face folder, collectively. `phase(name)` is entered around a dump.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, save_weights: Callable[[Path], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        save_weights: Callable[[Path], None],
+        phase: Callable[[str], contextlib.AbstractContextManager[None]],
+    ) -> None:
         self.config, self.guards, self.mesh, self.save_weights = config, config.guards, mesh, save_weights
+        self.phase = phase
         self.counts: dict[str, int] = {}
         self.step = self.num_updates = self.num_dumps = 0
         self.num_infinite, self.mean_length = 0, 0.0
@@ -218,7 +226,8 @@ class Guards:
         target = self.config.trainer.output_dir / "dumps" / f"step_{self.step:06d}_{name}"
         incident = Incident(self.step, self.num_updates, name, problems, norm)
         try:
-            write_dump(target, incident, batch, micro_batches, sums, self.config, self.mesh, self.save_weights)
+            with self.phase("dump"):
+                write_dump(target, incident, batch, micro_batches, sums, self.config, self.mesh, self.save_weights)
         except RankError as error:
             return f"\n  no dump: {error}"
         return f"\n  dumped; `python -m grpo_megatron replay {target}` computes its loss again"

@@ -54,6 +54,18 @@ CASES = {
         {"actor": {**DPO, "ppo_max_token_len_per_gpu": 4000}, "algorithm": {"adv_estimator": "best_worst"}},
         "2 x (data.max_prompt_length + data.max_response_length) = 6144",
     ),
+    "guard of a KL that is not computed": (
+        {"guards": {"kl": {"high": 1.0}}, "actor": {"use_kl_loss": False}},
+        "guards.kl has a bound, and actor.use_kl_loss=false computes no KL",
+    ),
+    "guard of a gap that is not computed": (
+        {
+            "guards": {"rollout_gap": {"high": 1.0}},
+            "actor": {"loss_mode": "sft"},
+            "algorithm": {"source": "initial", "adv_estimator": "rft"},
+        },
+        "guards.rollout_gap has a bound",
+    ),
     "ratio of foreign samples": (
         {"algorithm": {"source": "initial"}},
         "actor.loss_mode=vanilla is only for those; set loss_mode=dpo or sft",

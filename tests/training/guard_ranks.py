@@ -72,7 +72,7 @@ class Run:
         from grpo_megatron.training.warm_up import record_update
         from grpo_megatron.types import GroupTable
 
-        guard = Guards(config_of(self.folder, self.out, **guards), self.mesh, self.save_weights)
+        guard = Guards(config_of(self.folder, self.out, **guards), self.mesh, self.save_weights, contextlib.nullcontext)
         guard.begin(step, GroupTable([0, 0], [0, 1], [0.0, reward], [1, 1], [4, 8], [False] * 2, [0, 0]))
         before, metrics = self.state(), Metrics()
         try:

@@ -50,7 +50,9 @@ def test_the_mean_advantage_counts_the_tokens_of_the_loss() -> None:
     batch.advantages = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 0.0]])
     batch.loss_mask = torch.tensor([[True, False, True], [False, True, False]])
     mesh: Any = LoneMesh()
-    guards = Guards(Config.model_validate({"model": {"path": "model"}}), mesh, lambda folder: None)
+    guards = Guards(
+        Config.model_validate({"model": {"path": "model"}}), mesh, lambda folder: None, contextlib.nullcontext
+    )
     report = step_report(Sinks(logged), guards, lambda: True)
     report.log(0, Metrics(), [], GroupTable([], [], [], [], [], [], []), Plan([], [], []), batch, epoch=0.0)
     assert logged[0]["critic/advantages/mean"] == (1 + 4 + 16) / 3
@@ -63,7 +65,7 @@ def test_a_step_that_makes_weights_not_finite_is_logged_before_it_ends_the_run(i
     sinks: Any = Sinks(logged)
     config = Config.model_validate({"model": {"path": "model"}, "guards": {"weights": action}})
     mesh: Any = LoneMesh()
-    guards = Guards(config, mesh, lambda folder: None)
+    guards = Guards(config, mesh, lambda folder: None, contextlib.nullcontext)
     table = GroupTable([0], [0], [1.0], [2], [3], [False], [0])
     guards.begin(7, table)
     report = step_report(sinks, guards, lambda: is_finite)
