@@ -175,7 +175,7 @@ class MultiTurnConfig(Section):
     latency_ticks: int = Field(8, ge=1)  # engine steps from the end of a turn to the observation (trajectories/)
     num_workers: int = Field(1, ge=1)  # processes per engine
     timeout_s: float = Field(30.0, gt=0)  # wall-clock seconds of one reset or step
-    memory_gib: float = Field(2.0, gt=0)  # address space of one worker
+    memory_gib: float = Field(2.0, gt=0)  # address space of one environment, above what its worker has loaded
     failed: Literal["keep", "mask"] = "keep"  # trajectories that their environment failed: in the loss, or not
 
 

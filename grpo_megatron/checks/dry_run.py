@@ -41,7 +41,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         source = "parameters counted in Megatron-Core's own modules"
     sections = {
         "Layout": _layout_lines(config, world_size),
-        "One step": _step_lines(config, world_size),
+        "One step": _step_lines(config, checked, world_size),
         "Lengths, in tokens": _length_lines(config, checked.arch),
         "Model": _model_lines(config, checked),
         f"Memory of one rank, in GiB ({source})": chain(
@@ -96,7 +96,7 @@ def _data_parallel_size(config: Config, world_size: int) -> int:
     )
 
 
-def _step_lines(config: Config, world_size: int) -> Iterator[str]:
+def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[str]:
     actor, n = config.actor, config.rollout.n
     batch = config.data.train_batch_size
     samples_per_update = actor.mini_batch_size(batch) * n
@@ -114,7 +114,7 @@ def _step_lines(config: Config, world_size: int) -> Iterator[str]:
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
     yield _line("reference", "; ".join(_uses_of_reference(config)))
-    yield from (_line(name, text) for name, text in environment_lines(config))
+    yield from (_line(name, text) for name, text in environment_lines(config, checked.first_messages))
 
 
 def _uses_of_reference(config: Config) -> Iterator[str]:

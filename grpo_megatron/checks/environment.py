@@ -5,14 +5,18 @@ With algorithm.source=file an environment is allowed: validation plays it, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError, MultiTurnConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.environments.build import find_environment, make_environment
+from grpo_megatron.environments.build import find_environment, first_messages, make_environment
+from grpo_megatron.environments.environment import ChatMessage
+from grpo_megatron.types import Prompt
+
+SHOWN = 200  # characters of a message in the printed plan
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,12 @@ def environment_problems(config: Config) -> Problems:
             )
         return
     key = f"rollout.multi_turn.environment={multi_turn.environment!r}"
+    of_tools = {"tools", "format", "max_parallel_calls"} & multi_turn.model_fields_set
+    if multi_turn.environment != "tools" and of_tools:
+        yield (
+            f"rollout.multi_turn.{min(of_tools)} is for environment=tools, and {key} does not read it; set the class's own"
+            " arguments in rollout.multi_turn.kwargs"
+        )
     if not data.apply_chat_template:
         yield f"{key}: turns are rendered by the chat template; set data.apply_chat_template=true"
     if data.val_tasks:
@@ -73,8 +83,11 @@ def gives_rewards(config: Config) -> bool:
         return False
 
 
-def environment_lines(config: Config) -> Iterator[tuple[str, str]]:
-    """(name, text) for the printed plan: who answers, and the limits of a trajectory. Nothing for a single turn."""
+def environment_lines(config: Config, messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str]]:
+    """(name, text) for the printed plan: who answers, and the limits of a trajectory. Nothing for a single turn.
+
+    `messages`: what `rehearse` has returned.
+    """
     multi_turn = config.rollout.multi_turn
     if multi_turn.environment is None:
         return
@@ -87,6 +100,9 @@ def environment_lines(config: Config) -> Iterator[tuple[str, str]]:
         f"at most {turns} turns and {length:,} tokens with observations, {multi_turn.max_tool_response_length:,} per tool"
         " response",
     )
+    for number, message in enumerate(messages, 1):
+        text = " ".join(message["content"].split())
+        yield f"message {number}", f"{message['role']}: {text[:SHOWN]}{'...' if len(text) > SHOWN else ''}"
 
 
 def check_environment(config: Config, tokenizer: Any) -> CheckedEnvironment:
@@ -98,3 +114,10 @@ def check_environment(config: Config, tokenizer: Any) -> CheckedEnvironment:
     )
     renderer.check()
     return CheckedEnvironment(renderer, environment.gives_rewards)
+
+
+def rehearse(config: Config, prompts: Sequence[Prompt]) -> list[ChatMessage]:
+    """The first messages of the first prompt's environment, from a worker process. Raises ConfigError. None: no prompt."""
+    if config.rollout.multi_turn.environment is None or not prompts:
+        return []
+    return first_messages(config.rollout.multi_turn, prompts[0].extra["row"])  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
-from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems
+from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
@@ -28,6 +28,7 @@ from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_m
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
+from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.precision import hardware_problems, precision_problems
@@ -49,13 +50,17 @@ class Checked:
     offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
+    first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
 
 
-def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False) -> Checked:
+def validate(
+    config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False, call_environment: bool = False
+) -> Checked:
     """Check the whole config for a world of `world_size` ranks. Raises ConfigError with every problem, one per line.
 
     `dry_run`: the model folder may lack weights, and the machine Megatron-Core and vLLM. `elsewhere`: the plan is for
-    another machine, so the tokenizer and data files may be missing on this one.
+    another machine, so the tokenizer and data files may be missing on this one. `call_environment`: reset the environment
+    on a row of the data, in a worker process; one process of a run is enough.
     """
     problems = ProblemList()
     arch = problems.attempt(inputs.read_model, config.model.path)
@@ -113,6 +118,10 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
 
     problems.raise_if_any()
     assert arch is not None
+    messages = None
+    if call_environment:
+        messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
+        problems.raise_if_any()
     if not dry_run:
         problems.add(phase_shortages(config, world_size, arch, reward_folder))
         problems.raise_if_any()
@@ -126,6 +135,7 @@ def validate(config: Config, world_size: int, *, dry_run: bool = False, elsewher
         offline_groups or [],
         reward_folder,
         environment,
+        messages or [],
     )
 
 

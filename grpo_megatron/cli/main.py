@@ -107,7 +107,10 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
             _join_run(is_rank)
         from grpo_megatron.checks.validate import validate
 
-    checked = validate(config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None)
+    is_first = os.environ.get("RANK", "0") == "0" and ranks.LAUNCHER_PID not in os.environ
+    checked = validate(
+        config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, call_environment=is_first
+    )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             _print_plan(config, checked, world_size, args.gpu_memory)

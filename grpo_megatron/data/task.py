@@ -28,12 +28,12 @@ ReadRow = Callable[[dict[str, Any]], tuple[Question, str]]
 class TextFormat(Section):
     """The prompt without a chat template. Each worked example is `problem` + `example`; then follows `problem`.
 
-    `stop`: texts that end a completion. The scripted evaluation cuts before them. Training has no stop texts.
+    `stop`: texts that end a completion. The scripted evaluation cuts before them. In training, `rollout.stop` has them.
     """
 
     problem: str = "{question}"
     example: str = "{solution}\n\n"
-    stop: list[str] = Field([])
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([])
 
 
 class Fewshot(Section):

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.environments.answer import Outcome, read_outcome
-from grpo_megatron.environments.pool_worker import Trajectory, WorkerLink
+from grpo_megatron.environments.pool_worker import Record, WorkerLink
 from grpo_megatron.workers.family import end_orphans
 from grpo_megatron.workers.process import MAX_FAILED_STARTS
 
@@ -62,7 +62,7 @@ class EnvironmentPool:
         except (TypeError, ValueError) as error:
             raise ValueError(f"rollout.multi_turn.kwargs cannot be passed to the workers as JSON: {error}") from None
         end_orphans()
-        self._trajectories: dict[str, Trajectory] = {}
+        self._trajectories: dict[str, Record] = {}
         self._numbers = itertools.count()
         self._outcomes: dict[str, Outcome] = {}
         self._selector = selectors.DefaultSelector()
@@ -132,15 +132,15 @@ class EnvironmentPool:
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: str, start: dict[str, Any]) -> Trajectory:
+    def _add(self, key: str, start: dict[str, Any]) -> Record:
         """In the worker that has the fewest."""
         assert self._workers, "the pool is closed"
         worker = min(self._workers, key=lambda worker: len(worker.trajectories))
-        trajectory = self._trajectories[key] = Trajectory(key, next(self._numbers), start, worker)
+        trajectory = self._trajectories[key] = Record(key, next(self._numbers), start, worker)
         worker.trajectories[trajectory.number] = trajectory
         return trajectory
 
-    def _submit(self, trajectory: Trajectory, request: dict[str, Any]) -> None:
+    def _submit(self, trajectory: Record, request: dict[str, Any]) -> None:
         trajectory.is_pending = True
         trajectory.worker.submit(trajectory, request)
         self._serve(block=False)

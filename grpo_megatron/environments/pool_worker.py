@@ -15,7 +15,7 @@ PROGRAM = "grpo_megatron.environments.worker"
 
 
 @dataclass
-class Trajectory:
+class Record:
     """What a trajectory can be replayed from: `start` is its first request, with all completions so far."""
 
     key: str
@@ -40,21 +40,21 @@ class WorkerLink(PipedProcess):
         variables = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         super().__init__(PROGRAM, 16 * settings["max_characters"] + (1 << 17), variables)
         self.ready = False
-        self.trajectories: dict[int, Trajectory] = {}
+        self.trajectories: dict[int, Record] = {}
         self._in_work: dict[int, int] = {}  # trajectories with a request that is not answered -> completions with it
-        self._recovering: deque[tuple[Trajectory, dict[str, Any]]] = deque()  # sent one at a time
+        self._recovering: deque[tuple[Record, dict[str, Any]]] = deque()  # sent one at a time
         self._is_recovering = False
         self._clock = time.monotonic()
         self.send(settings)
 
-    def submit(self, trajectory: Trajectory, request: dict[str, Any]) -> None:
+    def submit(self, trajectory: Record, request: dict[str, Any]) -> None:
         """Send a request, or queue it while trajectories are replayed."""
         if not self._is_recovering:
             self._send(trajectory, request)
         elif all(queued is not trajectory for queued, _ in self._recovering):  # else its start has the completion
             self._recovering.append((trajectory, request))
 
-    def recover(self, trajectories: Iterable[Trajectory]) -> None:
+    def recover(self, trajectories: Iterable[Record]) -> None:
         """Replay trajectories of a lost worker one by one, so that one that kills this worker too is known."""
         self._is_recovering = True
         for trajectory in trajectories:
@@ -64,7 +64,7 @@ class WorkerLink(PipedProcess):
                 self._recovering.append((trajectory, trajectory.start))
         self._next()
 
-    def answered(self, number: int) -> Trajectory | None:
+    def answered(self, number: int) -> Record | None:
         """The trajectory that has answered to its last request. None: to an earlier one, in a replay, or it has ended."""
         length = self._in_work.pop(number, None)
         if self._is_recovering:
@@ -72,7 +72,7 @@ class WorkerLink(PipedProcess):
         trajectory = self.trajectories.get(number)
         return trajectory if trajectory and trajectory.is_pending and trajectory.length == length else None
 
-    def forget(self, trajectory: Trajectory) -> None:
+    def forget(self, trajectory: Record) -> None:
         """End it in the worker. An answer that is under way is dropped."""
         del self.trajectories[trajectory.number]
         self._in_work.pop(trajectory.number, None)
@@ -80,7 +80,7 @@ class WorkerLink(PipedProcess):
         if self._is_recovering:
             self._next()
 
-    def culprit(self) -> Trajectory | None:
+    def culprit(self) -> Record | None:
         """The trajectory that was alone in execution while others waited for it."""
         return self.trajectories[next(iter(self._in_work))] if self._is_recovering and self._in_work else None
 
@@ -102,7 +102,7 @@ class WorkerLink(PipedProcess):
         if not self._recovering and not self._in_work:
             self._is_recovering = False
 
-    def _send(self, trajectory: Trajectory, request: dict[str, Any]) -> None:
+    def _send(self, trajectory: Record, request: dict[str, Any]) -> None:
         if not self._in_work:
             self._clock = time.monotonic()
         self._in_work[trajectory.number] = trajectory.length

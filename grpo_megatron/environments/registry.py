@@ -18,8 +18,14 @@ def load_environment(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Envir
 
     Raises ValueError for a name that is no Environment, and whatever the user's module or its `preload` raises.
     """
-    found = environments.get(name)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise ValueError(f"{name!r} is not a subclass of grpo_megatron.environments.environment.Environment")
+    found = environment_class(name)
     found.preload(**kwargs)
     return lambda: found(**kwargs)
+
+
+def environment_class(name: str) -> type[Environment]:
+    """Raises ValueError for a name that is no Environment, and whatever the user's module raises."""
+    found = environments.get(name)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise ValueError(f"{name!r} is no subclass of grpo_megatron.environments.environment.Environment; name one")
+    return found

@@ -20,6 +20,9 @@ from grpo_megatron.environments.environment import ChatMessage, Environment, Ste
 from grpo_megatron.environments.tool import Tool, ToolError, get_tool
 from grpo_megatron.workers.program import describe
 
+MAX_ANSWERS = 100_000  # characters of all results of a turn; the tokens of an observation are limited elsewhere
+MAX_ERROR = 500  # characters of what is wrong with a call
+
 
 class ToolEnvironment(Environment):
     """`tools`: names, or module:function. `format`: see calls.py. `options`: those of each tool, by its name."""
@@ -56,7 +59,8 @@ class ToolEnvironment(Environment):
         """Answers all calls of a turn."""
         calls = parse_calls(self._format, completion)
         answers = await asyncio.gather(*(self._answer(call) for call in calls[: self._max_parallel_calls]))
-        messages = [{"role": "tool", "name": name, "content": text} for name, text, _, _ in answers]
+        share = MAX_ANSWERS // max(len(answers), 1)
+        messages = [{"role": "tool", "name": name, "content": _cut(text, share)} for name, text, _, _ in answers]
         left_out = len(calls) - len(answers)
         if left_out:
             text = f"Error: {left_out} more calls were not run; at most {self._max_parallel_calls} run per turn"
@@ -74,12 +78,18 @@ class ToolEnvironment(Environment):
             return "error", f"Error: {call.message}", True, 0.0
         tool = self._tools.get(call.name)
         if tool is None:
-            return "error", f"Error: unknown tool {call.name!r} (known: {', '.join(self._tools) or 'none'})", True, 0.0
+            return "error", f"Error: unknown tool {call.name[:80]!r} (known: {', '.join(self._tools)})", True, 0.0
         if problem := tool.problem(call.arguments):
-            return tool.name, f"Error: {problem}", True, 0.0
+            return tool.name, f"Error: {problem[:MAX_ERROR]}", True, 0.0
         began = time.monotonic()
         text, failed = await asyncio.to_thread(_run, tool, call.arguments)
         return tool.name, text, failed, time.monotonic() - began
+
+
+def _cut(text: str, length: int) -> str:
+    """Without its middle, if it is longer."""
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]}\n[{len(text) - 2 * half} characters cut]\n{text[-half:]}"
 
 
 def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[str, bool]:

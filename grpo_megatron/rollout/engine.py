@@ -7,9 +7,10 @@ The life of an engine within a step:
 
     wake_weights() -> load_weights(stream, step) -> wake_kv_cache() -> generate(requests, step) ... -> sleep()
 
-`generate` draws a whole list. A caller that has something to do for each response submits the requests and polls:
+`generate` draws a whole list. `stream` does so too, and gives each response as soon as it is complete. A caller whose
+requests depend on earlier responses submits them one by one, and polls for what has finished in one step of the engine:
 
-    submit(id, request, step) ... -> while num_unfinished: poll() -> [(id, completion), ...]
+    submit(id, request, step) ... -> poll() -> [(id, completion), ...]
 
 To add an engine, write a subclass and name it in the config: `rollout.engine: my.module:MyEngine`. Nothing in this package
 has to change. `vllm.py` is the example.
@@ -154,21 +155,29 @@ class RolloutEngine(ABC):
             raise RuntimeError(f"samples are wanted from weights of version {version}, the engine has {self.version}")
 
     def generate(self, requests: Sequence[Request], version: int) -> list[Completion]:
-        """Completions in the order of `requests`. Raises as `submit` and `poll` do; after a ValueError nothing is queued."""
+        """Completions in the order of `requests`. Raises as `stream` does."""
+        finished = dict(pair for step in self.stream(requests, version) for pair in step)
+        return [finished[number] for number in range(len(requests))]
+
+    def stream(self, requests: Sequence[Request], version: int) -> Iterator[list[tuple[int, Completion]]]:
+        """One list per step of the engine: (index in `requests`, its completion) of what has finished in this step.
+
+        Raises as `submit` and `poll` do, and RuntimeError while other requests are unfinished. When it is left early, by
+        an exception too, nothing stays queued.
+        """
         self.require(version)
         if self.num_unfinished:
             raise RuntimeError(f"generate: {self.num_unfinished} submitted requests are unfinished; poll or abort them")
-        ids = [str(number) for number in range(len(requests))]
-        for number, request in enumerate(requests):
-            try:
-                self.submit(ids[number], request, version)
-            except ValueError:
-                self.abort(ids[:number])
-                raise
-        finished: dict[str, Completion] = {}
-        while self.num_unfinished:
-            finished.update(self.poll())
-        return [finished[request_id] for request_id in ids]
+        unfinished: dict[str, int] = {}
+        try:
+            for number, request in enumerate(requests):
+                self.submit(str(number), request, version)
+                unfinished[str(number)] = number
+            while unfinished:
+                yield [(unfinished.pop(request_id), completion) for request_id, completion in self.poll()]
+        finally:
+            if unfinished and self.version is not None:
+                self.abort(list(unfinished))
 
     @abstractmethod
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_CLEANED = ".?!,'tmse "  # last characters of " .", " n't" and the like, where the clean-up of a tokenizer removes a space
+_CLEANED = (
+    ".?!,'tmse "  # last characters of " .", " n't" and the like, where the clean-up of a tokenizer removes a space
+)
 _MARGIN = 8  # characters: what decodes differently at the beginning of a window (parts of a character, a space)
 
 

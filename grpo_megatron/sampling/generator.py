@@ -2,7 +2,8 @@
 
 The requests are ordered by prompt, then by sample, and cut into one contiguous range per rollout block, of nearly equal
 length. So a prompt's samples stay together and share its cached prefix, except where a cut falls. Every request has its
-own seed: the cuts decide only where a sample is drawn.
+own seed: the cuts decide only where a sample is drawn. Each response goes to the reward workers when it is complete, while
+the others are still drawn.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
 from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.sampling.grading import Grading
 from grpo_megatron.types import GREEDY, Prompt, Sample
 
 
@@ -35,7 +37,8 @@ class Generator:
         rollout: RolloutConfig,
         weights_digest: Callable[[], str],
     ) -> None:
-        self.engine, self.pool, self.tokenizer, self.mesh, self.seed = engine, pool, tokenizer, mesh, rollout.seed
+        self.engine, self.tokenizer, self.mesh, self.seed = engine, tokenizer, mesh, rollout.seed
+        self.grading = Grading(pool, tokenizer)
         self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
         self.stop_token_ids = tuple(rollout.stop_token_ids)
         self.weights_digest = weights_digest
@@ -61,83 +64,46 @@ class Generator:
         """
         local_requests = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
         uids = distinct_uids(prompts)
+        requests = [
+            Request(
+                prompt_ids=prompts[p].prompt_ids,
+                seed=sample_seed(self.seed, draw_id, uids[p], i),
+                max_tokens=max_tokens,
+                temperature=0.0 if i == GREEDY else temperature,
+                top_p=1.0 if i == GREEDY else top_p,
+                stop_token_ids=self.stop_token_ids,
+                stop=self.stop,
+            )
+            for p, i in local_requests
+        ]
+        samples: dict[int, Sample] = {}
+        self.grading.begin(prompt.reward for prompt in prompts)
         with metrics.phase("gen"):
-            completions = self.engine.generate(
-                [
-                    Request(
-                        prompt_ids=prompts[p].prompt_ids,
-                        seed=sample_seed(self.seed, draw_id, uids[p], i),
-                        max_tokens=max_tokens,
-                        temperature=0.0 if i == GREEDY else temperature,
-                        top_p=1.0 if i == GREEDY else top_p,
-                        stop_token_ids=self.stop_token_ids,
-                        stop=self.stop,
+            for finished in self.engine.stream(requests, version):
+                for number, completion in finished:
+                    p, i = local_requests[number]
+                    samples[number] = Sample(
+                        prompt=prompts[p],
+                        prompt_index=p,
+                        index=i,
+                        response_ids=completion.response_ids,
+                        rollout_logprobs=completion.logprobs,
+                        finish_reason=completion.finish_reason,
+                        version=version,
+                        weights_digest=self.weights_digest(),
                     )
-                    for p, i in local_requests
-                ],
-                version,
-            )
-            samples = [
-                Sample(
-                    prompt=prompts[p],
-                    prompt_index=p,
-                    index=i,
-                    response_ids=completion.response_ids,
-                    rollout_logprobs=completion.logprobs,
-                    finish_reason=completion.finish_reason,
-                    version=version,
-                    weights_digest=self.weights_digest(),
-                )
-                for (p, i), completion in zip(local_requests, completions, strict=True)
-            ]
-        self.reward(samples, metrics)
-        return samples
+                    self.grading.add(samples[number])
+                self.grading.serve()
+        self._record_cache(metrics)
+        with metrics.phase("reward"):  # what is left of the grading
+            self.mesh.agree(self.grading.finish())
+        return [samples[number] for number in range(len(requests))]
 
-    def reward(self, samples: list[Sample], metrics: Metrics) -> None:
-        """Set text, reward, its metrics and steps of the samples, on the block's leader. Collective. Raises RankError."""
-        with metrics.phase("reward"):
-            problem = None
-            try:
-                self._score(samples)
-            except RuntimeError as error:  # the workers cannot run at all: every rank must stop
-                problem = str(error)
-            self.mesh.agree(problem)
-
-    def _score(self, samples: list[Sample]) -> None:
-        if self.pool is None:
-            return
-        for sample in samples:
-            sample.text = self._text(sample.response_ids)
-        results = self.pool.grade([(s.prompt.reward, s.text, s.prompt.answer) for s in samples])
-        for sample, result in zip(samples, results, strict=True):
-            sample.reward, sample.reward_metrics = (
-                result.reward,
-                {**result.metrics, "ok": float(result.status == "ok")},
-            )
-            sample.reward_metrics["timeout"] = float(result.status == "timeout")
-            sample.steps = self._step_tokens(sample, result.steps)
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        """(end of the step in the text, reward) -> (index of the token that completes it, reward).
-
-        That token is the last of the shortest prefix of tokens whose text reaches the end. Steps that end within one token
-        become one step, with their mean reward.
-        """
-        ids, low = sample.response_ids, 0
-        rewards: dict[int, list[float]] = {}
-        for end, reward in steps:
-            high = len(ids) - 1
-            while low < high:
-                middle = (low + high) // 2
-                if len(self._text(ids[: middle + 1])) >= end:
-                    high = middle
-                else:
-                    low = middle + 1
-            rewards.setdefault(low, []).append(reward)
-        return [(token, sum(values) / len(values)) for token, values in rewards.items()]
+    def _record_cache(self, metrics: Metrics) -> None:
+        prompt_tokens, cached_tokens = self.engine.cache_statistics()
+        metrics.when(self.mesh.is_block_leader).mean(
+            "rollout/prefix_cache_hit_rate", float(cached_tokens), float(prompt_tokens)
+        )
 
 
 def share_of_block(num_prompts: int, n: int, mesh: Mesh, *, greedy: bool) -> list[tuple[int, int]]:

@@ -3,17 +3,12 @@
 
 The prompt of a sample is what its environment's reset gives. The seed of reset is a hash of the run's seed, the draw and
 the prompt's uid, so that all samples of a group have the same prompt.
-
-Rewards: an environment with `gives_rewards` grades by itself, and a trajectory's reward is the sum over its turns.
-Otherwise the reward function reads the text of the last turn of the assistant; what single turns have earned is added. A
-trajectory without any turn, because its environment did not start, cannot be scored (NaN).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +20,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
 from grpo_megatron.sampling.generator import Generator, distinct_uids, share_of_block
+from grpo_megatron.sampling.turn_grading import TurnGrading
 from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.trajectories.driver import play
 from grpo_megatron.trajectories.trajectory import FAILURES, Trajectory, TrajectoryLimits
@@ -51,7 +47,8 @@ class TrajectoryGenerator(Generator):
     ) -> None:
         super().__init__(engine, pool, tokenizer, mesh, rollout, weights_digest)
         self.multi_turn = rollout.multi_turn
-        self.answers, self.gives_rewards, self.max_prompt_length = answers, gives_rewards, max_prompt_length
+        self.answers, self.max_prompt_length = answers, max_prompt_length
+        self.grading = TurnGrading(pool, tokenizer, gives_rewards=gives_rewards)
 
     def draw(
         self,
@@ -85,20 +82,32 @@ class TrajectoryGenerator(Generator):
             )
             for p, i in wanted
         ]
+        number_of = {trajectory.key: number for number, trajectory in enumerate(trajectories)}
+        samples: dict[int, Sample] = {}
+        self.grading.begin(prompt.reward for prompt in prompts)
         with metrics.phase("gen"):
             problem = None
             try:
-                play(trajectories, self.engine, self.answers, version, self.multi_turn.latency_ticks)
+                for ended in play(trajectories, self.engine, self.answers, version, self.multi_turn.latency_ticks):
+                    for trajectory in ended:
+                        number = number_of[trajectory.key]
+                        p, i = wanted[number]
+                        samples[number] = self._sample(trajectory, prompts[p], p, i)
+                        self.grading.add(samples[number])
+                    self.grading.serve()
             except EnvironmentsLost as error:  # every rank must stop
                 problem = str(error)
             self.mesh.agree(problem)
+        self._record_cache(metrics)
         self._record_times(metrics)
         self._warn_of_failures(trajectories)
-        samples = [
-            self._sample(trajectory, prompts[p], p, i) for (p, i), trajectory in zip(wanted, trajectories, strict=True)
-        ]
-        self.reward(samples, metrics)
-        return samples
+        with metrics.phase("reward"):  # what is left of the grading
+            self.mesh.agree(self.grading.finish())
+        drawn = [samples[number] for number in range(len(trajectories))]
+        if self.mesh.is_block_leader:
+            for sample in drawn:
+                sample.text = self._transcript(sample)
+        return drawn
 
     def _sample(self, trajectory: Trajectory, prompt: Prompt, prompt_index: int, index: int) -> Sample:
         is_masked = self.multi_turn.failed == "mask" and trajectory.status in FAILURES
@@ -119,36 +128,6 @@ class TrajectoryGenerator(Generator):
             turn_rewards=trajectory.turn_rewards,
             trajectory_metrics=trajectory.metrics,
         )
-
-    def _score(self, samples: list[Sample]) -> None:
-        if not self.mesh.is_block_leader:
-            return
-        scorable = [sample for sample in samples if sample.turns]
-        for sample in scorable:
-            sample.reward = math.fsum(reward for _, reward in sample.turn_rewards)
-            sample.steps = list(sample.turn_rewards)
-        if not self.gives_rewards:
-            self._grade_last_turns(scorable)
-        for sample in samples:
-            sample.text = self._transcript(sample)
-
-    def _grade_last_turns(self, samples: list[Sample]) -> None:
-        """Add the reward function's result for the last turn of each sample."""
-        last_turns = [next(turn for turn in reversed(s.turns) if turn.kind == "assistant") for s in samples]
-        graded = [
-            replace(s, response_ids=s.response_ids[turn.start : turn.end], loss_mask=[], turns=[], turn_rewards=[])
-            for s, turn in zip(samples, last_turns, strict=True)
-        ]
-        super()._score(graded)
-        for sample, alone, turn in zip(samples, graded, last_turns, strict=True):
-            if alone.steps:
-                sample.steps = [(turn.start + token, reward) for token, reward in alone.steps]
-            elif sample.steps:
-                parts = dict(sample.steps)
-                parts[turn.end - 1] = parts.get(turn.end - 1, 0.0) + alone.reward
-                sample.steps = sorted(parts.items())
-            sample.reward += alone.reward
-            sample.reward_metrics = alone.reward_metrics
 
     def _transcript(self, sample: Sample) -> str:
         """The response as text, turn by turn, with special tokens."""

@@ -10,7 +10,7 @@ The trajectories of one tick are answered and submitted in their order in the li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from grpo_megatron.rollout.engine import RolloutEngine
@@ -35,10 +35,11 @@ class Answers(Protocol):
 
 def play(
     trajectories: Sequence[Trajectory], engine: RolloutEngine, answers: Answers, version: int, latency: int
-) -> int:
-    """Play every trajectory to its end. Returns the ticks that it took.
+) -> Iterator[list[Trajectory]]:
+    """Play every trajectory to its end. Yields after each tick what has ended in it, which is often nothing.
 
-    `version` is that of the engine's weights, `latency` in ticks. If anything fails, no request stays in the engine.
+    `version` is that of the engine's weights, `latency` in ticks. If an environment or the engine fails as a whole, no
+    request stays in the engine.
     """
     number = {trajectory.key: i for i, trajectory in enumerate(trajectories)}
     assert len(number) == len(trajectories), "the keys of trajectories must differ"
@@ -50,39 +51,38 @@ def play(
         while waiting or generating:
             if not generating:
                 clock = max(clock, min(waiting.values()))
-            due = sorted(i for i, tick in waiting.items() if tick <= clock)
-            if due:
-                _answer([trajectories[i] for i in due], answers, clock)
-            for i in due:
-                del waiting[i]
-                if not trajectories[i].is_over:
-                    engine.submit(trajectories[i].key, trajectories[i].request(), version)
-                    generating.add(i)
-            if not generating:
-                continue
-            clock += 1
-            for key, completion in engine.poll():
-                i = number[key]
-                generating.remove(i)
-                trajectories[i].generated(completion, clock)
-                if trajectories[i].is_over:
-                    answers.end([trajectories[i]])
-                else:
-                    answers.ask(trajectories[i])
-                    waiting[i] = clock + latency
+            due = [trajectories[i] for i in sorted(waiting) if waiting[i] <= clock]
+            _answer(due, answers, clock)
+            for trajectory in due:
+                del waiting[number[trajectory.key]]
+                if not trajectory.is_over:
+                    engine.submit(trajectory.key, trajectory.request(), version)
+                    generating.add(number[trajectory.key])
+            ended = [trajectory for trajectory in due if trajectory.is_over]
+            if generating:
+                clock += 1
+                for key, completion in engine.poll():
+                    trajectory = trajectories[number[key]]
+                    generating.remove(number[key])
+                    trajectory.generated(completion, clock)
+                    if trajectory.is_over:
+                        ended.append(trajectory)
+                    else:
+                        answers.ask(trajectory)
+                        waiting[number[key]] = clock + latency
+            if ended:
+                answers.end(ended)
+            yield ended
     except BaseException:
         if engine.version == version:  # otherwise the engine itself has failed
             engine.abort([trajectories[i].key for i in sorted(generating)])
         raise
-    return clock
 
 
 def _answer(due: Sequence[Trajectory], answers: Answers, clock: int) -> None:
-    for trajectory, answer in zip(due, answers.take(due), strict=True):
+    """Take the answers that are due, if there are any."""
+    for trajectory, answer in zip(due, answers.take(due) if due else (), strict=True):
         if trajectory.turns:
             trajectory.answered(answer, clock)
         else:
             trajectory.begin(answer)
-    over = [trajectory for trajectory in due if trajectory.is_over]
-    if over:
-        answers.end(over)

@@ -1,114 +1,61 @@
-"""The section `rollout.multi_turn` against the rest of the config: each message names the key and the remedy."""
+"""Environments before a run: the plan shows their first messages, and one that cannot be used is named, with exit code 2."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.environment import check_environment, environment_lines, environment_problems
-from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.names import name_problems
-from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.environments.environment import ChatMessage, Environment, Step
+from grpo_megatron.cli import main
+from tests.runs import make_run
 
-HERE = "tests.checks.test_environment"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '<sep>' }}{% endfor %}"
+KEY = "rollout.multi_turn"
 
 
-class Game(Environment):
-    gives_rewards = True
-
-    def __init__(self, level: int = 1) -> None:
-        self.level = level
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
-        return []
-
-    def step(self, completion: str) -> Step:
-        return Step([])
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("run"))
+    (folder / "turns.jinja").write_text(TEMPLATE)
+    return folder
 
 
-class Talk(Game):
-    gives_rewards = False
+def dry_run(run: Path, environment: str, *arguments: str) -> int:
+    template = [f"data.chat_template={run / 'turns.jinja'}", "data.apply_chat_template=true"]
+    limits = ["data.max_response_length=64", f"{KEY}.max_tool_response_length=16", f"{KEY}.environment={environment}"]
+    return main.main(["train", str(run / "run.yaml"), "--dry-run", *template, *limits, *arguments])
 
 
-def not_an_environment() -> None: ...
+def test_the_plan_shows_the_first_messages(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(run, "tests.environments.games:Guess", f"{KEY}.kwargs={{most: 7}}") == 0
+    text = capsys.readouterr().out
+    assert "tests.environments.games:Guess; 1 worker per engine, 30 s per call" in text
+    assert "user: Guess my number from 1 to 7." in text
 
 
-def config(multi_turn: dict[str, Any], **sections: dict[str, Any]) -> Config:
-    rollout = {"multi_turn": multi_turn, **sections.pop("rollout", {})}
-    raw = {"model": {"path": "m"}, "data": {"task": "gsm8k"}, "rollout": rollout, **sections}
-    return Config.model_validate(raw)
-
-
-TALK = {"environment": f"{HERE}:Talk"}
-GAME = {"environment": f"{HERE}:Game"}
-CASES: dict[str, tuple[Config, str]] = {
-    "no environment": (
-        config({"tools": ["calculator"]}),
-        "rollout.multi_turn.tools has no effect without an environment; set rollout.multi_turn.environment",
-    ),
-    "unknown": (config({"environment": "tool"}), "unknown environment 'tool'; did you mean 'tools'?"),
-    "no module": (config({"environment": "no.such:Thing"}), "cannot import module 'no.such'"),
-    "no class": (config({"environment": f"{HERE}:not_an_environment"}), "is no subclass of"),
-    "plain text": (config(TALK, data={"apply_chat_template": False}), "set data.apply_chat_template=true"),
-    "tasks": (config(TALK, data={"val_tasks": ["math500"]}), "name the files in data.val_files"),
-    "long observations": (
-        config({**TALK, "max_tool_response_length": 400}, data={"max_response_length": 400}),
-        "max_tool_response_length=400 tokens of one observation leave no turn in data.max_response_length=400",
-    ),
-    "two graders": (config(GAME, reward={"function": "gsm8k"}), "reward.function='gsm8k' would not be called"),
-    "replaced": (
-        config(GAME, reward_model={"path": "rm", "combine": "replace"}),
-        "reward_model.combine=replace would discard them; set combine=add",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_cannot_work_is_refused(case: str) -> None:
-    wrong, expected = CASES[case]
-    (problem,) = environment_problems(wrong)
-    assert expected in problem
-
-
-@pytest.mark.parametrize("multi_turn", [{}, TALK, GAME, {"environment": "tools", "tools": ["calculator"]}])
-def test_what_works_is_accepted(multi_turn: dict[str, Any]) -> None:
-    assert list(environment_problems(config(multi_turn, data={"task": "gsm8k"}))) == []
-
-
-def test_an_environment_that_grades_needs_no_reward_function(tmp_path: Path) -> None:
-    task = tmp_path / "quiz.yaml"
-    task.write_text("name: quiz\nversion: 1\ntitle: Quiz\nquestion: ['{q}']\nanswer: [{field: a}]\n")
-    data = {"task": str(task)}
-    assert list(name_problems(config(GAME, data=data))) == []
-    (problem,) = name_problems(config(TALK, data=data))
-    assert "has no reward of its own" in problem
-
-
-def test_single_turns_may_have_rewards() -> None:
-    steps = {"adv_estimator": "grpo_process"}
-    assert list(method_problems(config(GAME, algorithm=steps))) == []
-    assert len(list(method_problems(config({}, algorithm=steps)))) == 1
-
-
-def test_an_environment_is_made_once_before_the_run() -> None:
-    class Tokenizer:
-        chat_template, eos_token_id = None, 1
-
-    with pytest.raises(ConfigError, match="cannot be made with .*'depth': 3.*; correct rollout.multi_turn.kwargs"):
-        check_environment(config({**GAME, "kwargs": {"depth": 3}}), Tokenizer())
-    with pytest.raises(ConfigError, match="the tokenizer has none; set data.chat_template"):
-        check_environment(config(GAME), Tokenizer())
-
-
-def test_the_plan_names_environment_tools_and_limits() -> None:
-    multi_turn = {"environment": "tools", "tools": ["calculator", "search"], "max_assistant_turns": 5, "num_workers": 2}
-    lines = dict(environment_lines(config(multi_turn)))
-    assert lines == {
-        "environment": "tools with calculator, search; 2 workers per engine, 30 s per call",
-        "trajectory": "at most 5 turns and 2,048 tokens with observations, 256 per tool response",
-    }
-    assert list(environment_lines(config({}))) == []
+@pytest.mark.parametrize(
+    ("environment", "arguments", "problem"),
+    [
+        ("tols", [], "rollout.multi_turn.environment: unknown environment 'tols'; did you mean 'tools'"),
+        ("tests.environments.games:Chess", [], "has no attribute 'Chess'"),
+        ("tests.environments.games:re", [], "is no subclass of grpo_megatron.environments.environment.Environment"),
+        ("tests.environments.hostile:BadSetup", [], "cannot be made with {}: OSError: no such game"),
+        ("tests.environments.games:Guess", [f"{KEY}.kwargs={{least: 1}}"], "unexpected keyword argument 'least'"),
+        (
+            "tests.environments.hostile:Picky",
+            [],
+            "reset fails on the first row of the data (raised: KeyError: 'secret')",
+        ),
+        ("tests.environments.hostile:Mute", [], "gives no message for the first row"),
+        ("tests.environments.games:Guess", [f"{KEY}.format=hermes"], "multi_turn.format is for environment=tools"),
+        ("tools", [], "must name at least one tool"),
+        ("tools", [f"{KEY}.tools=[calculater]"], "did you mean 'calculator'"),
+        ("tools", [f"{KEY}.tools=[search]"], "tool 'search' needs the option corpus"),
+        ("tools", [f"{KEY}.tools=[calculator]", f"{KEY}.format=hermess"], "did you mean 'hermes'"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(
+    run: Path, environment: str, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(run, environment, *arguments) == 2
+    assert problem in capsys.readouterr().err

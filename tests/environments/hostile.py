@@ -189,3 +189,17 @@ class BadSetup(Guess):
 
     def __init__(self) -> None:
         raise OSError("no such game")
+
+
+class Picky(Guess):
+    """Its rows need a field."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        return _user(row["secret"])
+
+
+class Mute(Guess):
+    """Begins without a message."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        return []

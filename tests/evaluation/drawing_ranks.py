@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,9 +11,10 @@ from grpo_megatron.device import Device
 from grpo_megatron.evaluation import run
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.output_folder import claim_output, write_identity
-from grpo_megatron.evaluation.settings import Options, prepare
+from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Request
+from grpo_megatron.rollout.stop import StopTexts
 
 SETTINGS: dict[str, Any] = {"tasks": ["gsm8k", "math"], "samples": 3, "max_tokens": 12, "temperature": 1.0}
 
@@ -72,6 +74,28 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
     facts["greedy"] = engine.generate([Request(prompt.prompt_ids, 0, 12, temperature=0.0)], run.WEIGHTS_VERSION)[
         0
     ].response_ids
+    facts["stops"] = stops_draw_less(settings, engine)
     engine.shutdown()
     destroy_mesh()
     return facts
+
+
+def stops_draw_less(settings: EvaluationSettings, engine: Any) -> tuple[list[LedgerEntry], list[LedgerEntry], int, int]:
+    """Entries of one task whose engine knows no stop text, the same when it does, and the tokens that each has drawn."""
+    selected = settings.selected[0]
+    everything = selected.requests()
+
+    def draw(stop: StopTexts | None) -> list[Any]:
+        requests = [run._request(settings, selected, prompt, index, stop) for prompt, index in everything]
+        return list(engine.generate(requests, run.WEIGHTS_VERSION))
+
+    whole = draw(None)
+    texts = [settings.tokenizer.decode(c.response_ids, skip_special_tokens=True) for c in whole]
+    letters = sorted({next((c for c in text if c.isascii() and c.isprintable()), "x") for text in texts[:6]})
+    selected = replace(selected, prompts=replace(selected.prompts, stop=letters))
+    early = draw(StopTexts(settings.tokenizer, letters))
+    entries = [
+        [run._ledger_entry(settings, selected, p, i, c) for (p, i), c in zip(everything, drawn, strict=True)]
+        for drawn in (whole, early)
+    ]
+    return entries[0], entries[1], *(sum(len(c.response_ids) for c in drawn) for drawn in (whole, early))

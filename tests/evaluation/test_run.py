@@ -68,6 +68,10 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
     # 24 + 20 samples in batches of 9: 3 + 3; killed in the second, which is drawn again; then all samples are there
     assert alone["torn"] and alone["calls"] == [6, 2, 5, 0]
     assert len(list(two.glob("completions/gsm8k/block_*.jsonl"))) == 2
+    cut_afterwards, cut_by_engine, whole_tokens, early_tokens = alone["stops"]
+    assert cut_afterwards == cut_by_engine and early_tokens < whole_tokens
+    assert {entry.finish_reason for entry in cut_by_engine} == {"stop", "length"}
+    assert sum(entry.num_tokens for entry in cut_by_engine) == early_tokens  # nothing is drawn after the stop
     texts = {(d.uid, d.text) for rows in expected.values() for d in rows.values()}
     assert len(texts) > 30  # the draws differ
 

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
 from tests.rollout import tiny
 from tests.rollout.worlds import World, raises, requests, rng_state
 
@@ -102,6 +103,51 @@ def responses_end_with_their_stop_token(world: World) -> None:
     cut = whole.response_ids.index(whole.response_ids[9]) + 1
     stopped_early = world.draw([replace(request, stop_token_ids=(whole.response_ids[9],))])[0]
     assert stopped_early == Completion(whole.response_ids[:cut], whole.logprobs[:cut], "stop")
+
+
+class Pairs:
+    """A tokenizer that writes each id as two letters, and the word "whole" as id 30."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(97 + i // 20) + chr(97 + i % 20) for i in ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"whole": 30}
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [30] if text == "whole" else [1, 2]}
+
+
+def responses_end_with_the_token_that_completes_a_stop_text(world: World) -> None:
+    """The same draws as without the text, up to that token, alone and beside other requests; also at the last token."""
+    world.push(1, 0)
+    some = requests(8, max_tokens=24)
+    whole = world.draw(some)
+    number = next(i for i, c in enumerate(whole) if len(c.response_ids) == 24)
+    ids = whole[number].response_ids
+    text = Pairs().decode(ids[9:12], skip_special_tokens=True)[1:-1]  # begins and ends within a token
+    first = next(t for t in range(1, 25) if text in Pairs().decode(ids[:t], skip_special_tokens=True))
+    stop = StopTexts(Pairs(), [text, "nowhere"])
+    stopped = replace(some[number], stop=stop)
+    expected = Completion(ids[:first], whole[number].logprobs[:first], "stop")
+    assert first <= 12 and world.draw([stopped]) == [expected]
+    assert world.draw([replace(stopped, max_tokens=first)]) == [expected]
+    others = [*some[:number], stopped, *some[number + 1 :]]
+    assert world.draw(others) == [*whole[:number], expected, *whole[number + 1 :]]
+    everyone = world.draw([replace(request, stop=stop) for request in some])
+    for completion, unstopped in zip(everyone, whole, strict=True):
+        length = len(completion.response_ids)
+        assert completion.response_ids == unstopped.response_ids[:length]
+        assert completion.logprobs == unstopped.logprobs[:length]
+        has_text = text in Pairs().decode(completion.response_ids, skip_special_tokens=True)
+        assert has_text or completion == unstopped
+    own = StopTexts(Pairs(), ["whole"])  # its token is no text that the response contains: the engine must stop at it
+    for completion, unstopped in zip(world.draw([replace(r, stop=own) for r in some]), whole, strict=True):
+        length = unstopped.response_ids.index(30) + 1 if 30 in unstopped.response_ids else None
+        assert completion.response_ids == unstopped.response_ids[:length]
+    assert any(30 in c.response_ids[:-1] for c in whole)
+    raises(ValueError, "to 160 are outside", lambda: world.draw([replace(stopped, stop_token_ids=(160,))]))
+    world.push(2, 1)  # at once: nothing of the aborted requests holds the cache
 
 
 def prompts_may_be_more_than_a_step_computes(world: World) -> None:

@@ -39,7 +39,7 @@ def toy_run(folder: Path, *overrides: str) -> Any:
         (["rollout.engine=tests.rollout.toy_engine:not_a_class"], "is no subclass of"),
         (
             ["rollout.engine=tests.rollout.toy_engine:Unfinished"],
-            "lacks __init__, abort, load_weights, logprobs, num_unfinished, poll,",
+            "lacks __init__, abort, load_weights, logprobs,",
         ),
         (["rollout.engine_options.journl=x"], "did you mean 'rollout.engine_options.journal'?"),
         (["rollout.engine_options.verbosity=loud"], "rollout.engine_options.verbosity='loud': Input should be"),

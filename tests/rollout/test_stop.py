@@ -17,7 +17,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from grpo_megatron.rollout.stop import StopTexts
 
-TEXT = 'Question: is 7 + 5 = 12?\n\nAnswer: don\'t know. "Ja, größer" <tool_call>{"a": 1}</tool_call> 你好，世界 👍🏽 ... \n###\n'
+TEXT = (
+    'Question: is 7 + 5 = 12?\n\nAnswer: don\'t know. "Ja, gr\xf6\xdfer" <tool_call>{"a": 1}</tool_call>'
+    " \u4f60\u597d\u4e16\u754c \U0001f44d\U0001f3fd ... \n###\n"
+)
 SPECIAL = ["<eos>", "<|im_end|>"]
 
 
@@ -92,7 +95,11 @@ THUMB = "\U0001f44d\u4f60"  # seven bytes
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CASES: dict[str, tuple[str, str, list[str]]] = {
     # tokenizer, stop text, tokens (bytes of one character are written as Latin-1), the last of which completes it
-    "characters of several bytes": ("byte-level", THUMB + "bc", ["x"] * 20 + [*THUMB.encode().decode("latin-1"), "b", "c"]),
+    "characters of several bytes": (
+        "byte-level",
+        THUMB + "bc",
+        ["x"] * 20 + [*THUMB.encode().decode("latin-1"), "b", "c"],
+    ),
     "special tokens in between": ("byte-level", "ab", ["x"] * 20 + ["a"] + ["<eos>"] * 50 + ["b"]),
     "special tokens before a long token": ("byte-level", "xa", ["q"] * 20 + ["x"] + ["<eos>"] * 50 + [ALPHABET]),
     "a space that the clean-up removes": ("cleaned byte-level", "on", ["x", "d", "o", " ", "n", "'", "t"]),

@@ -30,6 +30,7 @@ CORRECT = [
     checks.generate_gives_what_vllm_itself_gives,
     checks.requests_join_and_leave_a_running_engine,
     checks.responses_end_with_their_stop_token,
+    checks.responses_end_with_the_token_that_completes_a_stop_text,
     checks.new_weights_change_the_samples,
     checks.reloads_of_the_same_weights_change_nothing,
     checks.a_push_forgets_cached_prefixes,

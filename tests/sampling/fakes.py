@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
 from grpo_megatron.sampling.collector import Group, State
 from grpo_megatron.types import GREEDY, Prompt, Sample
 
@@ -30,6 +31,48 @@ class LoneMesh(Mesh):
         return value
 
     def barrier(self) -> None: ...
+
+
+class SeedEngine:
+    """The response to a request is its seed modulo 100, and then 7 more tokens where that is odd; the longer ones finish last.
+
+    Records requests and versions. `after_step` is called in each step.
+    """
+
+    def __init__(self, after_step: Callable[[], None] = lambda: None) -> None:
+        self.version = 0
+        self.requests: list[Request] = []
+        self.versions: list[int] = []
+        self.after_step = after_step
+        self._queue: dict[str, Request] = {}
+
+    require: Any = lambda self, version: None
+    stream = RolloutEngine.stream
+    generate = RolloutEngine.generate
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue)
+
+    def submit(self, request_id: str, request: Request, version: int) -> None:
+        self.requests.append(request)
+        self.versions.append(version)
+        self._queue[request_id] = request
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        self.after_step()
+        even = {i: r for i, r in self._queue.items() if r.seed % 2 == 0}
+        finished = even or self._queue
+        self._queue = {i: r for i, r in self._queue.items() if i not in finished}
+        ids = {i: [r.seed % 100] * (1 if even else 8) for i, r in finished.items()}
+        return [(i, Completion(ids[i], [-1.0] * len(ids[i]), "stop")) for i in finished]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            del self._queue[request_id]
+
+    def cache_statistics(self) -> tuple[int, int]:
+        return 8, 6
 
 
 def prompt(number: int) -> Prompt:

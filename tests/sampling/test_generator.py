@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.rollout.engine import Completion, Request, sample_seed
+from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.rewards.reward import RewardResult
+from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.generator import Generator, record_reward_metrics
+from grpo_megatron.sampling.grading import Grading
 from grpo_megatron.types import GREEDY, Prompt, Sample
-from tests.sampling.fakes import LoneMesh, prompt
+from tests.sampling.fakes import LoneMesh, SeedEngine, prompt
 
 
 def draw(
@@ -26,7 +32,7 @@ def test_a_seed_is_of_the_run_the_draw_the_prompt_and_the_sample() -> None:
     assert [r.seed for r in engine.requests] == [
         sample_seed(9, 4, f"p/{i}#0", index) for i in (3, 5) for index in (0, 1)
     ]
-    assert engine.versions == [4] and {r.temperature for r in engine.requests} == {0.7}
+    assert engine.versions == [4] * 4 and {r.temperature for r in engine.requests} == {0.7}
 
 
 def test_other_steps_other_rounds_and_repeated_prompts_draw_anew() -> None:
@@ -55,6 +61,76 @@ def test_the_cut_over_blocks_changes_nothing_but_the_place() -> None:
         assert [sample for part in parts for sample in part] == whole
 
 
+def test_the_stops_of_the_config_are_part_of_every_request() -> None:
+    _, engine = draw([3], greedy=True, rollout={"stop": ["cab", "c"], "stop_token_ids": [7, 9]})
+    for request in engine.requests:
+        assert request.stop is not None
+        assert (request.stop.texts, request.stop.token_ids) == (("cab", "c"), (1,))
+        assert request.stop_token_ids == (7, 9)
+    assert {r.stop for r in draw([3])[1].requests} == {None}
+
+
+def test_the_share_of_cached_prompt_tokens_is_logged() -> None:
+    metrics, engine = Metrics(), SeedEngine()
+    arguments: dict[str, Any] = {"draw_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7}
+    generator = Generator(engine, None, None, LoneMesh(), RolloutConfig(), lambda: "")  # type: ignore[arg-type]
+    generator.draw([prompt(3)], 1, **arguments, metrics=metrics)
+    assert metrics.reduce()["rollout/prefix_cache_hit_rate"] == 0.75
+
+
+class SlowPool:
+    """Grades a sample by its text's length, one for each call of `serve`. `events` tells the order of all calls."""
+
+    def __init__(self, problem: str | None = None) -> None:
+        self.events: list[str] = []
+        self.problem = problem
+        self.items: list[tuple[str, str, str]] = []
+
+    def begin(self, names: list[str]) -> None:
+        self.events.append(f"begin {names}")
+
+    def submit(self, item: tuple[str, str, str]) -> None:
+        self.events.append("submit")
+        self.items.append(item)
+
+    def serve(self) -> None:
+        self.events.append("serve")
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+    def collect(self) -> list[RewardResult]:
+        self.events.append("collect")
+        return [RewardResult(float(len(text)), {"acc": 1.0}) for _, text, _ in self.items]
+
+
+def draw_and_grade(pool: SlowPool) -> tuple[list[Sample], SeedEngine]:
+    engine: Any = SeedEngine(lambda: pool.events.append("step"))
+    generator = Generator(engine, pool, Letters(), LoneMesh(), RolloutConfig(seed=9), lambda: "")  # type: ignore[arg-type]
+    prompts = [prompt(i) for i in range(4)]
+    return generator.draw(prompts, 2, draw_id=0, version=0, max_tokens=8, temperature=1.0, metrics=Metrics()), engine
+
+
+def test_a_response_is_graded_while_the_others_are_drawn() -> None:
+    pool = SlowPool()
+    samples, _ = draw_and_grade(pool)
+    first = sum(len(s.response_ids) == 1 for s in samples)
+    assert 0 < first < 8
+    steps = ["step", *["submit"] * first, "serve", "step", *["submit"] * (8 - first), "serve"]
+    assert pool.events == ["begin ['reward']", *steps, "collect"]
+    assert [(s.prompt_index, s.index) for s in samples] == [(p, i) for p in range(4) for i in range(2)]
+    assert [s.reward for s in samples] == [float(len(Letters().decode(s.response_ids, True))) for s in samples]
+    assert len({s.reward for s in samples}) > 1  # each sample has its own, although they were graded in another order
+    assert all(s.reward_metrics == {"acc": 1.0, "ok": 1.0, "timeout": 0.0} for s in samples)
+
+
+def test_workers_that_cannot_run_stop_all_ranks_after_the_draw() -> None:
+    pool = SlowPool(problem="reward workers do not start")
+    with pytest.raises(RankError, match="reward workers do not start"):
+        draw_and_grade(pool)
+    assert pool.events.count("step") == 2  # the other ranks of the block are in the engine until the last step
+    assert pool.events.count("serve") == 1 and "collect" not in pool.events
+
+
 def test_reward_metrics_are_means_without_the_greedy_response() -> None:
     samples, _ = draw([3], greedy=True)
     for sample, ok in zip(samples, (0.0, 1.0, 0.0), strict=True):
@@ -69,18 +145,23 @@ def test_reward_metrics_are_means_without_the_greedy_response() -> None:
 
 
 class Letters:
-    """Token n is the n-th of these pieces; token 4 is special and decodes to nothing."""
+    """Token n is the n-th of these pieces; token 4 is special and decodes to nothing. Further tokens are "x"."""
 
-    PIECES = ("ab", "c", "\n", "defg", "")
+    PIECES = ("ab", "c", "\n", "defg", "", *"x" * 96)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return "".join(self.PIECES[i] for i in ids)
 
+    def get_vocab(self) -> dict[str, int]:
+        return {piece: i for i, piece in enumerate(self.PIECES[:4])}
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [self.PIECES.index(text)] if text in self.PIECES else [1, 1]}
+
 
 def steps_of(ids: list[int], steps: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    nothing: Any = None
     sample = Sample(Prompt("u", (1,), "", "", "s", "r"), 0, 0, ids, [0.0] * len(ids), "stop", 0)
-    return Generator(nothing, None, Letters(), nothing, 0, str)._step_tokens(sample, steps)
+    return Grading(None, Letters())._step_tokens(sample, steps)
 
 
 def test_a_step_ends_with_the_token_that_completes_it() -> None:

@@ -32,9 +32,16 @@ class SumPool:
     def __init__(self, steps: bool = False) -> None:
         self.steps, self.texts = steps, []  # type: ignore[var-annotated]
 
-    def grade(self, items: Any) -> list[RewardResult]:
-        self.texts += [text for _, text, _ in items]
-        return [RewardResult(1.0, {"acc": 1.0}, steps=((1, 0.25),) if self.steps else ()) for _ in items]
+    def begin(self, names: list[str]) -> None:
+        assert names == ["r"]
+
+    def submit(self, item: tuple[str, str, str]) -> None:
+        self.texts.append(item[1])
+
+    def serve(self) -> None: ...
+
+    def collect(self) -> list[RewardResult]:
+        return [RewardResult(1.0, {"acc": 1.0}, steps=((1, 0.25),) if self.steps else ()) for _ in self.texts]
 
 
 def prompts(*numbers: int) -> list[Prompt]:
@@ -48,6 +55,7 @@ def draw(
     fail: Any = None,
     pool: Any = None,
     failed: str = "keep",
+    gives_rewards: bool | None = None,
     **changes: Any,
 ) -> tuple[list[Sample], FakeEngine, Metrics]:
     engine: Any = FakeEngine()
@@ -63,7 +71,7 @@ def draw(
         rollout,
         lambda: "d9",
         answers=answers,
-        gives_rewards=pool is None,
+        gives_rewards=pool is None if gives_rewards is None else gives_rewards,
         max_prompt_length=8,
     )
     arguments: dict[str, Any] = {"draw_id": 4, "version": 3, "max_tokens": 40, "temperature": 0.7, **changes}
@@ -130,9 +138,10 @@ def test_an_environment_that_grades_gives_the_sum_over_its_turns() -> None:
 def test_a_reward_function_reads_the_last_turn_and_adds_to_what_turns_have_earned() -> None:
     pool = SumPool()
     samples, _, _ = draw(1, 2, n=4, pool=pool)
-    for sample, text in zip(samples, pool.texts, strict=True):
+    texts = [Numbers().decode(s.response_ids[s.turns[-1].start : s.turns[-1].end], True) for s in samples]
+    assert sorted(pool.texts) == sorted(texts)
+    for sample in samples:
         last = sample.turns[-1]
-        assert text == Numbers().decode(sample.response_ids[last.start : last.end], True)
         assert sample.reward == 1.0 + 0.5 * len(sample.turn_rewards)
         assert sample.reward_metrics["acc"] == 1.0
         assert not sample.steps or math.isclose(sum(reward for _, reward in sample.steps), sample.reward)
@@ -159,7 +168,7 @@ def test_ranks_without_reward_workers_do_not_grade() -> None:
     class Follower(LoneMesh):
         is_block_leader = False  # type: ignore[assignment]
 
-    samples, _, _ = draw(1, mesh=Follower())
+    samples, _, _ = draw(1, mesh=Follower(), gives_rewards=False)
     assert all(math.isnan(sample.reward) and not sample.text for sample in samples)
 
 

@@ -49,6 +49,9 @@ class FakeEngine:
                 finished.append((key, completion))
         return finished
 
+    def cache_statistics(self) -> tuple[int, int]:
+        return 8, 2
+
     def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
         for key in request_ids:

@@ -19,8 +19,9 @@ def played(
 ) -> tuple[list[Trajectory], FakeEngine, Any]:
     engine, answers = FakeEngine(width), answers or FakeAnswers()
     trajectories = [trajectory(i, **changes) for i in range(count)]
-    play(trajectories, engine, answers, 3, latency)  # type: ignore[arg-type]
+    ended = [t for tick in play(trajectories, engine, answers, 3, latency) for t in tick]  # type: ignore[arg-type]
     assert not engine.queue and not answers.open and not answers.asked
+    assert sorted(t.key for t in ended) == [t.key for t in trajectories]
     return trajectories, engine, answers
 
 
@@ -57,7 +58,7 @@ def test_tokens_do_not_depend_on_neighbours_width_or_latency() -> None:
     alone = []
     for number in range(6):
         engine, answers = FakeEngine(), FakeAnswers()
-        play([one := trajectory(number)], engine, answers, 3, 2)  # type: ignore[arg-type]
+        list(play([one := trajectory(number)], engine, answers, 3, 2))  # type: ignore[arg-type]
         alone.append(content(one))
     assert alone == expected
 
@@ -96,7 +97,7 @@ def test_a_failed_environment_ends_its_own_trajectory(status: str) -> None:
 def test_when_no_environment_can_run_nothing_stays_in_the_engine() -> None:
     engine, answers = FakeEngine(), FakeAnswers(fail={("t2", 1): "lost"})
     with pytest.raises(RuntimeError, match="no worker can run"):
-        play([trajectory(i) for i in range(6)], engine, answers, 3, 1)  # type: ignore[arg-type]
+        list(play([trajectory(i) for i in range(6)], engine, answers, 3, 1))  # type: ignore[arg-type]
     assert not engine.queue and engine.aborted
 
 

@@ -14,7 +14,6 @@ import json
 import logging
 import selectors
 import sys
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from grpo_megatron.workers.process import MAX_FAILED_STARTS, printable
 logger = logging.getLogger(__name__)
 
 QUEUED = 2  # items per worker: one in work, one in its pipe; more would wait behind a slow item
-MAX_LOG = 1 << 16  # characters of the workers' output that are shown per call of `grade`
+MAX_LOG = 1 << 16  # characters of the workers' output that are shown per batch
 
 Item = tuple[str, str, str]  # (reward name, completion, answer)
 
@@ -37,8 +36,10 @@ Item = tuple[str, str, str]  # (reward name, completion, answer)
 class RewardPool:
     """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function.
 
-    Use it in a `with` block, or call `close`. `counts` sums the statuses of all items that were graded. Raises ValueError
-    when `kwargs` cannot be written as JSON; `check_reward` checks the names of rewards.
+    `grade` waits for the results of a batch. `begin`, `submit`, `serve` and `collect` are its parts, for a caller that has
+    other work to do. Use the pool in a `with` block, or call `close`, and from one thread. `counts` sums the statuses of
+    all items that were graded. Raises ValueError when `kwargs` cannot be written as JSON; `check_reward` checks the names
+    of rewards.
     """
 
     def __init__(self, num_workers: int = 1, timeout_s: float = 10.0, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -55,13 +56,14 @@ class RewardPool:
         self._num_workers = num_workers
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._lock = threading.Lock()
         self._tested: set[str] = set()
         self._closed = False
         self._failed_starts = 0
         self._log_left = MAX_LOG
-        # the call of `grade` in progress
-        self._items: Sequence[Item] = []
+        self._served_at = time.monotonic()
+        # the batch in progress
+        self._batch_kwargs: dict[str, Any] = {}
+        self._items: list[Item] = []
         self._todo: deque[int] = deque()
         self._results: list[RewardResult | None] = []
         self._unloadable: dict[str, str] = {}
@@ -86,8 +88,44 @@ class RewardPool:
         Raises RuntimeError when worker processes cannot start, when a reward of this package fails its self-test, or
         when the pool is closed.
         """
-        self.self_test(sorted({name for name, _, _ in items} - self._tested))
-        results = self._run(items, self.kwargs)
+        self.begin(sorted({name for name, _, _ in items}))
+        for item in items:
+            self.submit(item)
+        return self.collect()
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Start a batch of items with these rewards: `submit` each item, `collect` the results. Raises as `grade` does.
+
+        What an earlier batch has left, because it was interrupted, is dropped.
+        """
+        self.self_test([name for name in names if name not in self._tested])
+        self._begin(self.kwargs)
+
+    def submit(self, item: Item) -> None:
+        """Add an item to the batch. Like `serve`, it returns at once: the workers grade while the caller does other work."""
+        self._todo.append(len(self._items))
+        self._items.append(item)
+        self._results.append(None)
+        self._hand_out()
+
+    def serve(self) -> None:
+        """Take the results that are there and hand out further items, without waiting. Raises RuntimeError as `grade` does.
+
+        To be called often between `begin` and `collect`: workers run out of items, and deadlines are checked here. Time
+        during which the rest of an item waited in this process for the next call does not count.
+        """
+        if not self._is_complete():
+            absence = time.monotonic() - self._served_at
+            for worker in self._workers:
+                if worker.wants_to_write:
+                    worker.extend_deadline(absence)
+            self._serve(wait=False)
+            self._hand_out()
+        self._served_at = time.monotonic()
+
+    def collect(self) -> list[RewardResult]:
+        """Wait for the results of the batch, in the order of `submit`. Raises RuntimeError as `grade` does."""
+        results = self._wait()
         self.counts.update(result.status for result in results)
         failed = [result for result in results if result.status != "ok"]
         if failed:
@@ -103,12 +141,14 @@ class RewardPool:
     def self_test(self, names: Sequence[str] = ("gsm8k",)) -> None:
         """Grade completions whose reward is known (`rewards/known.py`). Raises RuntimeError for a wrong reward.
 
-        `grade` calls this for each name that is new to the pool.
+        `begin` calls this for each name that is new to the pool.
         """
         for name in names:
             known = KNOWN_REWARDS.get(name, [])
-            items = [(name, completion, answer) for completion, answer, _ in known]
-            for (completion, answer, reward), result in zip(known, self._run(items, {}), strict=True):
+            self._begin({})
+            for completion, answer, _ in known:
+                self.submit((name, completion, answer))
+            for (completion, answer, reward), result in zip(known, self._wait(), strict=True):
                 if result.reward != reward:
                     raise RuntimeError(
                         f"the reward workers fail their self-test: {name!r} gave {result.reward} ({result.status}"
@@ -116,28 +156,36 @@ class RewardPool:
                     )
             self._tested.add(name)
 
-    def _run(self, items: Sequence[Item], kwargs: dict[str, Any]) -> list[RewardResult]:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the reward pool is closed")
-            self._items, self._todo, self._results = items, deque(range(len(items))), [None] * len(items)
-            self._unloadable, self._log_left = {}, MAX_LOG
-            try:
-                for worker in [w for w in self._workers if not w.is_running()]:
-                    self._remove(worker)  # it died between two calls
-                self._start_missing()
-                self._hand_out(kwargs)
-                while self._todo or any(worker.pending for worker in self._workers):
-                    self._serve()
-                    self._hand_out(kwargs)
-            finally:
-                for worker in [w for w in self._workers if w.pending]:  # interrupted: these results are not needed
-                    self._remove(worker)
-                self._items = []
-            assert all(result is not None for result in self._results)
-            return self._results  # type: ignore[return-value]
+    def _begin(self, kwargs: dict[str, Any]) -> None:
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+        self._drop_batch()
+        self._batch_kwargs, self._log_left = kwargs, MAX_LOG
+        for worker in [w for w in self._workers if not w.is_running()]:
+            self._remove(worker)  # it died between two batches
+        self._start_missing()
+        self._served_at = time.monotonic()
 
-    def _hand_out(self, kwargs: dict[str, Any]) -> None:
+    def _drop_batch(self) -> None:
+        for worker in [w for w in self._workers if w.pending]:  # the batch was interrupted: nothing waits for these
+            self._remove(worker)
+        self._items, self._todo, self._results, self._unloadable = [], deque(), [], {}
+
+    def _is_complete(self) -> bool:
+        return not self._todo and not any(worker.pending for worker in self._workers)
+
+    def _wait(self) -> list[RewardResult]:
+        try:
+            while not self._is_complete():
+                self._serve(wait=True)
+                self._hand_out()
+            results = [result for result in self._results if result is not None]
+            assert len(results) == len(self._items)
+            return results
+        finally:
+            self._drop_batch()
+
+    def _hand_out(self) -> None:
         """Give items to idle workers, oldest first, evenly."""
         for queued in range(QUEUED):
             for worker in self._workers:
@@ -147,16 +195,16 @@ class RewardPool:
                     if name in self._unloadable:
                         self._fail(number, "error", self._unloadable[name])
                     else:
-                        worker.submit(number, name, completion, answer, kwargs)
+                        worker.submit(number, name, completion, answer, self._batch_kwargs)
 
-    def _serve(self) -> None:
-        """Wait for an event on a pipe or for the next deadline, and handle it."""
+    def _serve(self, *, wait: bool) -> None:
+        """Handle the events on the pipes, and the deadlines that have passed. `wait`: for the first of either."""
         for worker in self._workers:
             events = selectors.EVENT_WRITE if worker.wants_to_write else 0
             self._watch(worker.stdin, events, worker)
         now = time.monotonic()
         deadline = min(worker.deadline(self.timeout_s) for worker in self._workers)
-        for key, _ in self._selector.select(min(max(deadline - now, 0), 60)):
+        for key, _ in self._selector.select(min(max(deadline - now, 0), 60) if wait else 0):
             worker = key.data
             if worker not in self._workers:
                 continue  # an earlier event of this loop replaced it
@@ -232,7 +280,7 @@ class RewardPool:
             self._selector.unregister(pipe)
 
     def _show(self, worker: WorkerProcess) -> None:
-        """Print what a worker printed, up to MAX_LOG characters per call of `grade`."""
+        """Print what a worker printed, up to MAX_LOG characters per batch."""
         text, more = worker.read_log()
         if not more:
             self._watch(worker.stderr, 0, worker)  # the reward closed it; stdout tells whether the process lives

@@ -38,6 +38,10 @@ class WorkerProcess(PipedProcess):
         loading = not self.ready or self.pending[0][1] not in self.loaded
         return self._clock + (STARTUP_TIMEOUT_S if loading else timeout_s)
 
+    def extend_deadline(self, seconds: float) -> None:
+        """Of the current start, import or item."""
+        self._clock += seconds
+
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """(results that have arrived, whether more can come). After bytes that are no result, no more can come."""
         results: list[dict[str, Any]] = []

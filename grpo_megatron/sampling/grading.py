@@ -1,0 +1,85 @@
+"""Grading: the rewards of the samples of one draw. The reward workers grade what is complete while the engine draws the rest.
+
+A problem of the workers is kept until `finish`: a rank that left in the middle of a draw would leave the other ranks of its
+block waiting in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.types import Sample
+
+
+class Grading:
+    """`begin`, then `add` each complete sample and call `serve` often, then `finish`. Without a pool it does nothing."""
+
+    def __init__(self, pool: RewardPool | None, tokenizer: Any) -> None:
+        self.pool, self.tokenizer = pool, tokenizer
+        self._samples: list[Sample] = []
+        self._problem: str | None = None
+
+    def begin(self, rewards: Iterable[str]) -> None:
+        """Before the first sample. `rewards` names all reward functions of the draw."""
+        self._samples, self._problem = [], None
+        self._attempt(lambda pool: pool.begin(sorted(set(rewards))))
+
+    def add(self, sample: Sample) -> None:
+        """Queue a complete sample and set its text. Returns at once."""
+        if self.pool is not None:
+            sample.text = self._text(sample.response_ids)
+            self._samples.append(sample)
+            self._attempt(lambda pool: pool.submit((sample.prompt.reward, sample.text, sample.prompt.answer)))
+
+    def serve(self) -> None:
+        """Hand out and take what can be without waiting."""
+        self._attempt(lambda pool: pool.serve())
+
+    def finish(self) -> str | None:
+        """Wait for the last result, then set reward, its metrics and steps of all samples.
+
+        Returns why the workers cannot run at all, if so: then every rank must stop.
+        """
+        for sample, result in zip(self._samples, self._attempt(lambda pool: pool.collect()) or (), strict=False):
+            sample.reward = result.reward
+            sample.reward_metrics = {
+                **result.metrics,
+                "ok": float(result.status == "ok"),
+                "timeout": float(result.status == "timeout"),
+            }
+            sample.steps = self._step_tokens(sample, result.steps)
+        return self._problem
+
+    def _attempt(self, call: Callable[[RewardPool], Any]) -> Any:
+        """Do nothing after the first problem."""
+        if self.pool is None or self._problem is not None:
+            return None
+        try:
+            return call(self.pool)
+        except RuntimeError as error:
+            self._problem = str(error)
+            return None
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+        """(end of the step in the text, reward) -> (index of the token that completes it, reward).
+
+        That token is the last of the shortest prefix of tokens whose text reaches the end. Steps that end within one token
+        become one step, with their mean reward.
+        """
+        ids, low = sample.response_ids, 0
+        rewards: dict[int, list[float]] = {}
+        for end, reward in steps:
+            high = len(ids) - 1
+            while low < high:
+                middle = (low + high) // 2
+                if len(self._text(ids[: middle + 1])) >= end:
+                    high = middle
+                else:
+                    low = middle + 1
+            rewards.setdefault(low, []).append(reward)
+        return [(token, sum(values) / len(values)) for token, values in rewards.items()]

@@ -1,0 +1,307 @@
+"""The environment `tools`, hostile tools in it, and the built-in ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.environments.answer import Outcome
+from grpo_megatron.environments.pool import EnvironmentPool
+from grpo_megatron.environments.tool import ToolError
+from grpo_megatron.environments.tools.calculator import calculator
+from grpo_megatron.environments.tools.python import python
+from grpo_megatron.environments.tools.remote import remote
+from grpo_megatron.environments.tools.sandbox import _refuse
+
+OWN = "tests.environments.hostile_tools:"
+QUESTION = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "2 + 2?"}]
+
+
+def call(tool: str, /, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+def turns(completions: list[str], **kwargs: Any) -> list[Outcome]:
+    """One trajectory per completion, all at once."""
+    with EnvironmentPool("tools", kwargs, timeout_s=5.0) as pool:
+        keys = list(map(str, range(len(completions))))
+        for key in keys:
+            pool.start(key, {"messages": QUESTION, "id": 7}, 0)
+        assert all(outcome.step and outcome.step.messages == QUESTION for outcome in pool.wait(keys).values())
+        for key, completion in zip(keys, completions, strict=True):
+            pool.step(key, completion)
+        return list(pool.wait(keys).values())
+
+
+def results(outcome: Outcome) -> list[tuple[str, str]]:
+    assert outcome.step, outcome
+    assert {message["role"] for message in outcome.step.messages} == {"tool"}
+    return [(message["name"], message["content"]) for message in outcome.step.messages]
+
+
+def test_calls_of_a_turn_are_answered_in_order() -> None:
+    several = (
+        call("double", number=2) + call("later", numbers=[1]) + call("double", number="2") + "<tool_call>x</tool_call>"
+    )
+    last, answered, too_many = turns(
+        ["The answer is 4.<|im_end|>", several, call("double", number=1) * 6],
+        tools=[OWN + "double", OWN + "later"],
+        double={"factor": 5},
+    )
+    assert last.step
+    assert (last.step.messages, last.step.done, last.step.reward) == ([], True, None)
+    assert last.step.metrics == {"tool_calls": 0, "tool_errors": 0, "tool_seconds": 0}
+    assert answered.step
+    assert not answered.step.done
+    assert results(answered) == [
+        ("double", "10"),
+        ("later", '{"numbers": [1], "unit": "m", "note": null}'),
+        ("double", "Error: number: '2' is not of type 'integer'"),
+        ("error", "Error: the text in <tool_call> is not a call in JSON: Expecting value: line 1 column 1 (char 0)"),
+    ]
+    assert (answered.step.metrics["tool_calls"], answered.step.metrics["tool_errors"]) == (4, 2)
+    expected = [("double", "5")] * 4 + [("error", "Error: 2 more calls were not run; at most 4 run per turn")]
+    assert results(too_many) == expected
+
+
+def test_hostile_tools() -> None:
+    """What a tool raises is an observation; what ends or fills its process ends the trajectory."""
+    observed = {
+        "raise": "Error: KeyError: 'x'",
+        "sys.exit": "Error: SystemExit: 3",
+        "no json": "Error: TypeError: Object of type object is not JSON serializable",
+        "circular": "Error: ValueError: Circular reference detected",
+        "surrogate": "\ufffd",
+        "print": "done",
+        "nothing": "null",
+        "huge": "x" * 50_000 + "\n[16677216 characters cut]\n" + "x" * 50_000,
+    }
+    ended = {"hang": "timeout", "exit": "died", "memory": "memory"}
+    *outcomes, unknown = turns(
+        [call("act", name=name) for name in (*observed, *ended)] + [call("rm", path="/")], tools=[OWN + "act"]
+    )
+    for (name, text), outcome in zip(observed.items(), outcomes, strict=False):
+        assert results(outcome) == [("act", text)], name
+    assert [outcome.status for outcome in outcomes[len(observed) :]] == list(ended.values())
+    assert results(unknown) == [("error", "Error: unknown tool 'rm' (known: act)")]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ({}, "must name at least one tool"),
+        ({"tools": ["calculater"]}, "did you mean 'calculator'"),
+        ({"tools": ["calculator", "calculator"]}, "each name once"),
+        ({"tools": ["calculator"], "search": {"corpus": "x"}}, r"has options of search, not in tools \['calculator'\]"),
+        ({"tools": ["calculator"], "format": "hermess"}, "did you mean 'hermes'"),
+        ({"tools": [OWN + "nothing"]}, "has no attribute 'nothing'"),
+    ],
+)
+def test_wrong_settings(kwargs: dict[str, Any], problem: str) -> None:
+    with EnvironmentPool("tools", kwargs) as pool, pytest.raises(RuntimeError, match=problem):
+        pool.tools()
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("12.5 * (3 + 4)", "87.5"),
+        ("0.1 + 0.2", "0.3"),
+        ("123456789 * 987654321", "121932631112635269"),
+        ("2^10 - 7 // 2 % 2", "1023"),
+        ("-1 / 3", "-0.333333333333"),
+        ("1e-3", "0.001"),
+        ("sqrt(2)", "1.41421356237"),
+        ("sqrt(9/4) + abs(-1)", "2.5"),
+        ("round(2.567, 2) + max(1, 2)", "4.57"),
+        ("2**300", str(2**300)),
+        ("(-1)**(9**60)", "-1"),
+        ("round(7, 9**99)", "7"),
+        ("2**400", None),
+        ("9**9**9", None),
+        ("(10**60)**-9", None),
+        ("10**99 * 10**99", None),
+        ("1e400", None),
+        ("1 / 0", None),
+        ("0 ** -1", None),
+        ("(-8) ** (1/3)", None),
+        ("round(1, 2, 3)", None),
+        ("__import__('os').system('ls')", None),
+        ("().__class__", None),
+        ("[1]", None),
+        ("True + 1", None),
+        ("'a' * 3", None),
+        ("1j", None),
+        ("x", None),
+        ("", None),
+        ("2 +", None),
+        ("(" * 400 + ")" * 400, None),
+        ("-" * 999 + "1", None),
+        ("1" * 1001, None),
+    ],
+)
+def test_calculator(expression: str, result: str | None) -> None:
+    """None: an error for the model, of one short line."""
+    if result is not None:
+        assert calculator(expression) == result
+        return
+    with pytest.raises(ToolError) as error:
+        calculator(expression)
+    assert len(str(error.value)) < 200
+
+
+PROGRAMS = {  # code -> (whether it is an error, part of the text)
+    "print(6 * 7)": (False, "42\n"),
+    "import os; print(os.listdir('.'), os.environ.get('SECRET'))": (False, "[] None\n"),
+    "open('a', 'w').write('x'); print(open('a').read())": (False, "x\n"),
+    "print(__name__)": (False, "__main__\n"),
+    "x = 1\nprint(x)\n1 / 0": (
+        True,
+        '1\nTraceback (most recent call last):\n  File "main.py", line 3, in <module>\nZero',
+    ),
+    "x = (": (True, "SyntaxError"),
+    "import sys; sys.exit(3)": (True, "exit code 3"),
+    "import os; os.abort()": (True, "exit code 13"),
+    "input()": (True, "EOFError"),
+    "while True: pass": (True, "has not ended after 2 s"),
+    "while True: print('x' * 1000)": (True, "has printed more than"),
+    "import os\nwhile True: os.fork()": (True, "processes; at most 16"),
+    "bytearray(1 << 32)": (True, "MemoryError"),
+    "open('a', 'wb').write(b'x' * (1 << 25))": (True, "File too large"),
+    "[open('/dev/null') for _ in range(100)]": (True, "Too many open files"),
+    "import socket; socket.create_connection(('127.0.0.1', %d), 1)": (True, "Error"),
+    "import os; os.kill(%d, 9)": (True, "Error"),
+}
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_python(code: str, stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "key")
+    port = int(stub.rpartition(":")[2])
+    is_error, text = PROGRAMS[code]
+    program = code % (port if "socket" in code else threading.get_native_id()) if "%d" in code else code
+    if not is_error:
+        assert python(program, timeout_s=20.0) == text
+        return
+    with pytest.raises(ToolError) as error:
+        python(program, timeout_s=2.0 if "2 s" in text else 20.0)
+    assert text in str(error.value)
+
+
+def test_a_program_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its child has left the session, and its parent is gone. Without namespaces the program ends by its time limit."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with contextlib.suppress(ToolError):
+        python("import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(604)", timeout_s=2.0)
+    folders = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            folders.append(os.readlink(link))
+    assert not [folder for folder in folders if folder.startswith(str(tmp_path))]
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_namespaces_an_audit_hook_refuses() -> None:
+    for event in ("socket.connect", "socket.__new__", "os.kill"):
+        with pytest.raises(PermissionError, match=event):
+            _refuse(event, ())
+    _refuse("open", ())
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Answers by the path; /busy answers the third time."""
+
+    counts: dict[str, int]
+
+    def do_POST(self) -> None:
+        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
+        count = self.counts[query] = self.counts.get(query, 0) + 1
+        if self.path == "/lost" or (self.path == "/drops" and count < 3):
+            self.connection.close()
+            return
+        status = {"/busy": 503 if count < 3 else 200, "/down": 500, "/wrong": 400, "/moved": 302}.get(self.path, 200)
+        body = {"/text": f"{query} {count}".encode(), "/huge": b"x" * (1 << 21)}.get(self.path)
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if body else "application/json; charset=utf-8")
+        self.send_header("Location", "/text")
+        self.end_headers()
+        self.wfile.write(body or json.dumps({"result": f"{query} {count} {self.headers.get('Key')}"}).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[str]:
+    Stub.counts = {}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_remote(stub: str) -> None:
+    assert remote("a", url=f"{stub}/text") == "a 1"
+    assert remote("b", url=f"{stub}/busy", headers={"Key": "k"}) == "b 3 k"
+    assert remote("c", url=f"{stub}/drops") == "c 3 None"
+    for path, attempts, problem in (
+        ("down", 3, "after 3 attempts: HTTP status 500"),
+        ("lost", 3, "after 3 attempts: RemoteDisconnected"),
+        ("wrong", 1, "after 1 attempts: HTTP status 400"),
+        ("moved", 1, "after 1 attempts: HTTP status 302"),
+        ("huge", 1, "the response has more than 1048576 bytes"),
+    ):
+        with pytest.raises(ToolError, match=problem):
+            remote(path, url=f"{stub}/{path}", retries=2)
+        assert Stub.counts[path] == attempts
+    with pytest.raises(ToolError, match=r"no answer within 0.25 s \(HTTP status 500\)"):
+        remote("d", url=f"{stub}/down", retries=100, deadline_s=0.25)
+    with pytest.raises(ValueError, match="is no http address"):
+        remote("e", url="file:///etc/passwd")
+
+
+PASSAGES = [
+    {"title": "Ada", "text": "Ada was born in Lyra. She studied bridges."},
+    {"title": "Lyra", "text": "Lyra is a town on the river Oss."},
+    {"text": "Rivers carry water. Rivers and more rivers."},
+    {"title": "Bo", "text": "Bo was born in Vega."},
+]
+
+
+def test_search(tmp_path: Path) -> None:
+    pytest.importorskip("bm25s", reason="the library of the tool `search` is not installed (requirements/)")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("\n".join(map(json.dumps, PASSAGES)) + "\n")
+    options = {"corpus": str(corpus), "top_k": 2, "max_characters": 24}
+    queries = ["Where was Ada born?", "rivers", "born", "zebra", ""]
+    found = turns([call("search", query=query) for query in queries], tools=["search"], search=options)
+    assert [results(outcome)[0][1] for outcome in found] == [
+        "[1] Ada: Ada was born in Lyr\n\n[2] Bo: Bo was born in Vega.",
+        "[1] Rivers carry water. Rive",
+        "[1] Bo: Bo was born in Vega.\n\n[2] Ada: Ada was born in Lyr",
+        "No passage matches.",
+        "No passage matches.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("", "has no passage"), ('{"text": "a"}\n{', "line 2 is not JSON"), ('{"title": "a"}', 'line 1 .* a text "text"')],
+)
+def test_a_corpus_that_is_none(text: str, problem: str, tmp_path: Path) -> None:
+    pytest.importorskip("bm25s", reason="the library of the tool `search` is not installed (requirements/)")
+    (tmp_path / "corpus.jsonl").write_text(text)
+    for path, expected in ((tmp_path / "corpus.jsonl", problem), (tmp_path / "none", "cannot be read")):
+        kwargs = {"tools": ["search"], "search": {"corpus": str(path)}}
+        with EnvironmentPool("tools", kwargs) as pool, pytest.raises(RuntimeError, match=expected):
+            pool.tools()
