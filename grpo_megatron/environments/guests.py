@@ -41,14 +41,14 @@ class Guests:
         self._make, self._limits, self._selector = make, limits, selector
         self._report, self._prepare = report, prepare
         self._guests: dict[str, Guest] = {}
-        self._waiting: deque[Guest] = deque()  # guests with a request, none of which is in execution
-        self._running = 0
+        self._waiting: deque[Guest] = deque()  # guests with a request that is not in execution
+        self._running: set[Guest] = set()  # guests with a request in execution
         self._next_count = 0.0
 
     def patience(self) -> float | None:
         """Seconds until the next deadline or count of processes. None: there is nothing to wait for."""
-        times = [guest.deadline for guest in self._guests.values() if guest.deadline is not None]
-        if any(guest.pid for guest in self._guests.values()):
+        times = [guest.deadline for guest in self._running if guest.deadline is not None]
+        if self._guests:
             times.append(self._next_count)
         return max(min(times) - time.monotonic(), 0) if times else None
 
@@ -65,11 +65,7 @@ class Guests:
     def remove(self, key: str) -> None:
         """Kill the process, if there is one, and forget the key."""
         if guest := self._guests.pop(key, None):
-            if guest.deadline is not None:
-                self._running -= 1
-            elif guest.requests:
-                self._waiting.remove(guest)
-            self._close(guest)
+            self._stop(guest)
 
     def close(self) -> None:
         """Remove all."""
@@ -95,11 +91,11 @@ class Guests:
             self._watch(guest.connection, guest.events, guest)
 
     def _begin_waiting(self) -> None:
-        while self._waiting and self._running < MAX_RUNNING:
+        while self._waiting and len(self._running) < MAX_RUNNING:
             guest = self._waiting.popleft()
             if guest.pid is None:
                 self._fork(guest)
-            self._running += 1
+            self._running.add(guest)
             guest.begin(time.monotonic() + self._limits.timeout_s)
             self._watch(guest.connection, guest.events, guest)
 
@@ -163,7 +159,7 @@ class Guests:
         """The request in execution has been answered."""
         guest.requests.popleft()
         guest.deadline = None
-        self._running -= 1
+        self._running.remove(guest)
         if guest.requests:
             self._waiting.append(guest)
 
@@ -199,16 +195,17 @@ class Guests:
     def _fail(self, guest: Guest, status: str, message: str) -> None:
         """Kill the process and answer all requests, also later ones, with its status."""
         guest.failure = {"status": status, "message": message + guest.last_line(), "seconds": guest.seconds()}
-        if guest.deadline is not None:
-            self._running -= 1
-        elif guest.requests:
-            self._waiting.remove(guest)
-        self._close(guest)
+        self._stop(guest)
         for _ in guest.requests:
             self._report(guest.key, guest.failure)
         guest.requests.clear()
 
-    def _close(self, guest: Guest) -> None:
+    def _stop(self, guest: Guest) -> None:
+        """Kill the process, if there is one. Its requests wait no more."""
+        if guest in self._running:
+            self._running.remove(guest)
+        elif guest.requests:
+            self._waiting.remove(guest)
         if guest.connection:
             self._watch(guest.connection, 0)
             self._watch(guest.output, 0)
@@ -216,15 +213,13 @@ class Guests:
 
     def _check_limits(self) -> None:
         now = time.monotonic()
-        for guest in list(self._guests.values()):
-            if guest.deadline is not None and guest.deadline <= now:
-                self._fail(
-                    guest, "timeout", f"no answer after {self._limits.timeout_s:g} s (rollout.multi_turn.timeout_s)"
-                )
-            elif guest.pid and self._next_count <= now and (count := count_below(guest.pid)) > MAX_PROCESSES:
-                self._fail(guest, "flooded", f"it runs {count} processes; at most {MAX_PROCESSES}")
+        for guest in [guest for guest in self._running if guest.deadline is not None and guest.deadline <= now]:
+            self._fail(guest, "timeout", f"no answer after {self._limits.timeout_s:g} s (rollout.multi_turn.timeout_s)")
         if self._next_count <= now:
             self._next_count = now + CHECK_S
+            for guest in list(self._guests.values()):
+                if guest.pid and (count := count_below(guest.pid)) > MAX_PROCESSES:
+                    self._fail(guest, "flooded", f"it runs {count} processes; at most {MAX_PROCESSES}")
 
     def _watch(self, source: Any, events: int, guest: Guest | None = None) -> None:
         known = source in self._selector.get_map()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -39,6 +41,10 @@ class WorkerLink(PipedProcess):
         # The order of sets must not depend on the process. One thread: libraries' pools of threads do not survive forks.
         variables = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         super().__init__(PROGRAM, 16 * settings["max_characters"] + (1 << 17), variables)
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # Linux only; else a burst of requests waits for the next call
+            fcntl.fcntl(self.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
         self.ready = False
         self.trajectories: dict[int, Record] = {}
         self._in_work: dict[int, int] = {}  # trajectories with a request that is not answered -> completions with it

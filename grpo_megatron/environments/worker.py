@@ -32,8 +32,9 @@ from grpo_megatron.workers.program import begin, describe, reply
 
 def main() -> None:
     """Serve until stdin ends."""
-    requests, replies = begin()
-    settings = json.loads(requests.raw.readline())  # unbuffered: the following lines are read by `Worker`
+    buffered, replies = begin()
+    requests = buffered.detach()  # `Worker` reads what follows the first line
+    settings = json.loads(requests.readline())
     sys.path[:] = settings["sys_path"]  # of the parent, so that a user's module is found
     try:
         make = load_environment(settings["name"], settings["kwargs"])

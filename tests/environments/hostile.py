@@ -84,6 +84,18 @@ def _orphan() -> None:
     os._exit(5)
 
 
+def _daemon() -> Step:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if pid := os.fork():
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        time.sleep(1000)
+    os.wait()
+    return Step(_user(os.read(read, 20).decode()))
+
+
 def _user(content: Any = "", **fields: Any) -> list[ChatMessage]:
     return [{"role": "user", "content": content, **fields}]
 
@@ -179,6 +191,8 @@ class Hostile(Guess):
         if completion == "kill the worker":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(1000)
+        if completion == "daemon":
+            return _daemon()
         if completion == "stop the worker":
             os.kill(os.getppid(), signal.SIGSTOP)
         return super().step(completion)
@@ -203,3 +217,13 @@ class Mute(Guess):
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
         return []
+
+
+class Dice(Guess):
+    """Shows the generator of the module `random`, and the order of a set."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        return _user(f"{random.random()} {set('abcdefgh')}")
+
+    def step(self, completion: str) -> Step:
+        return Step(_user(str(random.random())))

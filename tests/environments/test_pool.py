@@ -6,6 +6,7 @@ Nothing here depends on time but that a hang is ended: TIMEOUT_S is long for wha
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.environments.games import Guess
 from tests.environments.hostile import FATAL, HARMLESS
 
 TIMEOUT_S = 6.0
+PATIENCE_S = 120.0
 GUESSES = ["5", "no number", "2", "8"]
 
 
@@ -93,7 +95,10 @@ def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
             assert found == played(number, GUESSES[:2]), f"{neighbour}: {first[neighbour]}, {second[neighbour]}"
         yield pool, outcomes
         pool.end([*acts, *neighbours])
-        pool.tools()  # an answer from the worker: it has read the message before
+        end = time.monotonic() + PATIENCE_S
+        while len(living()) > 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(living()) == 1  # the worker; whatever the acts have started is gone
     assert living() == set()
 
 
@@ -145,6 +150,56 @@ def test_a_worker_that_is_killed_is_replaced(act: str, monkeypatch: pytest.Monke
         assert steps(pool, {"3": "5"})["3"].status == "died"
 
 
+def test_a_turn_that_begins_while_a_new_worker_replays_the_turns_before() -> None:
+    """The first trajectory is in replay when it is asked again; the replay of the last waits, and has the new turn."""
+    with make_pool("hostile:Hostile") as pool:
+        for number, key in enumerate(("first", "killer", "last")):
+            pool.start(key, {}, number)
+        pool.wait(["first", "killer", "last"])
+        steps(pool, {"first": GUESSES[0], "last": GUESSES[0]})
+        pool.step("killer", "kill the worker")
+        assert pool.wait(["killer"])["killer"].status == "died"
+        found = [steps(pool, {"first": guess, "last": guess}) for guess in GUESSES[1:]]
+        for number, key in ((0, "first"), (2, "last")):
+            assert [one[key].step for one in found] == played(number, GUESSES)[1:]
+
+
+def test_what_an_environment_has_started_lives_as_long_as_its_trajectory() -> None:
+    """A process that has left its session, and whose parent is gone, survives the end of a neighbour."""
+    with make_pool("hostile:Hostile") as pool:
+        pool.start("a", {}, 0)
+        pool.start("b", {}, 0)
+        pool.wait("ab")
+        started = steps(pool, {"a": "daemon"})["a"].step
+        assert started
+        process = Path("/proc") / started.messages[0]["content"]
+        for act in ("exit", "abort", "kill itself"):
+            pool.end(["b"])
+            pool.start("b", {}, 0)
+            pool.wait("b")
+            assert steps(pool, {"b": act})["b"].status == "died"
+            assert process.exists()
+        pool.end(["a"])
+        end = time.monotonic() + PATIENCE_S
+        while process.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not process.exists()
+
+
+def test_generators_are_seeded_and_sets_have_one_order() -> None:
+    """A trajectory draws the same numbers in another process, after any other work of the worker."""
+    drawn = []
+    for _ in range(2):
+        with make_pool("hostile:Dice") as pool:
+            for key, seed in (("a", 1), ("b", 2), ("c", 1)):
+                pool.start(key, {}, seed)
+            first = pool.wait("abc")
+            second = steps(pool, dict.fromkeys("cba", "roll"))
+            drawn.append({key: (first[key].step, second[key].step) for key in "abc"})
+    assert drawn[0] == drawn[1]
+    assert drawn[0]["a"] == drawn[0]["c"] != drawn[0]["b"]
+
+
 def test_keys_can_be_used_again_and_ended_at_any_time() -> None:
     with make_pool("hostile:Hostile") as pool:
         pool.start("x", {}, 0)
@@ -160,7 +215,7 @@ def test_environments_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) 
     problems = {
         "nowhere:Game": "cannot import module 'tests.environments.nowhere'",
         "games:Chess": "has no attribute 'Chess'",
-        "games:re": "is not a subclass",
+        "games:re": "is no subclass",
     }
     for name, problem in problems.items():
         with make_pool(name) as pool, pytest.raises(RuntimeError, match=problem):
