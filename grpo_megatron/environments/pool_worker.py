@@ -7,7 +7,7 @@ import fcntl
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.workers.process import STARTUP_TIMEOUT_S, PipedProcess
@@ -26,12 +26,11 @@ class Record:
     worker: WorkerLink
     is_pending: bool = False  # the caller waits for an outcome
     failure: str = ""  # its process is gone, and is not replayed
-    tools: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
         """Completions so far."""
-        return len(self.start.get("completions", ()))
+        return len(self.start["completions"])
 
 
 class WorkerLink(PipedProcess):

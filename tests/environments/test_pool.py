@@ -211,7 +211,7 @@ def test_keys_can_be_used_again_and_ended_at_any_time() -> None:
             assert pool.wait(["x"])["x"].step == played(1, GUESSES)[0]
 
 
-def test_environments_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_environments_that_cannot_be_loaded() -> None:
     problems = {
         "nowhere:Game": "cannot import module 'tests.environments.nowhere'",
         "games:Chess": "has no attribute 'Chess'",
@@ -219,8 +219,10 @@ def test_environments_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) 
     }
     for name, problem in problems.items():
         with make_pool(name) as pool, pytest.raises(RuntimeError, match=problem):
-            pool.tools()
-    with make_pool("hostile:BadSetup") as pool, pytest.raises(RuntimeError, match="OSError: no such game"):
-        pool.tools()
+            pool.start("x", {}, 0)
+            pool.wait("x")
+    with make_pool("hostile:BadSetup") as pool:
+        pool.start("x", {}, 0)
+        assert pool.wait("x")["x"].message == "OSError: no such game"
     with pytest.raises(ValueError, match=r"rollout.multi_turn.kwargs cannot be passed"):
         make_pool("games:Guess", kwargs={"most": object()})
