@@ -40,9 +40,8 @@ class WorkerLink(PipedProcess):
         # The order of sets must not depend on the process. One thread: libraries' pools of threads do not survive forks.
         variables = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         super().__init__(PROGRAM, 16 * settings["max_characters"] + (1 << 17), variables)
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # Linux only; else a burst of requests waits for the next call
+        # A burst of requests fits the pipe. Otherwise its rest would wait for the pool's next call.
+        with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(self.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
         self.ready = False
         self.trajectories: dict[int, Record] = {}
