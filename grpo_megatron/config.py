@@ -170,7 +170,7 @@ class MultiTurnConfig(Section):
     format: str = "hermes"  # how the model writes a tool call (environments/calls.py)
     max_assistant_turns: int = Field(8, ge=1)  # a trajectory ends after so many
     max_parallel_calls: int = Field(4, ge=1)  # tool calls of one turn that are answered; the others get an error
-    max_tool_response_length: int = Field(256, ge=1)  # tokens of one observation; longer ones are cut
+    max_tool_response_length: int = Field(256, ge=1)  # tokens of one message of an observation; longer ones are cut
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # what is cut
     latency_ticks: int = Field(8, ge=1)  # engine steps from the end of a turn to the observation (trajectories/)
     num_workers: int = Field(1, ge=1)  # processes per engine

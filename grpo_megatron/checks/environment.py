@@ -72,7 +72,7 @@ def environment_problems(config: Config) -> Problems:
         )
 
 
-def gives_rewards(config: Config) -> bool:
+def grades_itself(config: Config) -> bool:
     """Whether the environment grades by itself. False, too, for a name that cannot be found."""
     name = config.rollout.multi_turn.environment
     if name is None:

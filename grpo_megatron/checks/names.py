@@ -8,7 +8,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.token_weights import token_weightings
-from grpo_megatron.checks.environment import gives_rewards
+from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
@@ -39,7 +39,7 @@ def name_problems(config: Config) -> Problems:
     if problem := task_problem(config):
         yield problem
         return
-    if gives_rewards(config):
+    if grades_itself(config):
         return
     try:
         check_reward(config.reward.function or get_task(config.data.task).reward or "", config.reward.kwargs)
@@ -56,7 +56,7 @@ def task_problem(config: Config) -> str | None:
                 f"data.task={config.data.task!r} plays an environment in the scripted evaluation, and"
                 " rollout.multi_turn.environment is not set; set rollout.multi_turn to the task's multi_turn"
             )
-        if task.reward is None and config.reward.function is None and not gives_rewards(config):
+        if task.reward is None and config.reward.function is None and not grades_itself(config):
             return f"data.task={config.data.task!r} has no reward of its own; set reward.function"
     except ValueError as error:
         return f"data.task: {error}"

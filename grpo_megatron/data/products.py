@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
 )
 
-CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 200, 40, 32, 0.82  # the warm-up's curriculum
+CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 200, 40, 32, 0.86  # the warm-up's curriculum
 
 
 def supervised_rows(seed: int) -> Iterator[dict[str, Any]]:

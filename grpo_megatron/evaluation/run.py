@@ -157,7 +157,8 @@ def _play(
         )
         for prompt, index in batch
     ]
-    play(trajectories, engine, answers, WEIGHTS_VERSION, multi_turn.latency_ticks)
+    for _ in play(trajectories, engine, answers, WEIGHTS_VERSION, multi_turn.latency_ticks):
+        pass  # graded afterwards
     played = zip(batch, trajectories, strict=True)
     return [played_entry(prompt, index, trajectory, settings.tokenizer) for (prompt, index), trajectory in played]
 

@@ -7,7 +7,7 @@ ranks of the block, which wait for them at the same tick.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -33,7 +33,7 @@ class Times:
     """Wall-clock seconds, which differ between equal runs and are therefore no part of any sample."""
 
     calls: int = 0  # of reset and step
-    seconds: Counter[str] = field(default_factory=Counter)  # by what took them
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by what took them
     waited: float = 0.0  # for environments, while the engine stood still
 
 
@@ -91,9 +91,12 @@ class EnvironmentAnswers:
             token_ids = self._render(trajectory, step)
         except ConfigError as error:  # messages that the template refuses are this environment's fault
             return Answer([], status="raised", message=f"its messages cannot be rendered: {error}")
-        times = {name: value for name, value in step.metrics.items() if name.endswith("_seconds")}
-        self.times.seconds.update(times)
-        metrics = {name: value for name, value in step.metrics.items() if name not in times}
+        metrics = {}
+        for name, value in step.metrics.items():
+            if name.endswith("_seconds"):
+                self.times.seconds[name] += value
+            else:
+                metrics[name] = value
         return Answer(token_ids, reward=step.reward, done=step.done, metrics=metrics)
 
     def _render(self, trajectory: Trajectory, step: Step) -> list[int]:

@@ -66,7 +66,7 @@ def test_held_out_pairs_are_in_no_other_file(folder: Path) -> None:
     for name, count, held_out in (("train.jsonl", 64, False), ("val.jsonl", 32, True), ("sft.jsonl", None, False)):
         found = pairs(name)
         assert count in (None, len(found))
-        assert all(is_held_out(a, b) == held_out and 32 <= min(a, b) and max(a, b) <= 99 for a, b in found)
+        assert all(is_held_out(a, b) == held_out and min(a, b) >= 32 and max(a, b) <= 99 for a, b in found)
     tokenizer = load_tokenizer(folder / "tokenizer", DATA)
     prompts = load_prompts(DATA, [folder / "val.jsonl"], tokenizer)
     assert [int(prompt.answer) for prompt in prompts] == [a * b for a, b in pairs("val.jsonl")]
