@@ -200,7 +200,7 @@ CASES: list[tuple[list[str], list[str]]] = [
         [
             "data.train_files: ",
             "'response' is missing",
-            '(algorithm.source=file reads rows {"prompt", "response"} or {"messages"})',
+            'source=file reads rows {"prompt", "response"} or {"messages"})',
         ],
     ),
     # the rest

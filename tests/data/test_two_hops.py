@@ -21,7 +21,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("two_hops")
-    two_hops.write_task(root, seed=0)
+    two_hops.write_two_hops(root, seed=0)
     return root
 
 
@@ -38,7 +38,7 @@ def test_the_rows_show_what_the_tool_answers(folder: Path) -> None:
 
 
 def test_rows_are_tokens_of_a_rollout_that_fits_the_example(folder: Path) -> None:
-    tokenizer = two_hops.build_tokenizer()
+    tokenizer = two_hops.build_hop_tokenizer()
     renderer = TurnRenderer(tokenizer)
     renderer.check("tool")
     assert len(tokenizer) == 80
