@@ -29,7 +29,7 @@ from grpo_megatron.data.prompts import load_tokenizer
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
-TASKS = {"arithmetic": arithmetic.write_task, "products": products.write_task, "two_hops": two_hops.write_task}
+TASKS = {"arithmetic": arithmetic.write_task, "products": products.write_products, "two_hops": two_hops.write_two_hops}
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores
         "architectures": ["Qwen2ForCausalLM"],
@@ -170,7 +170,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    helps = {"arithmetic": "the quickstart's", "products": "the calculator example's", "two_hops": "the search example's"}
+    helps = {
+        "arithmetic": "the quickstart's",
+        "products": "the calculator example's",
+        "two_hops": "the search example's",
+    }
     tasks = [commands.add_parser(name, help=f"{helps[name]} jsonl files and tokenizer/") for name in TASKS]
     for task in tasks:
         task.add_argument("out", type=Path)

@@ -22,11 +22,18 @@ from grpo_megatron.data.products import CHAT_TEMPLATE, MARKS
 from grpo_megatron.rewards.format import TAGS
 
 PERSONS, FIRMS, CITIES = range(100, 700), range(700, 1000), range(10, 100)  # disjoint: a number names one thing
-TEMPLATES = ("In which city does person {person} work?", "Person {person} works in a city. Which one?")
+HOP_QUESTIONS = ("In which city does person {person} work?", "Person {person} works in a city. Which one?")
 WORKS, LIES = "Person {person} works for firm {firm}.", "Firm {firm} is in city {city}."
 FIRST_QUERY, SECOND_QUERY = "person {person}", "city firm {firm}"
-CALL = ('{"name": "', "search", '", "arguments": {"', "query", '": "', '"}}')  # a call's tokens, but those of its query
-CHARACTERS = "0123456789[].,:? "  # one token per character
+SEARCH_CALL = (
+    '{"name": "',
+    "search",
+    '", "arguments": {"',
+    "query",
+    '": "',
+    '"}}',
+)  # a call's tokens, but those of its query
+HOP_CHARACTERS = "0123456789[].,:? "  # one token per character
 
 SEARCHING_STEPS, MIXED_STEPS, ROWS_PER_STEP, GUESS_SHARE = 300, 40, 32, 0.82  # the warm-up's curriculum
 
@@ -65,7 +72,7 @@ def is_held_out_person(person: int) -> bool:
     return hashlib.sha256(f"person {person}".encode()).digest()[0] % 10 == 0
 
 
-def supervised_rows(seed: int) -> Iterator[dict[str, Any]]:
+def hop_demonstrations(seed: int) -> Iterator[dict[str, Any]]:
     """The warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
     world, draw = World(seed), random.Random(f"{seed}/sft")
     persons = [person for person in PERSONS if not is_held_out_person(person)]
@@ -74,42 +81,42 @@ def supervised_rows(seed: int) -> Iterator[dict[str, Any]]:
             person = draw.choice(persons)
             guess = step >= SEARCHING_STEPS and draw.random() < GUESS_SHARE
             guessed = [{"role": "assistant", "content": _tagged(draw.choice(CITIES))}]
-            question = {"role": "user", "content": draw.choice(TEMPLATES).format(person=person)}
+            question = {"role": "user", "content": draw.choice(HOP_QUESTIONS).format(person=person)}
             yield {"messages": [question, *(guessed if guess else world.searching_turns(person))]}
 
 
-def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
+def hop_problems(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
     """At most `count` different rows {"prompt", "answer"}, about held-out persons or the others."""
     world = World(seed)
     persons = [person for person in PERSONS if is_held_out_person(person) == held_out]
     rows = [
         {"prompt": template.format(person=person), "answer": str(world.answer(person))}
         for person in persons
-        for template in TEMPLATES
+        for template in HOP_QUESTIONS
     ]
     random.Random(f"{seed}/{'val' if held_out else 'train'}").shuffle(rows)
     return rows[:count]
 
 
-def build_tokenizer() -> Any:
+def build_hop_tokenizer() -> Any:
     """80 entries: whole words, single digits, tags, the pieces of a call; with the calculator example's chat template."""
-    texts = [text.format(person=1, firm=1, city=1) for text in (*TEMPLATES, WORKS, LIES, FIRST_QUERY, SECOND_QUERY)]
-    tokenizer = word_tokenizer(CHARACTERS, [*TAGS[2:], SEPARATOR, *MARKS, *CALL, *words_of(texts)])
+    texts = [text.format(person=1, firm=1, city=1) for text in (*HOP_QUESTIONS, WORKS, LIES, FIRST_QUERY, SECOND_QUERY)]
+    tokenizer = word_tokenizer(HOP_CHARACTERS, [*TAGS[2:], SEPARATOR, *MARKS, *SEARCH_CALL, *words_of(texts)])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def write_task(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
+def write_two_hops(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
     """Write corpus.jsonl, sft.jsonl, train.jsonl, val.jsonl and tokenizer/ into the existing `folder`."""
     files = {
         "corpus.jsonl": World(seed).passages(),
-        "sft.jsonl": supervised_rows(seed),
-        "train.jsonl": problem_rows(seed, num_train, held_out=False),
-        "val.jsonl": problem_rows(seed, num_val, held_out=True),
+        "sft.jsonl": hop_demonstrations(seed),
+        "train.jsonl": hop_problems(seed, num_train, held_out=False),
+        "val.jsonl": hop_problems(seed, num_val, held_out=True),
     }
     for name, rows in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    build_tokenizer().save_pretrained(folder / "tokenizer")
+    build_hop_tokenizer().save_pretrained(folder / "tokenizer")
 
 
 def _call(query: str) -> dict[str, Any]:
