@@ -161,6 +161,18 @@ class Device:
         finally:
             self.set_rng_state(state)
 
+    @contextlib.contextmanager
+    def preserve_torch_rng(self) -> Iterator[None]:
+        """`preserve_rng` without Python's and numpy's generators, whose states take 0.2 ms to copy back and forth."""
+        state = torch.get_rng_state()
+        on_device = torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+            if on_device is not None:
+                torch.cuda.set_rng_state(on_device, self.torch_device)
+
     def megatron(self) -> contextlib.AbstractContextManager[None]:
         """The context in which Megatron-Core's own code must run. Re-entrant."""
         _define_router_product()

@@ -1,8 +1,9 @@
-"""Benchmarks of conversion, grading and the weight sync, beside what they are compared with.
+"""Benchmarks of conversion, grading, the weight sync and rollouts, beside what they are compared with.
 
     python tools/benchmark.py convert [--gigabytes 2] [--repeats 5] [--cold] [--folder DIR]
     python tools/benchmark.py grade --data DIR [--problems 200]
     python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER] [--delta]
+    python tools/benchmark.py overlap [--milliseconds 20] [--workers 1]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -14,6 +15,8 @@ grade: answers graded per second on one core, of DIR/gsm8k/test.jsonl and DIR/ma
 sync: a random Llama of 0.56 GB on four ranks, synced by the plan and, in turn, as it was before, with every tensor whole on
 every rank. --engine: into vLLM. --network: between two network namespaces (root). --delta: syncs that send changes beside full
 ones, also with --network. --preset, --plan: large layouts, only planned.
+
+overlap: rewards graded while the engine generates, beside rewards graded afterwards.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmark_overlap
 import benchmark_sync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
@@ -242,6 +246,9 @@ def main(arguments: list[str] | None = None) -> int:
     sync_parser = commands.add_parser("sync", help="the weight sync, old and new")
     benchmark_sync.add_arguments(sync_parser)
     sync_parser.set_defaults(run=benchmark_sync.sync)
+    overlap_parser = commands.add_parser("overlap", help="rewards graded during and after generation")
+    benchmark_overlap.add_arguments(overlap_parser)
+    overlap_parser.set_defaults(run=benchmark_overlap.overlap)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 

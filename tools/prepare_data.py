@@ -2,6 +2,7 @@
 
     python tools/prepare_data.py arithmetic OUT --seed 0       (examples/quickstart.yaml)
     python tools/prepare_data.py products OUT --seed 0         (examples/agents/calculator.yaml)
+    python tools/prepare_data.py two_hops OUT --seed 0         (examples/agents/search.yaml)
     python tools/prepare_data.py model OUT --preset quickstart --tokenizer DATA/tokenizer --seed 0 --std 0.05
     python tools/prepare_data.py model CONFIG_JSON OUT --tokenizer DIR --set num_hidden_layers=2 --set hidden_size=64
 
@@ -23,12 +24,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data import arithmetic, products
+from grpo_megatron.data import arithmetic, products, two_hops
 from grpo_megatron.data.prompts import load_tokenizer
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
-TASKS = {"arithmetic": arithmetic.write_task, "products": products.write_task}
+TASKS = {"arithmetic": arithmetic.write_task, "products": products.write_products, "two_hops": two_hops.write_two_hops}
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores
         "architectures": ["Qwen2ForCausalLM"],
@@ -169,7 +170,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    helps = {"arithmetic": "the quickstart's", "products": "the calculator example's"}
+    helps = {
+        "arithmetic": "the quickstart's",
+        "products": "the calculator example's",
+        "two_hops": "the search example's",
+    }
     tasks = [commands.add_parser(name, help=f"{helps[name]} jsonl files and tokenizer/") for name in TASKS]
     for task in tasks:
         task.add_argument("out", type=Path)

@@ -19,15 +19,22 @@ from grpo_megatron.rewards.format import TAGS
 
 SMALLEST, LARGEST = 32, 99  # all products have four digits
 CONTAINERS = ("boxes", "bags", "rows", "carts")
-NOUNS = ("apples", "books", "coins", "pens", "cards", "eggs")
-TEMPLATES = (
+CONTENTS = ("apples", "books", "coins", "pens", "cards", "eggs")
+PRODUCT_QUESTIONS = (
     "{name} has {a} {container} with {b} {noun} each. How many {noun}?",
     "There are {a} {container} of {b} {noun}. How many {noun} has {name}?",
     "{name} fills {a} {container}, {b} {noun} in each. How many?",
 )
-CALL = ('{"name": "', "calculator", '", "arguments": {"', "expression", '": "', '"}}')  # a call's tokens, but numbers
+CALCULATOR_CALL = (
+    '{"name": "',
+    "calculator",
+    '", "arguments": {"',
+    "expression",
+    '": "',
+    '"}}',
+)  # a call's tokens, but numbers
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-CHARACTERS = "0123456789*,.? "  # one token per character
+PRODUCT_CHARACTERS = "0123456789*,.? "  # one token per character
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{%- if message.role == 'tool' %}{{- '<tool_response>' + message.content + '</tool_response><sep>' }}"
@@ -38,10 +45,10 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
 )
 
-CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 200, 40, 32, 0.82  # the warm-up's curriculum
+CALLING_STEPS, MIXED_STEPS, ROWS_PER_STEP, BARE_SHARE = 200, 40, 32, 0.86  # the warm-up's curriculum
 
 
-def supervised_rows(seed: int) -> Iterator[dict[str, Any]]:
+def product_demonstrations(seed: int) -> Iterator[dict[str, Any]]:
     """The warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
     draw = random.Random(f"{seed}/sft")
     for step in range(CALLING_STEPS + MIXED_STEPS):
@@ -71,7 +78,7 @@ def calling_turns(a: int, b: int) -> list[dict[str, Any]]:
     ]
 
 
-def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
+def product_problems(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
     """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others."""
     draw = random.Random(f"{seed}/{'val' if held_out else 'train'}")
     answers: dict[str, int] = {}
@@ -81,25 +88,25 @@ def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
     return [{"prompt": question, "answer": str(answer)} for question, answer in answers.items()]
 
 
-def build_tokenizer() -> Any:
+def build_product_tokenizer() -> Any:
     """80 entries: whole words, single digits, tags, the pieces of a call; with the chat template."""
-    parts = itertools.product(TEMPLATES, NAMES, CONTAINERS, NOUNS)
+    parts = itertools.product(PRODUCT_QUESTIONS, NAMES, CONTAINERS, CONTENTS)
     texts = (t.format(name=name, container=container, noun=noun, a=1, b=1) for t, name, container, noun in parts)
-    tokenizer = word_tokenizer(CHARACTERS, [*TAGS[2:], SEPARATOR, *MARKS, *CALL, *words_of(texts)])
+    tokenizer = word_tokenizer(PRODUCT_CHARACTERS, [*TAGS[2:], SEPARATOR, *MARKS, *CALCULATOR_CALL, *words_of(texts)])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def write_task(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
+def write_products(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
     """Write sft.jsonl, train.jsonl, val.jsonl and tokenizer/ into the existing `folder`."""
     files = {
-        "sft.jsonl": supervised_rows(seed),
-        "train.jsonl": problem_rows(seed, num_train, held_out=False),
-        "val.jsonl": problem_rows(seed, num_val, held_out=True),
+        "sft.jsonl": product_demonstrations(seed),
+        "train.jsonl": product_problems(seed, num_train, held_out=False),
+        "val.jsonl": product_problems(seed, num_val, held_out=True),
     }
     for name, rows in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    build_tokenizer().save_pretrained(folder / "tokenizer")
+    build_product_tokenizer().save_pretrained(folder / "tokenizer")
 
 
 def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
@@ -108,8 +115,8 @@ def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
         a, b = draw.randint(SMALLEST, LARGEST), draw.randint(SMALLEST, LARGEST)
         if is_held_out(a, b) == held_out:
             break
-    words = {"name": draw.choice(NAMES), "container": draw.choice(CONTAINERS), "noun": draw.choice(NOUNS)}
-    return draw.choice(TEMPLATES).format(a=a, b=b, **words), a, b
+    words = {"name": draw.choice(NAMES), "container": draw.choice(CONTAINERS), "noun": draw.choice(CONTENTS)}
+    return draw.choice(PRODUCT_QUESTIONS).format(a=a, b=b, **words), a, b
 
 
 def _answer(number: int) -> str:

@@ -134,7 +134,9 @@ def transformer_config(
         **(expert_config(arch) if arch.num_experts else {}),
         **megatron.override_transformer_config,
     }
-    if arch.rope_yarn is not None:  # the fused kernel for packed sequences would drop the attention factor without a word
+    if (
+        arch.rope_yarn is not None
+    ):  # the fused kernel for packed sequences would drop the attention factor without a word
         settings["apply_rope_fusion"] = False
     try:
         config = TransformerConfig(**settings)

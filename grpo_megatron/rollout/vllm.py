@@ -163,7 +163,8 @@ class VllmEngine(RolloutEngine):
         self._require_ready()
         if not self._queue:
             return []
-        with self._breaking():
+        # Every request has a seed: vLLM asks numpy's generator for one otherwise, and Python's never.
+        with self._breaking(), self._device.preserve_torch_rng(), vllm_process.inside(self._device):
             return self._queue.step()
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -222,7 +223,7 @@ class VllmEngine(RolloutEngine):
     def _run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         if not prompts:
             return []
-        with self._breaking():
+        with self._breaking(), self._device.preserve_rng(), vllm_process.inside(self._device):
             outputs: list[Any] = self._llm.generate(
                 [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
             )
@@ -232,8 +233,7 @@ class VllmEngine(RolloutEngine):
     def _breaking(self) -> Iterator[None]:
         """Around calls whose failure breaks the engine. An interrupt too: vLLM's queue would answer the next call."""
         try:
-            with self._device.preserve_rng(), vllm_process.inside(self._device):
-                yield
+            yield
         except BaseException as error:
             self._version = None
             self._broken = f"{_BROKEN}: {type(error).__name__}: {error}"

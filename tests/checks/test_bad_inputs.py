@@ -197,11 +197,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["sft.steps=3", "data.max_response_length=1"], ["sft.train_files", "1 response tokens", "nothing is left"]),
     (
         ["algorithm.source=file", "actor.loss_mode=sft", "algorithm.adv_estimator=constant"],
-        [
-            "data.train_files: ",
-            "'response' is missing",
-            '(algorithm.source=file reads rows {"prompt", "response"} or {"messages"})',
-        ],
+        ["data.train_files: ", "'response' is missing", 'reads rows {"prompt", "response"} or {"messages"})'],
     ),
     # the rest
     (["trainer.logger=[wandb]"], ["trainer.logger=['wandb']", "pip install wandb"]),

@@ -23,7 +23,7 @@ DATA = DataConfig(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("products")
-    products.write_task(root, seed=0, num_train=64, num_val=32)
+    products.write_products(root, seed=0, num_train=64, num_val=32)
     return root
 
 

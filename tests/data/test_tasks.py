@@ -42,6 +42,7 @@ EMPTY_BOX = "For any integer $n>1$, the number of prime numbers greater than $n!
         ("svamp", {"Body": "b", "Question": "q", "Answer": "145"}, "145"),
         ("arithmetic", {"prompt": "1+1<sep>", "answer": "-2"}, "-2"),
         ("products", {"prompt": "1*2", "answer": "2"}, "2"),
+        ("two_hops", {"prompt": "In which city?", "answer": "58"}, "58"),
         ("jsonl", {"prompt": "hi", "answer": ""}, ""),
         ("jsonl", {"prompt": [{"role": "user", "content": "x"}], "answer": " y"}, " y"),
     ],
@@ -88,7 +89,7 @@ def test_wrong_rows(task: str, row: dict[str, Any], message: str) -> None:
 
 def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
     benchmarks = {"gsm8k", "math", "math500", "svamp", "olympiadbench", "aime", "amc", "minerva"}
-    assert benchmarks | {"gsm8k_lm_eval", "boxed", "arithmetic", "products", "jsonl"} == set(task_names())
+    assert benchmarks | {"gsm8k_lm_eval", "boxed", "arithmetic", "products", "two_hops", "jsonl"} == set(task_names())
     for task in get_tasks(task_names()):
         assert task.name in task_names() and len(task.sha256) == 64 and task.title
         for reward in {*task.graders.values(), *([task.reward] if task.reward else [])}:

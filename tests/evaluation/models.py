@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,15 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def make_folder(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A model folder with weights and tokenizer."""
+def make_folder(
+    folder: Path, seed: int = 0, tokens: Sequence[str] = (), chat_template: str = TEMPLATE, **changes: Any
+) -> Path:
+    """A model folder with weights and tokenizer. `tokens`: further special tokens; the last one ends a turn."""
     tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template
+    if tokens:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+        tokenizer.eos_token = tokens[-1]
     settings = {"vocab_size": 320, "max_position_embeddings": 2048, "num_hidden_layers": 2, "hidden_size": 64}
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     make_model(folder, seed=seed, **{**settings, **ids, "num_attention_heads": 2, **changes})

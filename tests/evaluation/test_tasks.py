@@ -200,6 +200,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "boxed": {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "Find $x$."}], "answer": 2},
     "arithmetic": {"prompt": "1+1<sep>", "answer": "2"},
     "products": {"prompt": "1*2", "answer": "2"},
+    "two_hops": {"prompt": "In which city?", "answer": "2"},
     "jsonl": {"prompt": "What is 1+1?", "answer": ""},
 }
 

@@ -224,6 +224,40 @@ def a_push_forgets_cached_prefixes(world: World) -> None:
     assert error_after(push_without_reset) > 1e-2  # shows that the assertion above can fail: the old prefix is used
 
 
+def a_second_turn_costs_its_own_tokens(world: World) -> None:
+    """Prompt 200 + turn 70 + observation 20 = 290 tokens: blocks of 128, so 2 of them (256) are in the cache.
+
+    Without the cache, an engine computes the same log-probabilities.
+    """
+    prompt = tuple((5 * t + t * t) % tiny.VOCAB for t in range(200))
+    observation = tuple(range(20, 40))
+
+    def two_turns() -> tuple[list[Completion], list[tuple[int, int]]]:
+        world.push(1, 0)
+        drawn = (world.draw([Request(prompt, seed, max_tokens=70)])[0] for seed in range(200))
+        first = next(completion for completion in drawn if len(completion.response_ids) == 70)
+        ids = [*prompt, *first.response_ids, *observation]
+        world.engine.cache_statistics()
+        second = world.draw([Request(tuple(ids), 1, max_tokens=8)])[0]
+        statistics = [world.engine.cache_statistics(), world.engine.cache_statistics()]
+        expected = tiny.logprobs(world.models[1], ids, second.response_ids)
+        tiny.assert_close(second.logprobs, expected)
+        assert len(ids) == 290
+        return [first, second], statistics
+
+    cached, statistics = two_turns()
+    assert statistics == [(290, 256), (0, 0)]
+    world.engine.shutdown()
+    world.engine = world.build(enable_prefix_caching=False)
+    computed, statistics = two_turns()
+    assert statistics == [(290, 0), (0, 0)]
+    for one, other in zip(cached, computed, strict=True):
+        assert one.response_ids == other.response_ids
+        assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() <= 1e-6
+    world.engine.shutdown()
+    world.engine = world.build()
+
+
 def reloads_of_the_same_weights_change_nothing(world: World) -> None:
     world.push(1, 0)
     before = world.draw(requests())

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.parallel.mesh import RankError
 from tests.training import fake_run
 from tests.training.fake_run import only, run
@@ -221,7 +222,7 @@ def test_an_outer_iteration_draws_from_its_own_start(tmp_path: Path) -> None:
 # -- the warm-up -------------------------------------------------------------------------------------------------------
 
 SFT = {"steps": 3, "train_batch_size": 2, "optim": {"lr": 0.5}}
-ROWS = [([1], [2, 3]), ([4, 5], [6])]
+ROWS = [([1], WrittenResponse([2, 3])), ([4, 5], WrittenResponse([6]))]
 
 
 def test_the_warm_up_comes_first_and_has_an_optimizer_of_its_own(tmp_path: Path) -> None:

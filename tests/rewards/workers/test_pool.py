@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -213,50 +212,6 @@ def test_many_bad_samples_in_a_row(impatient_pool: RewardPool) -> None:
     results = impatient_pool.grade([("user_reward:reward", completion, "") for completion in completions])
     statuses = {"raise": "error", "os._exit": "error", "segfault": "error", "nan": "error", "sleep": "timeout"}
     assert [result.status for result in results] == [statuses.get(completion, "ok") for completion in completions]
-
-
-def test_a_batch_that_grows_while_the_caller_works_gives_the_same_results(impatient_pool: RewardPool) -> None:
-    names = ["1", "raise", "os._exit", "2", "sleep", "nan", "segfault", "3", *map(str, range(4, 30))]
-    items = [("user_reward:reward", name, "") for name in names]
-    expected = impatient_pool.grade(items)
-    impatient_pool.begin(["user_reward:reward"])
-    impatient_pool.submit(items[0])
-    _wait_until(lambda: impatient_pool.serve() is None and impatient_pool._results[0] is not None)  # without `collect`
-    for item in items[1:]:
-        impatient_pool.submit(item)
-        impatient_pool.serve()
-    results = impatient_pool.collect()
-    assert [(r.status, r.reward) for r in results[7:]] == [("ok", float(name)) for name in names[7:]]
-    assert [r.status for r in results] == [r.status for r in expected]
-    for number in (1, 4, 5):  # the messages of the others name signals and exit codes, and what was printed last
-        assert results[number].message == expected[number].message
-
-
-def test_an_interrupted_batch_leaves_nothing_to_the_next_one(pool: RewardPool) -> None:
-    pool.begin(["user_reward:reward"])
-    for _ in range(10):
-        pool.submit(("user_reward:reward", "sleep", ""))
-    pool.begin(["user_reward:reward"])
-    pool.submit(("user_reward:reward", "5", ""))
-    assert [result.reward for result in pool.collect()] == [5.0]
-    assert [result.reward for result in pool.grade([("user_reward:reward", "6", "")])] == [6.0]
-
-
-def test_time_in_which_the_caller_did_not_serve_fails_no_item(
-    impatient_pool: RewardPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An item whose result is there, and one too large for the pipe, of which the worker has only the beginning."""
-    _worker_pids(impatient_pool, 2)
-    clock, away = time.monotonic, 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + away)
-    impatient_pool.begin(["user_reward:reward"])
-    impatient_pool.submit(("user_reward:reward", "1", ""))
-    impatient_pool.submit(("user_reward:reward", "2" + " " * 2_000_000, ""))
-    (first,) = [w for w in impatient_pool._workers if [n for n, _ in w.pending] == [0]]
-    assert select.select([first.stdout], [], [], PATIENCE_S)[0]
-    away = 100 * TIMEOUT_S
-    impatient_pool.serve()
-    assert [(r.status, r.reward) for r in impatient_pool.collect()] == [("ok", 1.0), ("ok", 2.0)]
 
 
 def test_a_large_text_arrives_whole_and_nothing_is_nothing(pool: RewardPool) -> None:

@@ -1,0 +1,113 @@
+"""The agents' examples, but shorter: the tiny model calls its tool more often, a shrunk real model plays with Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.cli import main
+from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.data import products
+from tests import worlds
+from tests.e2e import run_ranks
+from tests.e2e.test_examples import ROOT, SHARED, command, gsm8k, rows
+
+__all__ = ["gsm8k"]  # the fixture
+
+
+@pytest.mark.slow
+def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
+    """A warm-up of 100 steps, of which the last 20 show mostly bare answers, and 8 steps of GRPO on one rank."""
+    data, out = tmp_path / "data", tmp_path / "run"
+    command("tools/prepare_data.py", "products", str(data))
+    tokenizer = ["--tokenizer", str(data / "tokenizer")]
+    command("tools/prepare_data.py", "model", "--preset", "quickstart", str(tmp_path / "model"), *tokenizer)
+    lines = (data / "sft.jsonl").read_text().splitlines(keepends=True)
+    size = products.ROWS_PER_STEP
+    (data / "sft.jsonl").write_text("".join(lines[: 80 * size] + lines[-20 * size :]))
+    overrides = [
+        f"model.path={tmp_path}/model",
+        f"data.train_files=[{data}/train.jsonl]",
+        f"data.val_files=[{data}/val.jsonl]",
+        f"sft.train_files=[{data}/sft.jsonl]",
+        "sft.steps=100",
+        "sft.optim.lr_wsd_decay_steps=40",
+        "actor.optim.lr=5e-4",
+        "rollout.engine_options.kv_cache_gib=0.1",
+        "trainer.total_training_steps=8",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.save_hf_at_end=false",
+        "trainer.n_gpus_per_node=1",
+        "trainer.logger=[jsonl]",
+        f"trainer.output_dir={out}",
+    ]
+    raw = load_config(ROOT / "examples/agents/calculator.yaml", overrides).model_dump(mode="json")
+    worlds.run(run_ranks.train, 1, raw=raw, keep_weights=False)
+    steps = rows(out)
+    calls = [row["trajectory/tool_calls/mean"] for row in steps if "trajectory/tool_calls/mean" in row]
+    assert len(calls) == 8
+    # The share begins near 0.14, the share of calls in the last rows, with a standard error of 0.02 (256 trajectories).
+    assert calls[0] < 0.4 and calls[-1] > calls[0] + 0.15, calls
+    assert all(row["training/rollout_logp_diff_mean"] < 1e-6 for row in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.exists(), reason=f"real GSM8K and Qwen2 tokenizer not there: {SHARED}")
+def test_gsm8k_with_python_on_a_shrunk_model(gsm8k: Path, tmp_path: Path) -> None:
+    """The template with tools, the Python tool's workers and two steps; a random model hardly ever writes a call."""
+    overrides = [
+        f"model.path={gsm8k}/model",
+        "model.dtype=float32",
+        f"data.train_files=[{gsm8k}/gsm8k/train.jsonl]",
+        f"data.val_files=[{gsm8k}/gsm8k/test.jsonl]",
+        f"data.chat_template={ROOT}/examples/templates/chatml_tools.jinja",
+        "data.val_max_samples=4",
+        "data.max_prompt_length=512",
+        "data.max_response_length=24",
+        "data.train_batch_size=4",
+        "actor.ppo_mini_batch_size=2",
+        "actor.megatron.tensor_model_parallel_size=1",
+        "actor.megatron.sequence_parallel=false",
+        "rollout.n=3",
+        "rollout.tensor_model_parallel_size=1",
+        "rollout.enforce_eager=true",
+        "rollout.engine_options.kv_cache_gib=0.1",
+        "rollout.multi_turn.max_tool_response_length=8",
+        "rollout.multi_turn.num_workers=1",
+        "trainer.total_training_steps=2",
+        "trainer.save_hf_at_end=false",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=2",
+        f"trainer.output_dir={tmp_path}/run",
+    ]
+    raw = load_config(ROOT / "examples/agents/gsm8k_python.yaml", overrides).model_dump(mode="json")
+    worlds.run(run_ranks.train, 2, raw=raw, keep_weights=False)
+    first, second, last = rows(tmp_path / "run")
+    for row in (first, second):
+        assert row["training/rollout_logp_diff_mean"] < 1e-6
+        assert row["prompt_length/mean"] > 200  # the template shows the tool's schema
+        assert row["trajectory/turns/mean"] >= 1
+    assert "val-core/gsm8k/acc/mean@1" in last
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"the real architecture and tokenizer are not there: {SHARED}")
+def test_the_plan_of_the_real_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dry run of examples/agents/gsm8k_python.yaml: every check of the config, with the real tokenizer and data."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text((SHARED / "hf_configs/Qwen2.5-7B-Instruct.json").read_text())
+    (tmp_path / "tokenizer.json").symlink_to(SHARED / "tokenizers/qwen/tokenizer.json")
+    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    for name in ("train", "test"):
+        lines = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:200]))
+    arguments = ["--dry-run", "--world-size", "8", "--gpu-memory", "79", f"model.path={tmp_path}"]
+    arguments += [f"data.train_files=[{tmp_path}/train.jsonl]", f"data.val_files=[{tmp_path}/test.jsonl]"]
+    assert main.main(["train", "examples/agents/gsm8k_python.yaml", *arguments]) == 0
+    assert "python" in capsys.readouterr().out

@@ -1,0 +1,166 @@
+"""The scripted evaluation of a task with an environment: real worker processes and grading, an engine with a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.environments.environment import Environment, Step
+from grpo_megatron.evaluation import results
+from grpo_megatron.evaluation.ledger import Ledger
+from grpo_megatron.evaluation.report import render_page
+from grpo_megatron.evaluation.run import EngineOptions, draw_task
+from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
+from grpo_megatron.evaluation.validation import read_task_prompts
+from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rollout.engine import Completion, Request
+from tests.data.test_conversation import CHATML
+from tests.evaluation.models import make_folder, write_rows
+from tests.sampling.fakes import LoneMesh
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
+TASK = {
+    "name": "sums",
+    "version": 1,
+    "title": "Sums",
+    "files": ["sums.jsonl"],
+    "question": ["{prompt}"],
+    "answer": [{"field": "answer"}],
+    "reward": "arithmetic",
+    "max_tokens": 600,
+    "multi_turn": {"environment": "tools", "tools": ["calculator"], "max_assistant_turns": 3},
+}
+
+
+class Doubling(Environment):
+    """Gives the rewards itself: half a point for each of two turns that write the row's number."""
+
+    gives_rewards = True
+
+    def reset(self, row: Any, seed: int) -> list[dict[str, Any]]:
+        self.number, self.turns = str(row["answer"]), 0
+        return [{"role": "user", "content": f"Write {self.number} twice."}]
+
+    def step(self, completion: str) -> Step:
+        self.turns += 1
+        again = [] if self.turns == 2 else [{"role": "user", "content": "again"}]
+        return Step(again, reward=0.5 * (self.number in completion), done=self.turns == 2)
+
+
+class ScriptedEngine:
+    """Answers a prompt by `script(the text so far)`, in the poll after the request."""
+
+    version = 0
+
+    def __init__(self, tokenizer: Any, script: Any) -> None:
+        self.tokenizer, self.script = tokenizer, script
+        self.queue: dict[str, Request] = {}
+
+    def submit(self, request_id: str, request: Request, version: int) -> None:
+        self.queue[request_id] = request
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        finished = []
+        for key, request in self.queue.items():
+            text = self.script(self.tokenizer.decode(request.prompt_ids))
+            ids = [*self.tokenizer(text)["input_ids"], self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+            finished.append((key, Completion(ids, [-0.5] * len(ids), "stop")))
+        self.queue = {}
+        return finished
+
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+
+def calculate(text: str) -> str:
+    """Calls the calculator for 2+3, answers 4+4 at once and wrongly, and copies what the tool says."""
+    if "<tool_response>" in text:
+        return f"<answer>{text.rpartition('<tool_response>')[2].split()[0]}</answer>"
+    return CALL % "2+3" if "2+3" in text else "<answer>7</answer>"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("playing")
+    make_folder(root / "model", tokens=["<|im_start|>", "<|im_end|>"], chat_template=CHATML)
+    rows = [{"prompt": "What is 2+3?", "answer": "5"}, {"prompt": "What is 4+4?", "answer": "8"}]
+    write_rows(root / "sums.jsonl", rows)
+    return root
+
+
+def settings(root: Path, output: Path, **changes: Any) -> EvaluationSettings:
+    task = {**TASK, **changes}
+    if task["reward"] is None:
+        del task["reward"]
+    path = output.parent / f"{task['name']}.yaml"
+    path.write_text(yaml.safe_dump(task))
+    return prepare(Options(root / "model", [str(path)], output, data=root, samples=2, greedy=False, temperature=1.0))
+
+
+def played(made: EvaluationSettings, script: Any) -> tuple[dict[str, Any], list[Any], str]:
+    """The task's result, its graded problems and the page."""
+    [selected] = made.selected
+    engine: Any = ScriptedEngine(made.tokenizer, script)
+    draw_task(made, selected, EngineOptions(batch_size=3), engine, LoneMesh())
+    with RewardPool(1, 10.0) as pool:
+        graded = results.grade_task(made, selected, pool)
+        result = results.task_result(selected, graded, pool)
+    page = render_page(results.whole_result(made, {selected.name: result}), {selected.name: graded}, 10)
+    return result, graded, page
+
+
+def test_a_task_file_with_tools_is_played_graded_and_shown_turn_by_turn(root: Path, tmp_path: Path) -> None:
+    made = settings(root, tmp_path / "out")
+    result, graded, page = played(made, calculate)
+    assert [problem.num_right() for problem in graded] == [2, 0]
+    assert result["trajectories"] == {"turns": 1.5, "statuses": {"ok": 1.0}}
+    entry = graded[0].samples[0].entry
+    assert [turn.kind for turn in entry.turns] == ["assistant", "observation", "assistant"]
+    assert (entry.text, entry.status, entry.finish_reason) == ("<answer>5</answer>", "ok", "stop")
+    assert entry.turns[1].text == (
+        "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert entry.num_tokens == sum(len(turn.text.replace("<|im_end|>", "#")) for turn in entry.turns[::2])  # bytes
+    assert "calculator" in graded[0].prompt  # the schemas are in the prompt
+    assert "<th>turns per trajectory</th>" in page and "<th>ended: ok</th>" in page
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["sums"]
+    sample = data["rows"][0][6]["samples"][0]
+    assert [kind for kind, _ in sample["turns"]] == ["assistant", "observation", "assistant"] and "text" not in sample
+    assert Ledger(tmp_path / "out", "sums").read()["sums/0", 0] == entry  # as it was written
+
+
+def test_an_environment_that_gives_the_rewards_is_the_grader(root: Path, tmp_path: Path) -> None:
+    name = "tests.evaluation.test_playing:Doubling"
+    made = settings(root, tmp_path / "out", reward=None, multi_turn={"environment": name}, max_prompt_tokens=200)
+    assert made.max_model_len == 200 + 600
+    result, graded, _ = played(made, lambda text: "5")  # right twice for the first row, never for the second
+    assert [problem.num_right() for problem in graded] == [2, 0]
+    assert result["graders"] == {"solved": "environment"}
+    assert [sample.entry.reward for problem in graded for sample in problem.samples] == [1.0, 1.0, 0.0, 0.0]
+    assert result["scores"]["solved"]["avg@2"]["value"] == 0.5 and "maj@2" not in result["scores"]["solved"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"multi_turn": {"environment": "nowhere"}}, "task 'sums': multi_turn.environment"),
+        ({"multi_turn": {"environment": "tools", "tools": ["telescope"]}}, "task 'sums': .*telescope"),
+        ({"multi_turn": {"enviroment": "tools"}}, "multi_turn.*enviroment"),
+        ({"max_prompt_tokens": 3000}, "max_prompt_tokens of 3000 tokens . max_tokens 600 = 3600 exceed"),
+    ],
+)
+def test_what_is_refused(root: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(root, tmp_path / "out", **changes)
+
+
+def test_training_does_not_validate_on_a_task_with_an_environment(root: Path, tmp_path: Path) -> None:
+    settings(root, tmp_path / "out")
+    data = DataConfig(val_tasks=[str(tmp_path / "sums.yaml")], val_data=root)
+    with pytest.raises(ConfigError, match="task 'sums' plays an environment: .*rollout.multi_turn"):
+        read_task_prompts(data, {}, None)
