@@ -73,9 +73,9 @@ def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
     if answer["status"] != "ok":
         return Outcome(None, answer["status"], str(answer.get("message", "")), seconds)
     try:
-        step = Step(**answer.get("step", {"messages": []}))
+        step = Step(**answer["step"])
         return Outcome(Step(**plain_step(step, max_characters)), seconds=seconds)
-    except (TypeError, ValueError, RecursionError, FloodedError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, FloodedError) as error:
         return Outcome(None, "died", f"its process has sent a wrong answer: {error}", seconds)
 
 

@@ -19,7 +19,7 @@ from grpo_megatron.workers.process import describe_exit
 
 MAX_RUNNING = 64  # environments in execution at a time; the others wait, and their time does not run
 CHECK_S = 1.0  # seconds between counts of the processes that environments have started
-LAST_MOMENT_S = 1.0  # between the closing of a process's connection and its end
+LAST_MOMENT_MS = 1000  # between the closing of a process's connection and its end
 MAX_PROCESSES = 64  # that one environment may run at a time
 
 
@@ -183,7 +183,9 @@ class Guests:
         assert guest.pid
         status, message = "died", end
         descriptor = os.pidfd_open(guest.pid)
-        if select.select([descriptor], [], [], LAST_MOMENT_S)[0]:
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(descriptor, select.POLLIN)
+        if poll.poll(LAST_MOMENT_MS):
             code = os.waitstatus_to_exitcode(os.waitpid(guest.pid, 0)[1])
             guest.pid = None
             message = f"its process has ended: {describe_exit(code)}"

@@ -27,7 +27,6 @@ from grpo_megatron.workers.family import end_orphans
 from grpo_megatron.workers.process import MAX_FAILED_STARTS
 
 MAX_SHOWN = 1 << 16  # characters of the environments' output that a pool prints
-TOOLS = "tools"  # the key of the request for schemas
 
 
 class EnvironmentPool:
@@ -118,18 +117,6 @@ class EnvironmentPool:
                 trajectory.worker.forget(trajectory)
         self._serve(block=False)
 
-    def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas of the environment's tools, from an instance in a worker. Raises RuntimeError if that fails."""
-        trajectory = self._add(TOOLS, {"tools": True})
-        self._submit(trajectory, trajectory.start)
-        while trajectory.is_pending:
-            self._serve(block=True)
-        outcome = self._outcomes.pop(TOOLS)
-        self.end([TOOLS])
-        if outcome.status != "ok":
-            raise RuntimeError(f"the environment's tools cannot be listed ({outcome.status}): {outcome.message}")
-        return trajectory.tools
-
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def _add(self, key: str, start: dict[str, Any]) -> Record:
@@ -191,7 +178,6 @@ class EnvironmentPool:
             worker.ready, self._failed_starts = True, 0
         elif "key" in message and (trajectory := worker.answered(message["key"])):
             trajectory.is_pending = False
-            trajectory.tools = message["answer"].get("tools", [])
             self._outcomes[trajectory.key] = read_outcome(message["answer"], self._max_characters)
 
     def _replace(self, worker: WorkerLink) -> None:

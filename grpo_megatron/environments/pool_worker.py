@@ -7,7 +7,7 @@ import fcntl
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.workers.process import STARTUP_TIMEOUT_S, PipedProcess
@@ -26,12 +26,11 @@ class Record:
     worker: WorkerLink
     is_pending: bool = False  # the caller waits for an outcome
     failure: str = ""  # its process is gone, and is not replayed
-    tools: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
         """Completions so far."""
-        return len(self.start.get("completions", ()))
+        return len(self.start["completions"])
 
 
 class WorkerLink(PipedProcess):
@@ -41,9 +40,8 @@ class WorkerLink(PipedProcess):
         # The order of sets must not depend on the process. One thread: libraries' pools of threads do not survive forks.
         variables = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         super().__init__(PROGRAM, 16 * settings["max_characters"] + (1 << 17), variables)
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # Linux only; else a burst of requests waits for the next call
+        # A burst of requests fits the pipe. Otherwise its rest would wait for the pool's next call.
+        with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(self.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
         self.ready = False
         self.trajectories: dict[int, Record] = {}

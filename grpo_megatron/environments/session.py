@@ -6,7 +6,7 @@ a closed file or a seeded generator can only concern its own. What an environmen
 
     <- {"start": ROW, "seed": 7, "completions": [...]}    -> {"progress": 0}, ... per replayed call but the last
     <- {"step": COMPLETION}                               -> {"status": "ok", "step": {...}, "seconds": 0.1}
-    <- {"tools": true}                                    -> {"status": "raised", "message": "..."}
+                                                          or {"status": "raised", "message": "...", "seconds": 0.1}
 """
 
 from __future__ import annotations
@@ -95,14 +95,8 @@ class Session:
         """The answer to one request. Every exception of the environment becomes a status."""
         began = time.monotonic()
         try:
-            if "tools" in request:
-                answer: dict[str, Any] = {"tools": self._make().tools()}
-                json.dumps(answer)
-            elif "step" in request:
-                answer = {"step": self._step(request["step"])}
-            else:
-                answer = {"step": self._replay(request, send)}
-            answer["status"] = "ok"
+            step = self._step(request["step"]) if "step" in request else self._replay(request, send)
+            answer = {"status": "ok", "step": step}
         except MemoryError as error:
             answer = {"status": "memory", "message": describe(error)}
         except FloodedError as error:

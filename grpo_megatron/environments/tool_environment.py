@@ -41,9 +41,14 @@ class ToolEnvironment(Environment):
 
     @classmethod
     def preload(
-        cls, tools: Sequence[str] = (), format: str = "", max_parallel_calls: int = 0, **options: Mapping[str, Any]
+        cls,
+        tools: Sequence[str] = (),
+        format: str = "hermes",
+        max_parallel_calls: int = 4,
+        **options: Mapping[str, Any],
     ) -> None:
-        """Load what each tool shares."""
+        """Load what each tool shares. Raises ValueError where the constructor does."""
+        call_formats.get(format)
         for tool in _find(tools, options):
             tool.preload()
 

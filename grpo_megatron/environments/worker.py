@@ -1,8 +1,8 @@
 """The program of a worker: forks one process per environment, passes messages on, and ends those that break a limit.
 
 `EnvironmentPool` starts it as `python -m grpo_megatron.environments.worker PARENT_PID`; it is not meant to be run by
-hand. It imports the environment's class once and runs nothing else of the user's, so that it can neither hang nor die
-with an environment (session.py). Messages are JSON lines; KEY names a trajectory:
+hand. It imports and preloads the environment's class once, and runs nothing else of the user's, so that it can neither
+hang nor die with an environment (session.py). Messages are JSON lines; KEY names a trajectory:
 
     <- {"sys_path": [...], "name": ..., "kwargs": {...}, "timeout_s": ..., "memory_bytes": ..., "max_characters": ...}
                                                                    -> {"ready": true} or {"error": "ValueError: ..."}

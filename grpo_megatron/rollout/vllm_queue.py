@@ -121,7 +121,8 @@ def _until_stop(entry: _Entry, output: Any) -> Completion | None:
     """The completion, up to the token that completes a stop text, once there is one or vLLM has finished."""
     assert entry.stop is not None
     new = output.outputs[0]
-    for token, logprob in zip(new.token_ids, new.logprobs.logprobs, strict=True):
+    # In vllm 0.26, an output without a new token repeats all earlier logprobs.
+    for token, logprob in zip(new.token_ids, new.logprobs.logprobs, strict=True) if new.token_ids else ():
         entry.response_ids.append(token)
         entry.logprobs.append(logprob)
         if entry.stop.completed_by(entry.response_ids):

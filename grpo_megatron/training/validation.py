@@ -27,7 +27,7 @@ class ValidationRow:
     is_acc: bool
     length: int  # response tokens
     truncated: bool
-    reward_metrics: tuple[tuple[str, float], ...]
+    reward_metrics: tuple[tuple[str, float], ...]  # and what the environment reports
     example: tuple[str, str, str] | None  # prompt, response, answer; only of the first few prompts
 
 
@@ -73,6 +73,8 @@ class Validator:
     def _row(self, sample: Sample) -> ValidationRow:
         is_logged = sample.prompt_index < self.num_logged_samples and sample.index == 0
         extra = {k: v for k, v in sample.reward_metrics.items() if k not in ("acc", "ok", "timeout")}
+        if sample.turns:
+            extra |= {"turns": float(sum(t.kind == "assistant" for t in sample.turns)), **sample.trajectory_metrics}
         return ValidationRow(
             prompt_index=sample.prompt_index,
             index=sample.index,

@@ -77,12 +77,28 @@ def test_many_environments_answer_as_one_would(name: str, num_workers: int) -> N
         assert pool.wait(["0"])["0"].step == played(0, GUESSES)[-1]
 
 
+@pytest.mark.slow
+def test_one_worker_serves_hundreds_at_once() -> None:
+    """With two descriptors each, more than select(2) can wait for, and more than the usual limit of 1024."""
+    keys = [str(seed) for seed in range(600)]
+    with make_pool("hostile:Hostile", timeout_s=60.0) as pool:
+        workers = list(pool._workers)
+        for key in keys:
+            pool.start(key, {}, int(key))
+        pool.wait(keys)
+        outcomes = steps(pool, {key: "5" if int(key) % 100 else "exit" for key in keys})
+        assert [key for key in keys if outcomes[key].status == "died"] == [str(number) for number in range(0, 600, 100)]
+        assert all(outcomes[key].step == played(int(key), ["5"])[0] for key in keys if int(key) % 100)
+        assert pool._workers == workers  # nothing was saved by a replay
+
+
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
     """A pool of one worker after a turn in which every act was played at once, with neighbours between them."""
     acts = [*FATAL, *HARMLESS]
     neighbours = [f"neighbour {number}" for number in range(len(acts))]
     with make_pool("hostile:Hostile", memory_gib=0.5) as pool:
+        workers = list(pool._workers)
         for number, (act, neighbour) in enumerate(zip(acts, neighbours, strict=True)):
             pool.start(act, {"secret": 5}, 0)
             pool.start(neighbour, {}, number)
@@ -94,6 +110,7 @@ def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
             found = [one[neighbour].step for one in (first, second)]
             assert found == played(number, GUESSES[:2]), f"{neighbour}: {first[neighbour]}, {second[neighbour]}"
         yield pool, outcomes
+        assert pool._workers == workers  # nothing was saved by a replay
         pool.end([*acts, *neighbours])
         end = time.monotonic() + PATIENCE_S
         while len(living()) > 1 and time.monotonic() < end:
@@ -211,7 +228,7 @@ def test_keys_can_be_used_again_and_ended_at_any_time() -> None:
             assert pool.wait(["x"])["x"].step == played(1, GUESSES)[0]
 
 
-def test_environments_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_environments_that_cannot_be_loaded() -> None:
     problems = {
         "nowhere:Game": "cannot import module 'tests.environments.nowhere'",
         "games:Chess": "has no attribute 'Chess'",
@@ -219,8 +236,10 @@ def test_environments_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) 
     }
     for name, problem in problems.items():
         with make_pool(name) as pool, pytest.raises(RuntimeError, match=problem):
-            pool.tools()
-    with make_pool("hostile:BadSetup") as pool, pytest.raises(RuntimeError, match="OSError: no such game"):
-        pool.tools()
+            pool.start("x", {}, 0)
+            pool.wait("x")
+    with make_pool("hostile:BadSetup") as pool:
+        pool.start("x", {}, 0)
+        assert pool.wait("x")["x"].message == "OSError: no such game"
     with pytest.raises(ValueError, match=r"rollout.multi_turn.kwargs cannot be passed"):
         make_pool("games:Guess", kwargs={"most": object()})

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +17,7 @@ from grpo_megatron.environments.tool import ToolError
 from grpo_megatron.environments.tools.calculator import calculator
 from grpo_megatron.environments.tools.python import python
 from grpo_megatron.environments.tools.remote import remote
-from grpo_megatron.environments.tools.sandbox import _refuse
+from grpo_megatron.environments.tools.sandbox import _filter
 
 OWN = "tests.environments.hostile_tools:"
 QUESTION = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "2 + 2?"}]
@@ -36,7 +33,8 @@ def turns(completions: list[str], **kwargs: Any) -> list[Outcome]:
         keys = list(map(str, range(len(completions))))
         for key in keys:
             pool.start(key, {"messages": QUESTION, "id": 7}, 0)
-        assert all(outcome.step and outcome.step.messages == QUESTION for outcome in pool.wait(keys).values())
+        first = pool.wait(keys)
+        assert all(outcome.step and outcome.step.messages == QUESTION for outcome in first.values()), first["0"]
         for key, completion in zip(keys, completions, strict=True):
             pool.step(key, completion)
         return list(pool.wait(keys).values())
@@ -107,8 +105,8 @@ def test_hostile_tools() -> None:
     ],
 )
 def test_wrong_settings(kwargs: dict[str, Any], problem: str) -> None:
-    with EnvironmentPool("tools", kwargs) as pool, pytest.raises(RuntimeError, match=problem):
-        pool.tools()
+    with pytest.raises(RuntimeError, match=problem):
+        turns([""], **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -170,16 +168,20 @@ PROGRAMS = {  # code -> (whether it is an error, part of the text)
     ),
     "x = (": (True, "SyntaxError"),
     "import sys; sys.exit(3)": (True, "exit code 3"),
-    "import os; os.abort()": (True, "exit code 13"),
+    "import os; os.abort()": (True, "signal SIG"),
     "input()": (True, "EOFError"),
     "while True: pass": (True, "has not ended after 2 s"),
     "while True: print('x' * 1000)": (True, "has printed more than"),
-    "import os\nwhile True: os.fork()": (True, "processes; at most 16"),
+    "import os; os.fork()": (True, "PermissionError"),
+    "import subprocess; subprocess.run(['true'])": (True, "PermissionError"),
+    "import ctypes; ctypes.CDLL(None).vfork(); raise SystemExit(5)": (True, "exit code 5"),
+    "import socket; socket.socketpair()": (True, "PermissionError"),
+    "from threading import *; t = Thread(target=print, args=(1,)); t.start(); t.join()": (False, "1\n"),
     "bytearray(1 << 32)": (True, "MemoryError"),
     "open('a', 'wb').write(b'x' * (1 << 25))": (True, "File too large"),
     "[open('/dev/null') for _ in range(100)]": (True, "Too many open files"),
-    "import socket; socket.create_connection(('127.0.0.1', %d), 1)": (True, "Error"),
-    "import os; os.kill(%d, 9)": (True, "Error"),
+    "import socket; socket.create_connection(('127.0.0.1', %d), 1)": (True, "PermissionError"),
+    "import os; os.kill(%d, 9)": (True, "PermissionError"),
 }
 
 
@@ -197,24 +199,10 @@ def test_python(code: str, stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text in str(error.value)
 
 
-def test_a_program_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its child has left the session, and its parent is gone. Without namespaces the program ends by its time limit."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with contextlib.suppress(ToolError):
-        python("import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(604)", timeout_s=2.0)
-    folders = []
-    for link in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            folders.append(os.readlink(link))
-    assert not [folder for folder in folders if folder.startswith(str(tmp_path))]
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_namespaces_an_audit_hook_refuses() -> None:
-    for event in ("socket.connect", "socket.__new__", "os.kill"):
-        with pytest.raises(PermissionError, match=event):
-            _refuse(event, ())
-    _refuse("open", ())
+def test_only_known_machines_run_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(OSError, match="code cannot be isolated on riscv64; only on x86_64, aarch64"):
+        _filter()
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -303,5 +291,5 @@ def test_a_corpus_that_is_none(text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(text)
     for path, expected in ((tmp_path / "corpus.jsonl", problem), (tmp_path / "none", "cannot be read")):
         kwargs = {"tools": ["search"], "search": {"corpus": str(path)}}
-        with EnvironmentPool("tools", kwargs) as pool, pytest.raises(RuntimeError, match=expected):
-            pool.tools()
+        with pytest.raises(RuntimeError, match=expected):
+            turns([""], **kwargs)

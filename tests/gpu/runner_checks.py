@@ -13,8 +13,10 @@ from unittest import mock
 
 import torch
 
+from grpo_megatron.rollout.stop import StopTexts
 from tests.gpu.building import ON_CPU
 from tests.gpu.runner_bench import EOS, Bench, long_prompt, requests, share_of_same
+from tests.rollout.checks import Pairs
 
 CHECKS: dict[str, Callable[[Bench], Mapping[str, Any]]] = {}
 
@@ -109,6 +111,26 @@ def responses_end_with_their_stop_token(bench: Bench) -> Mapping[str, Any]:
     assert same / len(some) >= bench.bounds.same
     bench.push(0)  # directly after requests that ended at different times: nothing may still hold the cache
     return {"stopped": sum(c.finish_reason == "stop" for c in completions), "same up to the stop": same / len(some)}
+
+
+@check
+def responses_end_with_the_token_that_completes_a_stop_text(bench: Bench) -> Mapping[str, Any]:
+    """The engine may compute a step ahead: what it has drawn after the stop is dropped."""
+    some = requests(32, max_tokens=60)
+    whole = bench.draw(some)
+    decode, same, stopped = Pairs().decode, 0, 0
+    texts = [decode(c.response_ids[5:8], skip_special_tokens=True)[1:-1] for c in whole]
+    own = [replace(r, stop=StopTexts(Pairs(), [text])) if text else r for r, text in zip(some, texts, strict=True)]
+    for text, completion, unstopped in zip(texts, bench.draw(own), whole, strict=True):
+        ids = completion.response_ids
+        if text and text in decode(ids, skip_special_tokens=True):
+            stopped += 1
+            assert completion.finish_reason == "stop" and len(ids) == len(completion.logprobs)
+            assert text not in decode(ids[:-1], skip_special_tokens=True)
+        same += ids == unstopped.response_ids[: len(ids)]
+    assert stopped and same / len(some) >= bench.bounds.same
+    bench.push(0)  # directly after aborted requests: nothing may still hold the cache
+    return {"stopped": stopped, "same up to the stop": same / len(some)}
 
 
 @check

@@ -11,6 +11,7 @@ import pytest
 from grpo_megatron.config import DataConfig, RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.training.validation import ValidationRow, Validator, summarize
+from grpo_megatron.types import Sample, Turn
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
 
@@ -74,3 +75,21 @@ def test_the_first_problems_are_written_as_text(tmp_path: Path) -> None:
     text = file.read_text()
     assert [line for line in text.splitlines() if line.startswith("question")] == ["question 0", "question 1"]
     assert "--- response (2 tokens, scored 0.5)" in text and "--- reference answer\nanswer\n" in text
+
+
+def test_trajectories_report_their_turns_and_their_environments_numbers(tmp_path: Path) -> None:
+    class Player(FakeGenerator):
+        def draw(self, *arguments: Any, **named: Any) -> list[Sample]:
+            samples = super().draw(*arguments, **named)
+            for sample in samples[:3]:
+                sample.turns = [
+                    Turn(0, 1, "assistant", 0, 1),
+                    Turn(1, 2, "observation", 0, 9),
+                    Turn(2, 3, "assistant", 0, 20),
+                ]
+                sample.trajectory_metrics = {"tool_calls": float(sample.index)}
+            return samples
+
+    metrics = validator(tmp_path, Player()).run(0, Metrics())
+    assert metrics["val-aux/task/turns/mean"] == 2.0
+    assert metrics["val-aux/task/tool_calls/mean"] == pytest.approx(1 / 3)

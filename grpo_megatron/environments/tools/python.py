@@ -1,13 +1,12 @@
 """The tool `python`: runs a program in a subprocess, and returns what it prints.
 
-It limits wall-clock and CPU time, address space, the size of each file, open files, processes and output. The program has no
-network and cannot signal other processes (sandbox.py). It runs in an empty folder, which is deleted, with an environment
-of a few variables, so that it has no passwords or tokens from there. Each call is a new process.
+It limits wall-clock and CPU time, address space, the size of each file, open files and output. The program has no network,
+and can neither start processes nor signal others (sandbox.py). It runs in an empty folder, which is deleted, with an
+environment of a few variables, so that it has no passwords or tokens from there. Each call is a new process.
 
 **What it does not isolate.** The program runs as the user of the training run. It can read every file of this user, write
-where this user may write, fill the disk with many files, reach services through Unix sockets in the file system, and use the
-CPU caches and the kernel like any process. Where namespaces are not permitted, code that calls C can also use the network
-and send signals. Run untrusted models in a container of their own, without credentials, with a read-only file system.
+where this user may write (root also into /proc), fill the disk with many files, and use the CPU caches and the kernel like
+any process. Run models that you do not trust in a container, as a user without privileges or credentials.
 """
 
 from __future__ import annotations
@@ -22,19 +21,17 @@ import time
 from pathlib import Path
 
 from grpo_megatron.environments.tool import ToolError, tools
-from grpo_megatron.workers.family import MARK, count_below, end_tree
+from grpo_megatron.workers.family import MARK, end_tree
+from grpo_megatron.workers.process import describe_exit
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 MIB = 1 << 20
-COUNT_EVERY_S = 0.1  # seconds between counts of processes
 MAX_PRINTED = 1 << 20  # of output; then the program is killed
 
 
 @tools.register("python")
-def python(
-    code: str, *, timeout_s: float = 10.0, memory_mib: int = 1024, file_mib: int = 16, max_processes: int = 16
-) -> str:
+def python(code: str, *, timeout_s: float = 10.0, memory_mib: int = 1024, file_mib: int = 16) -> str:
     """Run a Python program and return what it prints.
 
     Args:
@@ -53,7 +50,7 @@ def python(
             start_new_session=True,
         )
         try:
-            output, problem = _run(process, code.encode("utf-8", "replace"), timeout_s, max_processes)
+            output, problem = _run(process, code.encode("utf-8", "replace"), timeout_s)
         finally:
             end_tree(process.pid)
             ended = process.wait()
@@ -62,12 +59,12 @@ def python(
                     pipe.close()
     text = output.decode("utf-8", "replace")
     if problem or ended:
-        raise ToolError(f"{text}\n{problem or f'the program has ended with exit code {ended}'}".strip())
+        raise ToolError(f"{text}\n{problem or f'the program has ended: {describe_exit(ended)}'}".strip())
     return text
 
 
-def _run(process: subprocess.Popen[bytes], code: bytes, timeout_s: float, max_processes: int) -> tuple[bytes, str]:
-    """(output, why the program must be killed or ""). Returns when all its processes have closed their output, or have to."""
+def _run(process: subprocess.Popen[bytes], code: bytes, timeout_s: float) -> tuple[bytes, str]:
+    """(output, why the program must be killed or ""). Returns when it has closed its output, or has to."""
     assert process.stdin
     assert process.stdout
     end = time.monotonic() + timeout_s
@@ -77,7 +74,7 @@ def _run(process: subprocess.Popen[bytes], code: bytes, timeout_s: float, max_pr
         selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select(COUNT_EVERY_S):
+            for key, _ in selector.select(max(end - time.monotonic(), 0)):
                 if key.fileobj is process.stdin:
                     left = _write(process.stdin.fileno(), left)
                     if not left:
@@ -92,8 +89,6 @@ def _run(process: subprocess.Popen[bytes], code: bytes, timeout_s: float, max_pr
                 return bytes(output[:MAX_PRINTED]), f"the program has printed more than {MAX_PRINTED} bytes"
             if time.monotonic() > end:
                 return bytes(output), f"the program has not ended after {timeout_s:g} s"
-            if (count := count_below(process.pid)) > max_processes:
-                return bytes(output), f"the program runs {count} processes; at most {max_processes}"
 
 
 def _write(descriptor: int, data: memoryview) -> memoryview:
