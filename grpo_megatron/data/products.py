@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config import ConfigError
 from grpo_megatron.data.arithmetic import NAMES, SEPARATOR, is_held_out, word_tokenizer, words_of
 from grpo_megatron.rewards.format import TAGS
 
@@ -25,14 +26,8 @@ PRODUCT_QUESTIONS = (
     "There are {a} {container} of {b} {noun}. How many {noun} has {name}?",
     "{name} fills {a} {container}, {b} {noun} in each. How many?",
 )
-CALCULATOR_CALL = (
-    '{"name": "',
-    "calculator",
-    '", "arguments": {"',
-    "expression",
-    '": "',
-    '"}}',
-)  # a call's tokens, but numbers
+# The tokens of a call, except those of its expression.
+CALCULATOR_CALL = ('{"name": "', "calculator", '", "arguments": {"', "expression", '": "', '"}}')
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 PRODUCT_CHARACTERS = "0123456789*,.? "  # one token per character
 CHAT_TEMPLATE = (
@@ -79,7 +74,19 @@ def calling_turns(a: int, b: int) -> list[dict[str, Any]]:
 
 
 def product_problems(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
-    """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others."""
+    """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others.
+
+    Raises ConfigError when fewer than 2 x `count` rows exist.
+    """
+    numbers = range(SMALLEST, LARGEST + 1)
+    pairs = sum(is_held_out(a, b) == held_out for a in numbers for b in numbers)
+    most = (
+        pairs * len(PRODUCT_QUESTIONS) * len(NAMES) * len(CONTAINERS) * len(CONTENTS) // 2
+    )  # with more, drawing is slow
+    if not 0 < count <= most:
+        raise ConfigError(
+            f"cannot draw {count} different {'held-out' if held_out else 'training'} rows; at most {most}"
+        )
     draw = random.Random(f"{seed}/{'val' if held_out else 'train'}")
     answers: dict[str, int] = {}
     while len(answers) < count:

@@ -25,14 +25,8 @@ PERSONS, FIRMS, CITIES = range(100, 700), range(700, 1000), range(10, 100)  # di
 HOP_QUESTIONS = ("In which city does person {person} work?", "Person {person} works in a city. Which one?")
 WORKS, LIES = "Person {person} works for firm {firm}.", "Firm {firm} is in city {city}."
 FIRST_QUERY, SECOND_QUERY = "person {person}", "city firm {firm}"
-SEARCH_CALL = (
-    '{"name": "',
-    "search",
-    '", "arguments": {"',
-    "query",
-    '": "',
-    '"}}',
-)  # a call's tokens, but those of its query
+# The tokens of a call, except those of its query.
+SEARCH_CALL = ('{"name": "', "search", '", "arguments": {"', "query", '": "', '"}}')
 HOP_CHARACTERS = "0123456789[].,:? "  # one token per character
 
 SEARCHING_STEPS, MIXED_STEPS, ROWS_PER_STEP, GUESS_SHARE = 300, 40, 32, 0.82  # the warm-up's curriculum

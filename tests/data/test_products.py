@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.config import DataConfig
+from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data import products
 from grpo_megatron.data.arithmetic import is_held_out
 from grpo_megatron.data.conversation import TurnRenderer
@@ -55,6 +55,11 @@ def test_rows_are_tokens_of_a_rollout(folder: Path) -> None:
     assert [turn.kind for turn in response.turns] == ["assistant", "observation", "assistant"]
     unknown = tokenizer.convert_tokens_to_ids("<unk>")
     assert not any(unknown in [*prompt, *response.ids] for prompt, response in examples[:500])
+
+
+def test_more_rows_than_there_are_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="cannot draw 1000000 different held-out rows; at most"):
+        products.product_problems(0, 1_000_000, held_out=True)
 
 
 def test_held_out_pairs_are_in_no_other_file(folder: Path) -> None:

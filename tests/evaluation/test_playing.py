@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_megatron.checks.names import task_problem
+from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.environments.environment import Environment, Step
 from grpo_megatron.evaluation import results
@@ -24,6 +26,7 @@ from tests.data.test_conversation import CHATML
 from tests.evaluation.models import make_folder, write_rows
 from tests.sampling.fakes import LoneMesh
 
+ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
 TASK = {
     "name": "sums",
@@ -159,8 +162,12 @@ def test_what_is_refused(root: Path, tmp_path: Path, changes: dict[str, Any], me
         settings(root, tmp_path / "out", **changes)
 
 
-def test_training_does_not_validate_on_a_task_with_an_environment(root: Path, tmp_path: Path) -> None:
+def test_training_reads_the_environment_from_its_own_config_only(root: Path, tmp_path: Path) -> None:
     settings(root, tmp_path / "out")
+    config = load_config(ROOT / "examples/quickstart.yaml", [f"data.task={tmp_path}/sums.yaml"])
+    assert "rollout.multi_turn.environment is not set" in (task_problem(config) or "")
+    played = load_config(ROOT / "examples/agents/calculator.yaml", [f"data.task={tmp_path}/sums.yaml"])
+    assert task_problem(played) is None
     data = DataConfig(val_tasks=[str(tmp_path / "sums.yaml")], val_data=root)
     with pytest.raises(ConfigError, match="task 'sums' plays an environment: .*rollout.multi_turn"):
         read_task_prompts(data, {}, None)
