@@ -1,7 +1,7 @@
 """Validation: everything that can be known to be wrong before a process group, a model or an engine exists.
 
 Every rank runs it. Each check is a small generator of problems, in the file of its topic; all of them run, so that one
-start shows every mistake. A section's own values are checked in `config.py`. What is read from disk (`inputs.py`) goes
+start shows every mistake. A section's own values are checked in `config/`. What is read from disk (`inputs.py`) goes
 to the trainer in `Checked`, so that no file is read twice.
 """
 

@@ -1,0 +1,38 @@
+"""The sections `data` and `sft`: files, prompts, the supervised warmup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from grpo_megatron.config.model import OptimConfig
+from grpo_megatron.config.section import Count, Section, Seed
+
+
+class DataConfig(Section):
+    task: str = "gsm8k"  # how rows become prompts: a built-in task, a task file, or module:function (data/tasks.py)
+    train_files: list[Path] = []  # .jsonl or .json, read in this order
+    val_files: list[Path] = []
+    train_batch_size: Count = 512
+    gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
+    val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
+    val_data: Path | None = None  # folder with the files of val_tasks
+    val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
+    max_prompt_length: int = Field(1024, ge=1)
+    max_response_length: int = Field(2048, ge=1)
+    filter_overlong_prompts: bool = True  # drop prompts above max_prompt_length; false: they are an error
+    shuffle: bool = True  # the training prompts, in a new order in each epoch
+    seed: Seed = 42  # of the shuffling
+    apply_chat_template: bool = True  # false: the task's plain text prompt
+    chat_template: Path | None = None  # Jinja file; null: the tokenizer's template
+    system_prompt: str | None = None  # null: the task's system prompt
+
+
+class SftConfig(Section):
+    """The supervised warmup before GRPO. steps = 0: there is none."""
+
+    steps: int = Field(0, ge=0)  # optimizer steps
+    train_files: list[Path] = []  # rows {"prompt": ..., "response": ...}
+    train_batch_size: Count = 32  # rows per optimizer step
+    optim: OptimConfig = OptimConfig()

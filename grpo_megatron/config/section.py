@@ -1,0 +1,72 @@
+"""Section: the base of all sections, ConfigError, and the types of values with their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from grpo_megatron.reading.bounds import integer_problem, path_problem, text_problem
+
+
+class ConfigError(ValueError):
+    """A mistake in the user's input. The message names key, value, arithmetic and remedy; the CLI exits with code 2."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic reads `n: yes` as 1."""
+        kind = str(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and "bool" not in kind and ("int" in kind or "float" in kind):
+            raise PydanticCustomError("number", "a number is needed, not true or false")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_used(cls, value: Any) -> Any:
+        """No key may hold what a file system, an encoding or 64 bits cannot."""
+        if problem := next(_unusable(value), None):
+            raise PydanticCustomError("unusable", "{problem}", {"problem": problem})
+        return value
+
+
+def _unusable(value: Any) -> Iterator[str]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _unusable(item)
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _unusable(pair)
+    problem = None
+    if isinstance(value, Path):
+        problem = path_problem(value)
+    elif isinstance(value, str):
+        problem = text_problem(value)
+    elif isinstance(value, int):
+        problem = integer_problem(value)
+    if problem is not None:
+        yield problem
+
+
+def _not_zero(steps: int) -> int:
+    if steps == 0:
+        raise PydanticCustomError("frequency", "every 0 steps has no meaning; set -1 for never")
+    return steps
+
+
+# Upper bounds are far above any sensible value. A value beyond them is a slip of the pen, which would be found late: as
+# weights that are not finite, or as a machine without memory.
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Coefficient = Annotated[float, Field(ge=0, le=1e4)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Processes = Annotated[int, Field(ge=1, le=1024)]  # on one machine
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(gt=0, le=10_000_000)]  # 115 days
+Frequency = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # every so many steps; -1: never
