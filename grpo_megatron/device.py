@@ -43,7 +43,7 @@ class Hardware:
 
 def read_hardware(kind: Literal["auto", "cpu", "cuda"]) -> Hardware:
     """The features of this machine, for a run with `trainer.device` = `kind`. Imports Transformer Engine if it is usable."""
-    _, engine_problem = examine_engine()
+    engine_problem = examine_engine()[1]
     if kind == "cpu" or not torch.cuda.is_available():
         return Hardware(None, None, engine_problem)
     index = int(os.environ.get("LOCAL_RANK", "0"))
@@ -113,8 +113,7 @@ class Device:
         """None on the CPU, whose memory nothing here divides."""
         if not self.is_cuda:
             return None
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return DeviceMemory(free, total, torch.cuda.memory_reserved(self.torch_device))
+        return DeviceMemory(*torch.cuda.mem_get_info(self.torch_device), torch.cuda.memory_reserved(self.torch_device))
 
     def memory_gib(self) -> dict[str, float]:
         """Peak memory of this rank in GiB (2**30 bytes). The metric names, with `_gb`, are verl's."""

@@ -26,7 +26,7 @@ from grpo_megatron.environments.pool_worker import Record, WorkerLink
 from grpo_megatron.workers.family import end_orphans
 from grpo_megatron.workers.process import MAX_FAILED_STARTS
 
-MAX_SHOWN = 1 << 16  # characters of the environments' output that a pool prints
+MAX_CONSOLE = 1 << 16  # characters of the environments' output that a pool prints
 
 
 class EnvironmentPool:
@@ -200,12 +200,12 @@ class EnvironmentPool:
         new.recover(worker.trajectories.values())
 
     def _show(self, worker: WorkerLink) -> None:
-        """Print what environments print, up to MAX_SHOWN characters."""
+        """Print what environments print, up to MAX_CONSOLE characters."""
         text, more = worker.read_log()
         if not more and worker.stderr in self._selector.get_map():
             self._selector.unregister(worker.stderr)
-        if text and self._shown < MAX_SHOWN:
-            sys.stderr.write(text[: MAX_SHOWN - self._shown])
+        if text and self._shown < MAX_CONSOLE:
+            sys.stderr.write(text[: MAX_CONSOLE - self._shown])
             self._shown += len(text)
-            if self._shown >= MAX_SHOWN:
+            if self._shown >= MAX_CONSOLE:
                 sys.stderr.write("\n[further output of environments is not shown]\n")

@@ -381,8 +381,7 @@ def _call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_one_process_reports_each_problem_once(run: Path, tmp_path: Path) -> None:
     done = _call("grpo_megatron", "train", str(run / "run.yaml"), f"{TP}=4", NO_TOKENIZER, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (2, "")
     first, second = done.stderr.splitlines()
     assert first.startswith(f"error: {TP}=4")
     assert second.startswith("error: tokenizer folder 'nowhere'")
@@ -396,7 +395,6 @@ def test_two_ranks_report_each_problem_once(run: Path, tmp_path: Path) -> None:
     assert done.returncode == 1  # torchrun's own
     assert done.stderr.count("error: actor.megatron") == 1, done.stderr
     before, _, table = done.stderr.partition("Root Cause")
-    assert f"{TP}=4" in before
-    assert f"{TP}=4" in table
+    assert f"{TP}=4" in before and f"{TP}=4" in table
     assert done.stderr.count("Traceback") == 1, "there must be torchrun's traceback only"
     assert list(tmp_path.iterdir()) == []

@@ -3,9 +3,8 @@
 Workers are started with `subprocess`: they are never forked from a process with threads or CUDA, and they do not import
 `__main__`. Every item has a wall-clock deadline; a worker that misses it is killed and replaced. What a reward has started
 ends with its worker (family.py), or, after a run that was killed as a whole, when the next pool is made. One thread serves
-all pipes (`selectors`), so that no worker can block the parent. Workers die with the parent: by the end of stdin, and on
-Linux by PR_SET_PDEATHSIG. The kernel also sends that signal when the *thread* that started the worker ends. A worker that
-was lost between two calls is replaced silently.
+all pipes (`selectors`), so that no worker can block the parent. Workers die with the parent, and with the *thread* that
+started them (PR_SET_PDEATHSIG). A worker that was lost between two calls is replaced silently.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Item = tuple[str, str, str]  # (reward name, completion, answer)
 class RewardPool:
     """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function.
 
-    `grade` waits for the results of a batch. `begin`, `submit`, `serve` and `collect` are its parts, for a caller that has
-    other work to do. Use the pool in a `with` block, or call `close`, and from one thread. `counts` sums the statuses of
+    `grade` waits for the results of a batch. `begin`, `submit`, `serve` and `collect` are its parts, for a busy caller.
+    Use the pool in a `with` block, or call `close`, and from one thread. `counts` sums the statuses of
     all items that were graded. Raises ValueError when `kwargs` cannot be written as JSON; `check_reward` checks the names
     of rewards.
     """
@@ -58,8 +57,7 @@ class RewardPool:
         self._selector = selectors.DefaultSelector()
         self._tested: set[str] = set()
         self._named: set[tuple[str, str]] = set()  # (reward, entry) that were reported as text
-        self._closed = False
-        self._failed_starts = 0
+        self._closed, self._failed_starts = False, 0
         self._log_left = MAX_LOG
         self._served_at = time.monotonic()
         # the batch in progress
@@ -79,8 +77,8 @@ class RewardPool:
     def close(self) -> None:
         """Kill the workers. Idempotent."""
         self._closed = True
-        for worker in list(self._workers):
-            self._remove(worker)
+        while self._workers:
+            self._remove(self._workers[0])
         self._selector.close()
 
     def grade(self, items: Sequence[Item], *, quiet: bool = False) -> list[RewardResult]:
@@ -103,14 +101,14 @@ class RewardPool:
         self._begin(self.kwargs)
 
     def submit(self, item: Item) -> None:
-        """Add an item to the batch. Like `serve`, it returns at once: the workers grade while the caller does other work."""
+        """Add an item to the batch. Returns at once: the workers grade while the caller does other work."""
         self._todo.append(len(self._items))
         self._items.append(item)
         self._results.append(None)
         self._hand_out()
 
     def serve(self) -> None:
-        """Take the results that are there and hand out further items, without waiting. Raises RuntimeError as `grade` does.
+        """Take the results that are there and hand out further items, without waiting. Raises as `grade` does.
 
         To be called often between `begin` and `collect`: workers run out of items, and deadlines are checked here. Time
         during which the rest of an item waited in this process for the next call does not count.
@@ -125,7 +123,7 @@ class RewardPool:
         self._served_at = time.monotonic()
 
     def collect(self, *, quiet: bool = False) -> list[RewardResult]:
-        """Wait for the results of the batch, in the order of `submit`. Raises RuntimeError as `grade` does."""
+        """Wait for the results of the batch, in the order of `submit`. Raises as `grade` does."""
         results = self._wait()
         self.counts.update(result.status for result in results)
         failed = [result for result in results if result.status != "ok"]
@@ -285,10 +283,10 @@ class RewardPool:
         worker.close()
 
     def _watch(self, pipe: Any, events: int, worker: WorkerProcess) -> None:
-        known = pipe in self._selector.get_map()
-        if events and not known:
+        is_watched = pipe in self._selector.get_map()
+        if events and not is_watched:
             self._selector.register(pipe, events, worker)
-        elif known and not events:
+        elif is_watched and not events:
             self._selector.unregister(pipe)
 
     def _show(self, worker: WorkerProcess) -> None:
@@ -297,7 +295,6 @@ class RewardPool:
         if not more:
             self._watch(worker.stderr, 0, worker)  # the reward closed it; stdout tells whether the process lives
         if text and self._log_left > 0:
-            sys.stderr.write(text[: self._log_left])
+            ending = "" if len(text) < self._log_left else "\n[further output of reward workers is not shown]\n"
+            sys.stderr.write(text[: self._log_left] + ending)
             self._log_left -= len(text)
-            if self._log_left <= 0:
-                sys.stderr.write("\n[further output of reward workers is not shown]\n")
