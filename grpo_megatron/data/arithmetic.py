@@ -14,7 +14,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +85,36 @@ def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
 
     Raises ConfigError when fewer than 2 x `count` rows exist.
     """
-    numbers = range(1, LARGEST + 1)
-    pairs = sum(is_held_out(a, b) == held_out for a in numbers for b in numbers)
-    most = pairs * len(TEMPLATES) * len(NAMES) * len(NOUNS) // 2  # with more, drawing until all differ becomes slow
-    if not 0 < count <= most:
+    num_texts = len(TEMPLATES) * len(NAMES) * len(NOUNS)
+
+    def problem(draw: random.Random) -> tuple[str, int]:
+        prompt, a, b = _problem(draw, held_out)
+        return prompt, a + b
+
+    return different_rows(seed, count, held_out, num_pairs(range(1, LARGEST + 1), held_out) * num_texts, problem)
+
+
+def num_pairs(numbers: range, held_out: bool) -> int:
+    """How many pairs of these numbers are held out, or are not."""
+    return sum(is_held_out(a, b) == held_out for a in numbers for b in numbers)
+
+
+def different_rows(
+    seed: int, count: int, held_out: bool, total: int, problem: Callable[[random.Random], tuple[str, int]]
+) -> list[dict[str, str]]:
+    """`count` different rows {"prompt", "answer"} that `problem` draws. `total` is the number of different ones.
+
+    Raises ConfigError for more than half of `total`: drawing until all differ would become slow.
+    """
+    if not 0 < count <= total // 2:
         raise ConfigError(
-            f"cannot draw {count} different {'held-out' if held_out else 'training'} rows; at most {most}"
+            f"cannot draw {count} different {'held-out' if held_out else 'training'} rows; at most {total // 2}"
         )
     draw = random.Random(f"{seed}/{'val' if held_out else 'train'}")
     answers: dict[str, int] = {}
     while len(answers) < count:
-        prompt, a, b = _problem(draw, held_out)
-        answers[prompt] = a + b
+        prompt, answer = problem(draw)
+        answers[prompt] = answer
     return [{"prompt": prompt, "answer": str(answer)} for prompt, answer in answers.items()]
 
 
@@ -138,9 +156,14 @@ def write_task(folder: Path, seed: int, num_train: int = 4096, num_val: int = 25
         "val.jsonl": problem_rows(seed, num_val, held_out=True),
         "written.jsonl": written_rows(seed, num_val),
     }
+    write_data(folder, files, build_tokenizer())
+
+
+def write_data(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]], tokenizer: Any) -> None:
+    """Write `files` (name -> rows) and tokenizer/ into the existing `folder`."""
     for name, rows in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    build_tokenizer().save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder / "tokenizer")
 
 
 def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:

@@ -8,14 +8,21 @@ answers only, brings the calls back. Validation uses pairs {a, b} that never occ
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import ConfigError
-from grpo_megatron.data.arithmetic import NAMES, SEPARATOR, is_held_out, word_tokenizer, words_of
+from grpo_megatron.data.arithmetic import (
+    NAMES,
+    SEPARATOR,
+    different_rows,
+    is_held_out,
+    num_pairs,
+    word_tokenizer,
+    words_of,
+    write_data,
+)
 from grpo_megatron.rewards.format import TAGS
 
 SMALLEST, LARGEST = 32, 99  # all products have four digits
@@ -78,21 +85,14 @@ def product_problems(seed: int, count: int, held_out: bool) -> list[dict[str, st
 
     Raises ConfigError when fewer than 2 x `count` rows exist.
     """
-    numbers = range(SMALLEST, LARGEST + 1)
-    pairs = sum(is_held_out(a, b) == held_out for a in numbers for b in numbers)
-    most = (
-        pairs * len(PRODUCT_QUESTIONS) * len(NAMES) * len(CONTAINERS) * len(CONTENTS) // 2
-    )  # with more, drawing is slow
-    if not 0 < count <= most:
-        raise ConfigError(
-            f"cannot draw {count} different {'held-out' if held_out else 'training'} rows; at most {most}"
-        )
-    draw = random.Random(f"{seed}/{'val' if held_out else 'train'}")
-    answers: dict[str, int] = {}
-    while len(answers) < count:
+    num_texts = len(PRODUCT_QUESTIONS) * len(NAMES) * len(CONTAINERS) * len(CONTENTS)
+
+    def problem(draw: random.Random) -> tuple[str, int]:
         question, a, b = _problem(draw, held_out)
-        answers[question] = a * b
-    return [{"prompt": question, "answer": str(answer)} for question, answer in answers.items()]
+        return question, a * b
+
+    total = num_pairs(range(SMALLEST, LARGEST + 1), held_out) * num_texts
+    return different_rows(seed, count, held_out, total, problem)
 
 
 def build_product_tokenizer() -> Any:
@@ -111,9 +111,7 @@ def write_products(folder: Path, seed: int, num_train: int = 4096, num_val: int 
         "train.jsonl": product_problems(seed, num_train, held_out=False),
         "val.jsonl": product_problems(seed, num_val, held_out=True),
     }
-    for name, rows in files.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    build_product_tokenizer().save_pretrained(folder / "tokenizer")
+    write_data(folder, files, build_product_tokenizer())
 
 
 def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:

@@ -11,13 +11,12 @@ about persons that occur neither in the warm-up nor in training, so their answer
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.data.arithmetic import SEPARATOR, word_tokenizer, words_of
+from grpo_megatron.data.arithmetic import SEPARATOR, word_tokenizer, words_of, write_data
 from grpo_megatron.data.products import CHAT_TEMPLATE, MARKS
 from grpo_megatron.rewards.format import TAGS
 
@@ -108,9 +107,7 @@ def write_two_hops(folder: Path, seed: int, num_train: int = 4096, num_val: int 
         "train.jsonl": hop_problems(seed, num_train, held_out=False),
         "val.jsonl": hop_problems(seed, num_val, held_out=True),
     }
-    for name, rows in files.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    build_hop_tokenizer().save_pretrained(folder / "tokenizer")
+    write_data(folder, files, build_hop_tokenizer())
 
 
 def _call(query: str) -> dict[str, Any]:
