@@ -21,12 +21,12 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
     raw["reward"]["max_failed_ratio"] = 1.0  # half of the samples fail, by chance some more
     raw["actor"] = {**raw["actor"], "use_kl_loss": False}
     results = worlds.run(run_ranks.train, 2, raw=raw)
-    rewards = [sample[4] for step in run_ranks.all_samples(results).values() for sample in step]
+    rewards = [sample[-1] for step in run_ranks.all_samples(results).values() for sample in step]
     assert any(math.isnan(reward) for reward in rewards) and not all(math.isnan(reward) for reward in rewards)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2
     for row, step in zip(rows, run_ranks.all_samples(results).values(), strict=True):
-        failed = sum(math.isnan(sample[4]) for sample in step) / len(step)
+        failed = sum(math.isnan(sample[-1]) for sample in step) / len(step)
         assert row["reward/failed_ratio"] == pytest.approx(failed)
         assert row["critic/unscorable_ratio"] == pytest.approx(failed)
         assert row["actor/skipped_updates"] == 0

@@ -225,7 +225,13 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
     calls: list[tuple[str, Any]] = []
     engine = VllmEngine.__new__(VllmEngine)
     engine.__dict__.update(
-        _can_sleep=True, _sleep_level=level, _asleep=set(), _version=3, _device=SimpleNamespace(is_cuda=True)
+        _can_sleep=True,
+        _sleep_level=level,
+        _asleep=set(),
+        _version=3,
+        _device=SimpleNamespace(is_cuda=True),
+        _broken=None,
+        _queue=[],
     )
     engine._llm = SimpleNamespace(
         sleep=lambda level: calls.append(("sleep", level)), wake_up=lambda tags: calls.append(("wake", tags))
