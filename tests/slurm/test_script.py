@@ -172,6 +172,7 @@ def test_usr1_stops_the_run(job: Job) -> None:
     assert any(line.startswith("trainer.stop_at=") for line in command)
 
 
+@pytest.mark.slow
 def test_a_hanging_run_leaves_stacks_and_is_ended(job: Job) -> None:
     status, text = job.run(TRAIN_DOES="exec sleep 1000", HANG_SECONDS="1")
     assert status == 75 and "it hung; requeued" in text.splitlines()[-1], text

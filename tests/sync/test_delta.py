@@ -151,6 +151,7 @@ def run_training(rates: list[float], record: Callable[[str, object], None]) -> d
     return means
 
 
+@pytest.mark.slow
 def test_300_steps_are_lossless_within_the_bound_of_bytes(record_property: Any) -> None:
     """60 steps at each learning rate. Measured densities: 0.002, 0.006, 0.016, 0.1, 0.5."""
     means = run_training([lr for lr in LEARNING_RATES for _ in range(60)], record_property)

@@ -44,6 +44,7 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_batch_that_grows_while_the_caller_works_gives_the_same_results(pool: RewardPool) -> None:
     names = ["1", "raise", "os._exit", "2", "sleep", "nan", "os._exit", "3", *map(str, range(4, 30))]
     items = [("batch_reward:reward", name, "") for name in names]
