@@ -51,6 +51,7 @@ class RewardResult:
     message: str = ""
     steps: Steps = ()  # (end of the step in the completion, its reward), increasing
     texts: dict[str, str] = field(default_factory=dict)  # what the function reports that is not a finite number
+    seconds: float = field(default=0.0, compare=False)  # that the function took
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """Grading: the rewards of the samples of one draw. The reward workers grade what is complete while the engine draws the rest.
 
+Where grading took less than WORTH_OVERLAP_S of a worker's time in the draw before, it waits until all is drawn: workers that
+wake up for microseconds would only take the engine's processor. The rewards are the same either way.
+
 A problem of the workers is kept until `finish`: a rank that left in the middle of a draw would leave the other ranks of its
 block waiting in the engine.
 """
@@ -9,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.types import Sample
+
+WORTH_OVERLAP_S = 0.05
 
 
 class Grading:
@@ -18,6 +24,7 @@ class Grading:
 
     def __init__(self, pool: RewardPool | None, tokenizer: Any) -> None:
         self.pool, self.tokenizer = pool, tokenizer
+        self._overlaps = True
         self._samples: list[Sample] = []
         self._problem: str | None = None
 
@@ -31,18 +38,24 @@ class Grading:
         if self.pool is not None:
             sample.text = self._text(sample.response_ids)
             self._samples.append(sample)
-            self._attempt(lambda pool: pool.submit((sample.prompt.reward, sample.text, sample.prompt.answer)))
+            if self._overlaps:
+                self._submit(sample)
 
     def serve(self) -> None:
         """Hand out and take what can be without waiting."""
-        self._attempt(lambda pool: pool.serve())
+        if self._overlaps:
+            self._attempt(lambda pool: pool.serve())
 
     def finish(self) -> str | None:
         """Wait for the last result, then set reward, its metrics and steps of all samples.
 
         Returns why the workers cannot run at all, if so: then every rank must stop.
         """
-        for sample, result in zip(self._samples, self._attempt(lambda pool: pool.collect()) or (), strict=False):
+        for sample in [] if self._overlaps else self._samples:
+            self._submit(sample)
+        results: list[RewardResult] = self._attempt(lambda pool: pool.collect()) or []
+        self._overlaps = any(r.status != "ok" for r in results) or sum(r.seconds for r in results) > self._worth_overlap
+        for sample, result in zip(self._samples, results, strict=False):
             sample.reward = result.reward
             sample.reward_metrics = {
                 **result.metrics,
@@ -52,6 +65,14 @@ class Grading:
             sample.reward_texts, sample.reward_failure = result.texts, result.message
             sample.steps = self._step_tokens(sample, result.steps)
         return self._problem
+
+    @property
+    def _worth_overlap(self) -> float:
+        """Seconds of all workers together."""
+        return 0.0 if self.pool is None else WORTH_OVERLAP_S * self.pool.num_workers
+
+    def _submit(self, sample: Sample) -> None:
+        self._attempt(lambda pool: pool.submit((sample.prompt.reward, sample.text, sample.prompt.answer)))
 
     def _attempt(self, call: Callable[[RewardPool], Any]) -> Any:
         """Do nothing after the first problem."""

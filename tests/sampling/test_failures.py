@@ -79,6 +79,7 @@ def test_no_samples_and_ratio_one_never_stop() -> None:
 class FailingPool:
     """Fails on the first sample of a draw."""
 
+    num_workers = 1
     num_items = 0
 
     def begin(self, names: list[str]) -> None:

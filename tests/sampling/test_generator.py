@@ -81,13 +81,16 @@ def test_the_share_of_cached_prompt_tokens_is_logged() -> None:
 class SlowPool:
     """Grades a sample by its text's length, one for each call of `serve`. `events` tells the order of all calls."""
 
-    def __init__(self, problem: str | None = None) -> None:
+    num_workers = 2
+
+    def __init__(self, problem: str | None = None, seconds: float = 0.0) -> None:
         self.events: list[str] = []
+        self.seconds = seconds
         self.problem = problem
         self.items: list[tuple[str, str, str]] = []
 
     def begin(self, names: list[str]) -> None:
-        self.events.append(f"begin {names}")
+        self.events, self.items = [f"begin {names}"], []
 
     def submit(self, item: tuple[str, str, str]) -> None:
         self.events.append("submit")
@@ -100,14 +103,27 @@ class SlowPool:
 
     def collect(self) -> list[RewardResult]:
         self.events.append("collect")
-        return [RewardResult(float(len(text)), {"acc": 1.0}) for _, text, _ in self.items]
+        return [RewardResult(float(len(text)), {"acc": 1.0}, seconds=self.seconds) for _, text, _ in self.items]
 
 
-def draw_and_grade(pool: SlowPool) -> tuple[list[Sample], SeedEngine]:
+def draw_and_grade(pool: SlowPool, num_draws: int = 1) -> tuple[list[Sample], SeedEngine]:
     engine: Any = SeedEngine(lambda: pool.events.append("step"))
     generator = Generator(engine, pool, Letters(), LoneMesh(), RolloutConfig(seed=9), lambda: "")  # type: ignore[arg-type]
     prompts = [prompt(i) for i in range(4)]
-    return generator.draw(prompts, 2, draw_id=0, version=0, max_tokens=8, temperature=1.0, metrics=Metrics()), engine
+    arguments: dict[str, Any] = {"version": 0, "max_tokens": 8, "temperature": 1.0, "metrics": Metrics()}
+    drawn = [generator.draw(prompts, 2, draw_id=0, **arguments) for _ in range(num_draws)]
+    assert all(samples == drawn[0] for samples in drawn)
+    return drawn[0], engine
+
+
+@pytest.mark.parametrize(("seconds", "overlaps"), [(0.012, False), (0.013, True)])
+def test_quick_rewards_are_graded_after_the_draw(seconds: float, overlaps: bool) -> None:
+    """Eight of them, with two workers, against 0.05 s per worker."""
+    pool = SlowPool(seconds=seconds)
+    draw_and_grade(pool, num_draws=2)
+    last_step = len(pool.events) - 1 - pool.events[::-1].index("step")
+    assert ("submit" in pool.events[:last_step]) is overlaps
+    assert pool.events.count("submit") == 8 and pool.events[-1] == "collect"
 
 
 def test_a_response_is_graded_while_the_others_are_drawn() -> None:

@@ -29,6 +29,8 @@ class Numbers:
 class SumPool:
     """The reward is 1 for every text. `steps`: the text's first token is a step."""
 
+    num_workers = 1
+
     def __init__(self, steps: bool = False) -> None:
         self.steps, self.texts = steps, []  # type: ignore[var-annotated]
 

@@ -52,7 +52,7 @@ class RewardPool:
             raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
         end_orphans()
         self.counts: Counter[str] = Counter()
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._tested: set[str] = set()
@@ -228,10 +228,10 @@ class RewardPool:
                 status: Literal["error", "timeout"] = "timeout" if reply.get("status") == "timeout" else "error"
                 self._fail(reply["id"], status, reply["error"])
             else:
-                steps = tuple((end, value) for end, value in reply["steps"])
                 texts = {key: printable(text) for key, text in reply["texts"].items()}
                 self._name_texts(self._items[reply["id"]][0], texts)
-                self._results[reply["id"]] = RewardResult(reply["reward"], reply["metrics"], steps=steps, texts=texts)
+                more = {"steps": tuple(map(tuple, reply["steps"])), "texts": texts, "seconds": reply["seconds"]}
+                self._results[reply["id"]] = RewardResult(reply["reward"], reply["metrics"], **more)
         return alive
 
     def _name_texts(self, name: str, texts: Mapping[str, str]) -> None:
@@ -269,7 +269,7 @@ class RewardPool:
         self._start_missing()
 
     def _start_missing(self) -> None:
-        while len(self._workers) < self._num_workers:
+        while len(self._workers) < self.num_workers:
             worker = WorkerProcess()
             self._workers.append(worker)
             self._watch(worker.stdout, selectors.EVENT_READ, worker)

@@ -23,6 +23,7 @@ import json
 import os
 import resource
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.rewards import RewardFunction, rewards
@@ -51,8 +52,9 @@ def main() -> None:
             reply(replies, {"loaded": name})  # the item's time starts here: imports do not count
         function = functions[name]
         memory.enable(":" not in name)
+        start = time.perf_counter()
         result = {"error": function} if isinstance(function, str) else _grade(function, request)
-        reply(replies, {"id": request["id"], **result})
+        reply(replies, {"id": request["id"], "seconds": time.perf_counter() - start, **result})
     os._exit(0)  # does not wait for threads of a user's reward
 
 
