@@ -37,7 +37,7 @@ from grpo_megatron.parallel.stalls import Beat, StalledRank, Watch, behind, read
 
 FOLDER, REPORTS = "heartbeats", "stalls"
 MAX_WATCHERS = 8
-MIN_PERIOD_S, MAX_PERIOD_S = 0.1, 5.0  # of the beats; a new phase is written at once
+MIN_PERIOD_S, MAX_PERIOD_S = 1.0, 5.0  # of the beats: a new phase is written after the shorter one
 STACKS_S = 2.0  # time to write stacks, for a process that can
 SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stop_signals.py)
 
@@ -145,7 +145,7 @@ class Heartbeat:
                     return
             self._wake.wait(self.period_s)
             self._wake.clear()
-            self._stopped.wait(MIN_PERIOD_S)
+            self._stopped.wait(min(MIN_PERIOD_S, self.period_s / 3))  # a step of a tiny model has dozens of phases
 
     def _beat(self, main: MainThread, is_over: bool) -> Beat:
         where, is_idle = main.look()
