@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
         *("algo", "device", "parallel", "sync", "observability"),
     },
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},
-    "trajectories": {"types", "config", "data", "environments", "parallel", "rollout"},
+    "trajectories": {"types", "config", "workers", "data", "environments", "parallel", "rollout"},
     "convert": {"reading", "storage", "models"},
     "evaluation": {
         *("types", "reading", "config", "storage", "rewards", "environments", "data"),
@@ -61,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
     },
     "sampling": {
-        *("types", "config", "rewards", "algo", "data"),
+        *("types", "config", "workers", "rewards", "algo", "data"),
         *("parallel", "observability", "rollout", "trajectories"),
     },
     "training": {

@@ -3,18 +3,18 @@
 Where grading took less than WORTH_OVERLAP_S of a worker's time in the draw before, it waits until all is drawn: workers that
 wake up for microseconds would only take the engine's processor. The rewards are the same either way.
 
-A problem of the workers is kept until `finish`: a rank that left in the middle of a draw would leave the other ranks of its
-block waiting in the engine.
+A problem of the workers is kept until `finish` (workers/kept_problem.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.types import Sample
+from grpo_megatron.workers.kept_problem import KeptProblem
 
 WORTH_OVERLAP_S = 0.05
 
@@ -26,12 +26,12 @@ class Grading:
         self.pool, self.tokenizer = pool, tokenizer
         self._overlaps = True
         self._samples: list[Sample] = []
-        self._problem: str | None = None
+        self._kept = KeptProblem(pool)
 
     def begin(self, rewards: Iterable[str]) -> None:
         """Before the first sample. `rewards` names all reward functions of the draw."""
-        self._samples, self._problem = [], None
-        self._attempt(lambda pool: pool.begin(sorted(set(rewards))))
+        self._samples, self._kept.text = [], None
+        self._kept.attempt(lambda pool: pool.begin(sorted(set(rewards))))
 
     def add(self, sample: Sample) -> None:
         """Queue a complete sample and set its text. Returns at once."""
@@ -44,7 +44,7 @@ class Grading:
     def serve(self) -> None:
         """Hand out and take what can be without waiting."""
         if self._overlaps:
-            self._attempt(lambda pool: pool.serve())
+            self._kept.attempt(lambda pool: pool.serve())
 
     def finish(self) -> str | None:
         """Wait for the last result, then set reward, its metrics and steps of all samples.
@@ -53,7 +53,7 @@ class Grading:
         """
         for sample in [] if self._overlaps else self._samples:
             self._submit(sample)
-        results: list[RewardResult] = self._attempt(lambda pool: pool.collect()) or []
+        results: list[RewardResult] = self._kept.attempt(lambda pool: pool.collect()) or []
         self._overlaps = any(r.status != "ok" for r in results) or sum(r.seconds for r in results) > self._worth_overlap
         for sample, result in zip(self._samples, results, strict=False):
             sample.reward = result.reward
@@ -64,7 +64,7 @@ class Grading:
             }
             sample.reward_texts, sample.reward_failure = result.texts, result.message
             sample.steps = self._step_tokens(sample, result.steps)
-        return self._problem
+        return self._kept.text
 
     @property
     def _worth_overlap(self) -> float:
@@ -72,17 +72,7 @@ class Grading:
         return 0.0 if self.pool is None else WORTH_OVERLAP_S * self.pool.num_workers
 
     def _submit(self, sample: Sample) -> None:
-        self._attempt(lambda pool: pool.submit((sample.prompt.reward, sample.text, sample.prompt.answer)))
-
-    def _attempt(self, call: Callable[[RewardPool], Any]) -> Any:
-        """Do nothing after the first problem."""
-        if self.pool is None or self._problem is not None:
-            return None
-        try:
-            return call(self.pool)
-        except RuntimeError as error:
-            self._problem = str(error)
-            return None
+        self._kept.attempt(lambda pool: pool.submit((sample.prompt.reward, sample.text, sample.prompt.answer)))
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.conversation import TurnRenderer
@@ -20,8 +19,7 @@ from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.trajectories.trajectory import Answer, Trajectory
 from grpo_megatron.trajectories.truncation import cut_contents
-
-T = TypeVar("T")
+from grpo_megatron.workers.kept_problem import KeptProblem
 
 
 class EnvironmentsLost(RuntimeError):
@@ -43,45 +41,35 @@ class EnvironmentAnswers:
     def __init__(
         self, pool: EnvironmentPool | None, renderer: TurnRenderer, multi_turn: MultiTurnConfig, mesh: Mesh
     ) -> None:
-        self.pool, self.renderer, self.multi_turn, self.mesh = pool, renderer, multi_turn, mesh
+        self.renderer, self.multi_turn, self.mesh = renderer, multi_turn, mesh
         self.times = Times()
-        self._problem: str | None = None  # why the worker processes cannot run; only the leader knows before `take`
+        self._kept = KeptProblem(pool)  # only the leader knows of a problem before `take` tells the others
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
         def call(pool: EnvironmentPool) -> None:
             for trajectory in trajectories:
                 pool.start(trajectory.key, trajectory.row, trajectory.environment_seed)
 
-        self._on_leader(call)
+        self._kept.attempt(call)
 
     def ask(self, trajectory: Trajectory) -> None:
-        self._on_leader(lambda pool: pool.step(trajectory.key, self._text(trajectory)))
+        self._kept.attempt(lambda pool: pool.step(trajectory.key, self._text(trajectory)))
 
     def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
         """See driver.Answers. Raises EnvironmentsLost."""
         start = time.perf_counter()
-        outcomes = self._on_leader(lambda pool: pool.wait([trajectory.key for trajectory in trajectories])) or {}
+        outcomes = self._kept.attempt(lambda pool: pool.wait([trajectory.key for trajectory in trajectories])) or {}
         self.times.waited += time.perf_counter() - start
         self.times.calls += len(outcomes)
         self.times.seconds["environment_call"] += sum(outcome.seconds for outcome in outcomes.values())
         answers = [self._answer(t, outcomes[t.key]) for t in trajectories if t.key in outcomes]
-        answers, problem = self.mesh.block_broadcast((answers, self._problem))
+        answers, problem = self.mesh.block_broadcast((answers, self._kept.text))
         if problem is not None:
             raise EnvironmentsLost(problem)
         return answers
 
     def end(self, trajectories: Sequence[Trajectory]) -> None:
-        self._on_leader(lambda pool: pool.end([trajectory.key for trajectory in trajectories]))
-
-    def _on_leader(self, call: Callable[[EnvironmentPool], T]) -> T | None:
-        """Other ranks would wait for a leader that raises, so a problem is kept until the next `take` sends it to them."""
-        if self.pool is None or self._problem is not None:
-            return None
-        try:
-            return call(self.pool)
-        except RuntimeError as error:
-            self._problem = str(error)
-            return None
+        self._kept.attempt(lambda pool: pool.end([trajectory.key for trajectory in trajectories]))
 
     def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
         if outcome.step is None:
