@@ -5,13 +5,13 @@ from __future__ import annotations
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from grpo_megatron.rewards.workers.pool import RewardPool
+from tests.rewards.workers.waiting import PATIENCE_S, wait_until
 
-PATIENCE_S = 300.0
 TIMEOUT_S = 3.0
 
 MODULE = """
@@ -37,13 +37,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     sys.path.remove(str(folder))
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_a_batch_that_grows_while_the_caller_works_gives_the_same_results(pool: RewardPool) -> None:
     names = ["1", "raise", "os._exit", "2", "sleep", "nan", "os._exit", "3", *map(str, range(4, 30))]
@@ -51,7 +44,7 @@ def test_a_batch_that_grows_while_the_caller_works_gives_the_same_results(pool: 
     expected = pool.grade(items)
     pool.begin(["batch_reward:reward"])
     pool.submit(items[0])
-    _wait_until(lambda: pool.serve() is None and pool._results[0] is not None)  # without `collect`
+    wait_until(lambda: pool.serve() is None and pool._results[0] is not None)  # without `collect`
     for item in items[1:]:
         pool.submit(item)
         pool.serve()
@@ -76,7 +69,7 @@ def test_time_in_which_the_caller_did_not_serve_fails_no_item(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An item whose result is there, and one too large for the pipe, of which the worker has only the beginning."""
-    _wait_until(
+    wait_until(
         lambda: bool(pool.grade([("batch_reward:reward", "1", "")] * 20)) and all(w.ready for w in pool._workers)
     )
     clock, away = time.monotonic, 0.0

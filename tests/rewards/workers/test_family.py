@@ -6,16 +6,15 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.workers import family
+from tests.rewards.workers.waiting import PATIENCE_S, wait_until
 
-PATIENCE_S = 300.0
 TIMEOUT_S = 3.0
 
 MODULE = r"""
@@ -50,13 +49,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     sys.path.remove(str(folder))
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 def _daemons() -> list[Path]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -70,7 +62,7 @@ def test_a_daemon_ends_with_its_worker(pool: RewardPool, completion: str) -> Non
     """It has its own session and has lost its parent. "naked": it has an empty environment, too."""
     (result,) = pool.grade([("leaving_reward:reward", completion, "")])
     assert result.status == ("error" if completion == "daemon, then exit" else "timeout"), result
-    _wait_until(lambda: not _daemons())
+    wait_until(lambda: not _daemons())
 
 
 def test_a_pool_ends_what_a_killed_run_has_left() -> None:
@@ -100,5 +92,5 @@ def test_output_does_not_control_the_terminal(pool: RewardPool, capfd: pytest.Ca
         shown += capfd.readouterr().err
         return "c5m" in shown
 
-    _wait_until(is_shown)
+    wait_until(is_shown)
     assert "a\nb\tc5m\n" in shown and "\033" not in shown

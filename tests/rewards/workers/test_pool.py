@@ -14,7 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +24,9 @@ from grpo_megatron.rewards.known import KNOWN_REWARDS
 from grpo_megatron.rewards.reward import RewardResult, parse_reward
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rewards.workers.process import WorkerProcess
+from tests.rewards.workers.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_S = 300.0
 TIMEOUT_S = 3.0
 
 MODULE = '''
@@ -108,13 +108,6 @@ def _grade_among_good(pool: RewardPool, *completions: str) -> list[RewardResult]
     return odd
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 def _worker_pids(pool: RewardPool, count: int) -> set[int]:
     """The ids of `count` workers, once each of them has started and answered."""
     pids: set[int] = set()
@@ -124,7 +117,7 @@ def _worker_pids(pool: RewardPool, count: int) -> set[int]:
         pids.update(int(result.metrics["pid"]) for result in results)
         return len(pids) >= count
 
-    _wait_until(has_all)
+    wait_until(has_all)
     return pids
 
 
@@ -297,14 +290,14 @@ def test_a_worker_lost_between_two_calls_is_replaced(pool: RewardPool) -> None:
     pids = _worker_pids(pool, 2)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    _wait_until(lambda: not any(_is_alive(pid) for pid in pids))
+    wait_until(lambda: not any(_is_alive(pid) for pid in pids))
     assert {result.status for result in pool.grade([("user_reward:reward", "1", "")] * 20)} == {"ok"}
 
 
 def test_what_a_reward_has_started_is_killed_with_it(impatient_pool: RewardPool) -> None:
     (result,) = _grade_among_good(impatient_pool, "child")
     assert result.status == "timeout"
-    _wait_until(lambda: not any(line.endswith("sleep 601.375") for line in _command_lines()))
+    wait_until(lambda: not any(line.endswith("sleep 601.375") for line in _command_lines()))
 
 
 def test_a_closed_pool_leaves_no_process_and_refuses_work(user_module: str) -> None:
@@ -336,7 +329,7 @@ def test_workers_die_with_a_killed_parent(user_module: str, completion: str) -> 
             assert parent.stderr.readline() == "it hangs now\n"
         assert _is_alive(pid)
         parent.kill()
-        _wait_until(lambda: not _is_alive(pid))
+        wait_until(lambda: not _is_alive(pid))
 
 
 def test_the_parent_needs_little_processor_time() -> None:
