@@ -5,7 +5,7 @@
 # make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 4: a quarter of
 #                   them, under ten minutes each (tests/gpu/conftest.py says what is in which)
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
-#                   everything must be as in an undisturbed run. Prints the faults as a table; takes about ten minutes.
+#                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.
 #                   FAULTS=5: with seven of them
 # All but test-gpu set up their environment first, once.
 

@@ -51,8 +51,9 @@ class Grading:
 
         Returns why the workers cannot run at all, if so: then every rank must stop.
         """
-        for sample in [] if self._overlaps else self._samples:
-            self._submit(sample)
+        if not self._overlaps:
+            for sample in self._samples:
+                self._submit(sample)
         results: list[RewardResult] = self._kept.attempt(lambda pool: pool.collect()) or []
         self._overlaps = any(r.status != "ok" for r in results) or sum(r.seconds for r in results) > self._worth_overlap
         for sample, result in zip(self._samples, results, strict=False):
