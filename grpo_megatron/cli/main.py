@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.key_list import list_keys
+from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
 from grpo_megatron.storage import StorageError
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         from grpo_megatron.convert.cli import main as convert
 
         return convert(argv[1:])
-    args = None if argv[:1] in (["evaluate"], ["replay"]) else _parse(argv)
+    args = None if argv[:1] in (["evaluate"], ["replay"], ["import"]) else _parse(argv)
     try:
         code = _train(args, argv) if args is not None else _other(argv)
         if code == 0:
@@ -73,6 +75,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
     )
     commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
+    commands.add_parser("import", help="write a config from one of verl or TRL", add_help=False)
+    keys = commands.add_parser("keys", help="list the keys of a config, with their defaults")
+    keys.add_argument("section", nargs="?", default="", metavar="SECTION", help="actor, rollout.multi_turn, ...")
     train = commands.add_parser(
         "train",
         help="train with the settings of a YAML file",
@@ -88,6 +93,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
     )
     args, rest = parser.parse_known_args(argv)
+    if args.command == "keys":
+        return args
     for argument in rest:  # overrides after an option
         if argument.startswith("-"):
             train.error(f"unknown option {argument}")
@@ -105,6 +112,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _train(args: argparse.Namespace, argv: list[str]) -> int:
+    if args.command == "keys":
+        print(list_keys(args.section), end="")
+        return 0
+    find_modules(args.config)
     config = load_config(args.config, args.overrides)
     is_rank = "RANK" in os.environ
     if not args.dry_run and _has_nothing_to_do(config):
@@ -212,9 +223,13 @@ def _run(config: Config, checked: Checked) -> int:
 
 
 def _other(argv: list[str]) -> int:
-    """`evaluate ...` or `replay ...`, which parse their own options."""
+    """`evaluate ...`, `replay ...` or `import ...`, which parse their own options."""
     if argv[0] == "evaluate":
         return _evaluate(argv)
+    if argv[0] == "import":
+        from grpo_megatron.migration.cli import main as import_config
+
+        return import_config(argv[1:])
     from grpo_megatron.cli.replay import main as replay
 
     _quieten(is_rank=False, starts_ranks=False)
