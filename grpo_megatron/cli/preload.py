@@ -5,6 +5,7 @@ are in memory once. Ranks with GPUs are new programs: nothing has shown yet that
 """
 
 import contextlib
+import logging
 import os
 import warnings
 
@@ -13,12 +14,19 @@ from grpo_megatron.importing import large_imports
 
 
 def import_for_ranks() -> None:
-    """Import the modules of the trainer and of the engine, in a process that CPU ranks are forked from."""
+    """Import the modules of the trainer and of the engine, in a process that CPU ranks are forked from.
+
+    What libraries log while they are imported is not shown: it could come after a refused run's own last line.
+    """
     warnings.simplefilter("ignore")
-    with large_imports():
-        import grpo_megatron.trainer  # noqa: F401
-        from grpo_megatron.rollout.vllm_process import preload
-    preload()
+    logging.disable(logging.WARNING)
+    try:
+        with large_imports():
+            import grpo_megatron.trainer  # noqa: F401
+            from grpo_megatron.rollout.vllm_process import preload
+        preload()
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 if LAUNCHER_PID in os.environ:  # this process is the fork server that ranks.start_fork_server has started
