@@ -97,7 +97,7 @@ def _marked_prediction(text: str) -> str | None:
 
 def _tagged_prediction(text: str) -> str | None:
     given = tagged_answer(text)
-    return None if given is None else numeric_prediction(f"<answer>{given}</answer>") or plain(given)
+    return None if given is None else numeric_prediction(f"<answer>{given}</answer>") or plain(given) or None
 
 
 extractors.register("graded")(Extractor(_marked_prediction, reference))

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from grpo_megatron.rewards.reward import preloads, rewards
 
-PATTERN = r"(?im)^[ \t*#>`_-]*(?:score|verdict|rating)[ \t*:=`_-]*(-?[0-9]+(?:\.[0-9]+)?)"
+PATTERN = r"(?im)^[ \t*#>`_-]*(?:score|verdict|rating)[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"
 OPTIONS = {"temperature": 0, "max_tokens": 512}
 MAX_PROMPT_FILE = 1 << 18  # bytes
 FIELDS = re.compile(r"\{(question|response|answer)\}")

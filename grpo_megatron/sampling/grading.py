@@ -78,10 +78,9 @@ class Grading:
 
     def _submit(self, sample: Sample) -> None:
         prompt = sample.prompt
-        item = (prompt.reward, opened_thought(prompt.text) + sample.text, prompt.answer)
-        if rewards.facts(prompt.reward).reads_prompt:
-            item = (*item, prompt.text)
-        self._kept.attempt(lambda pool: pool.submit(item))
+        text = opened_thought(prompt.text) + sample.text
+        question = prompt.text if rewards.facts(prompt.reward).reads_prompt else ""
+        self._kept.attempt(lambda pool: pool.submit((prompt.reward, text, prompt.answer, question)))
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

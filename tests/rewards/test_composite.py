@@ -92,12 +92,27 @@ def test_gates(module: str) -> None:
     ]
     right, wrong = summed(parts, "#### 42"), summed(parts, "#### 4")
     assert right == {
-        "score": 1.0 + 1.0 + 1.0, "accuracy": 1.0, "praise": 1.0, "short": 1.0, "acc": 1.0,
-        "accuracy/acc": 1.0, "accuracy/extracted": 1.0, "praise/open": 1.0, "short/open": 1.0, "excuse/open": 0.0,
+        "score": 1.0 + 1.0 + 1.0,
+        "accuracy": 1.0,
+        "praise": 1.0,
+        "short": 1.0,
+        "acc": 1.0,
+        "accuracy/acc": 1.0,
+        "accuracy/extracted": 1.0,
+        "praise/open": 1.0,
+        "short/open": 1.0,
+        "excuse/open": 0.0,
     }
     assert wrong == {
-        "score": -4.0, "accuracy": 0.0, "excuse": -4.0, "acc": 0.0,
-        "accuracy/acc": 0.0, "accuracy/extracted": 1.0, "praise/open": 0.0, "short/open": 0.0, "excuse/open": 1.0,
+        "score": -4.0,
+        "accuracy": 0.0,
+        "excuse": -4.0,
+        "acc": 0.0,
+        "accuracy/acc": 0.0,
+        "accuracy/extracted": 1.0,
+        "praise/open": 0.0,
+        "short/open": 0.0,
+        "excuse/open": 1.0,
     }
     assert summed(parts, "#### 42")["praise"] == 2.0  # called once per right answer
 
