@@ -81,10 +81,8 @@ def _condition(gate: Gate) -> str:
 
 
 def looks_right(answer: str) -> str:
-    """The answer in each form that the graders of this package read."""
-    return (
-        f"<think>It is {answer}.</think>\nThe answer is \\boxed{{{answer}}}.\n#### {answer}\n<answer>{answer}</answer>"
-    )
+    """The answer in each form that the graders of this package read, in the layout with tags."""
+    return f"<think>It is {answer}, so \\boxed{{{answer}}}.\n#### {answer}\n</think>\n<answer>{answer}</answer>"
 
 
 def _problem(prompt: Prompt, right: RewardResult, wrong: RewardResult) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +11,28 @@ from grpo_megatron.checks.components import component_problems, resolved_compone
 from grpo_megatron.checks.names import name_problems
 from grpo_megatron.checks.reward_call import call_rewards, reward_lines
 from grpo_megatron.config import Config
+from grpo_megatron.reading.yaml_text import parse_yaml
 from grpo_megatron.types import Prompt
 
+README = Path(__file__).resolve().parents[2] / "README.md"
 ACCURACY = {"name": "accuracy"}
 
 
 def config(*components: dict[str, Any], task: str = "gsm8k", **reward: Any) -> Config:
     section = {"components": list(components), **reward}
     return Config.model_validate({"model": {"path": "m"}, "data": {"task": task}, "reward": section})
+
+
+def test_the_example_of_the_readme_is_accepted() -> None:
+    example = README.read_text().partition("## Rewards")[2].split("```")[1]
+    made = Config.model_validate({"model": {"path": "m"}, **parse_yaml(example)})
+    assert list(name_problems(made)) == []
+    assert [part["function"] for part in resolved_components(made)] == [
+        "graded_answer",
+        "format",
+        "repetition",
+        "length",
+    ]
 
 
 def test_names_stand_for_functions() -> None:
@@ -109,14 +124,14 @@ def test_a_composite_has_no_other_name() -> None:
 def test_the_plan_shows_each_component_on_a_real_row() -> None:
     made = config(
         ACCURACY,
-        {"name": "format", "weight": 0.5, "kwargs": {"layout": "hashes"}},
+        {"name": "format", "weight": 0.5, "kwargs": {"layout": "tagged"}},
         {"name": "length", "gate": {"component": "accuracy", "max": 0}, "kwargs": {"max_length": 28}},
     )
     prompts = [Prompt("gsm8k/train/0", (1,), "6 * 7 =", "42", "gsm8k", "composite")]
     lines = list(reward_lines(made, call_rewards(made, prompts)))
     assert lines == [
-        ("reward", "composite: 1 for the answer of gsm8k/train/0, -0.5 for 'I do not know.'"),
+        ("reward", "composite: 1.5 for the answer of gsm8k/train/0, -0.5 for 'I do not know.'"),
         ("  accuracy", "1 x gsm8k: 1, 0"),
-        ("  format", "0.5 x format: 0, 0"),
+        ("  format", "0.5 x format: 1, 0"),
         ("  length", "1 x length where accuracy <= 0: closed, -0.5"),
     ]
