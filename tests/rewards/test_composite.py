@@ -15,13 +15,14 @@ from grpo_megatron.rewards.workers.pool import RewardPool
 
 PATIENCE_S = 300.0
 MODULE = """
-import asyncio
+import asyncio, resource
 from grpo_megatron.rewards import rewards
 
 calls = []
 
 def fails(completion, answer): raise KeyError(answer)
 def infinite(completion, answer): return float("inf")
+def unlimited(completion, answer): return float(resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY)
 def late(completion, answer): raise TimeoutError("too late")
 def told(completion, answer): return {"score": 0.5, "note": "a text", "words": 3, "acc": 0.0}
 def called(completion, answer): calls.append(completion); return float(len(calls))
@@ -89,6 +90,7 @@ def test_gates(module: str) -> None:
         component("praise", f"{module}:called", gate={"component": "accuracy", "min": 1}),
         component("accuracy", "gsm8k"),
         component("excuse", "length", gate={"component": "accuracy", "max": 0}, max_length=10, start=-10.0, end=0.0),
+        component("never", "tag_count", gate={"component": "praise", "max": 0}),
     ]
     right, wrong = summed(parts, "#### 42"), summed(parts, "#### 4")
     assert right == {
@@ -102,6 +104,7 @@ def test_gates(module: str) -> None:
         "praise/open": 1.0,
         "short/open": 1.0,
         "excuse/open": 0.0,
+        "never/open": 0.0,
     }
     assert wrong == {
         "score": -4.0,
@@ -113,6 +116,7 @@ def test_gates(module: str) -> None:
         "praise/open": 0.0,
         "short/open": 0.0,
         "excuse/open": 1.0,
+        "never/open": 0.0,
     }
     assert summed(parts, "#### 42")["praise"] == 2.0  # called once per right answer
 
@@ -154,10 +158,12 @@ def test_the_workers_sum(graded: Any, module: str) -> None:
         component("accuracy", "math", weight=2.0),
         component("asks", f"{module}:asks"),
         component("told", f"{module}:told"),
+        component("free", f"{module}:unlimited", weight=0.0),
     )
     assert [result.status for result in results] == ["ok"] * 3, results
     assert [result.reward for result in results] == [0.0 + 1.0 + 0.5, 1.0, 0.0 + 0.0 + 0.5]
     assert results[0].metrics["asks"] == 1.0
+    assert results[0].metrics["free"] == 1.0  # a user's function has no limit on memory
     assert results[0].texts == {"told/note": "a text"}
 
 
@@ -167,7 +173,7 @@ def test_the_workers_sum(graded: Any, module: str) -> None:
         ("fails", "error", "reward 'composite': RuntimeError: component 'bad': KeyError: '42'"),
         ("infinite", "error", "component 'bad': ValueError: the reward is inf, not a finite number"),
         ("late", "timeout", "reward 'composite': TimeoutError: component 'bad': too late"),
-        ("absent", "error", "has no attribute 'absent'"),
+        ("absent", "error", "reward 'composite': ValueError: 'own_components:absent': module"),  # before its time runs
     ],
 )
 def test_a_component_that_fails_fails_the_sample(

@@ -38,13 +38,14 @@ class Stub(BaseHTTPRequestHandler):
             self.send_error(503) if asked == "busy" else self.connection.close()
             return
         content = {"busy": "Score: 5", "none": None, "many": "Score: 1\nthen\n**Score: 9.5**"}.get(asked, asked)
-        status = {"denied": 401, "hangs": 500, "moved": 302}.get(asked, 200)
+        status = {"later": 429, "denied": 401, "hangs": 500, "moved": 302}.get(asked, 200)
         reply = json.dumps({"choices": [{"message": {"content": content}}]})
         text = {"denied": f"wrong key: {self.headers.get('Authorization')}", "html": "<html>", "list": "[1]"}.get(
             asked, reply
         )
         self.send_response(status)
         self.send_header("Location", "/stolen")
+        self.send_header("Retry-After", "1000" if asked == "later" else "soon")
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -111,6 +112,7 @@ def test_a_hostile_response_fills_no_field_and_is_cut(options: dict[str, Any]) -
         ("moved", {}, ConnectionError, "after 1 attempts: HTTP status 302"),
         ("denied", {}, ConnectionError, r"HTTP status 401: wrong key: Bearer \*\*\*$"),
         ("hangs", {"retries": 100, "timeout_s": 0.25}, TimeoutError, r"no answer within 0.25 s \(HTTP status 500\)"),
+        ("later", {}, TimeoutError, r"no answer within 8 s \(HTTP status 429\)"),  # which would come in 1000 s
         ("html", {}, ValueError, "is no chat completion: b'<html>'"),
         ("list", {}, ValueError, "is no chat completion"),
         ("none", {}, ValueError, "is no chat completion"),
