@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ def test_overrides_may_remove_and_may_open_new_sections(path: Path) -> None:
 
 def test_the_later_override_wins(path: Path) -> None:
     assert load_config(path, ["rollout.n=2", "rollout.n=16"]).rollout.n == 16
+
+
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        ("{nam: a}", "unknown key 'reward.components.0.nam'; did you mean 'reward.components.0.name'?"),
+        ("{name: a, gate: {componnt: b}}", "did you mean 'reward.components.0.gate.component'?"),
+        ("{name: a, weight: .nan}", "reward.components.0.weight=nan: Input should be a finite number"),
+        ("{name: a, weight: -.inf}", "reward.components.0.weight=-inf"),
+        ("{name: a, weight: yes}", "reward.components.0.weight=True: a number is needed"),
+        ("{name: a, gate: {component: b, min: .inf}}", "reward.components.0.gate.min=inf"),
+        ("{name: a/b}", "reward.components.0.name='a/b': String should match pattern"),
+    ],
+)
+def test_a_wrong_key_in_a_list_of_sections_is_named_by_its_place(path: Path, component: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(path, [f"reward.components=[{component}]"])
 
 
 def test_the_resolved_config_can_be_read_back(path: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from grpo_megatron.checks.memory import (
     memory_of_stages,
 )
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
+from grpo_megatron.checks.reward_call import reward_lines
 from grpo_megatron.checks.weight_sync import weight_sync_lines
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
@@ -114,6 +115,7 @@ def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[s
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
     yield _line("reference", "; ".join(_uses_of_reference(config)))
+    yield from (_line(name, text) for name, text in reward_lines(config, checked.reward_calls))
     yield from (_line(name, text) for name, text in environment_lines(config, checked.first_messages))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
@@ -181,7 +182,7 @@ def _read_prompts(
         _check_rows(key, files, task.read_row)
         return []
     renderer = environment.renderer if environment else None
-    reward = "" if environment and environment.gives_rewards else config.reward.function
+    reward = "" if environment and environment.gives_rewards else reward_name(config.reward)
     try:
         return load_prompts(config.data, files, tokenizer, reward, max_samples=max_samples, renderer=renderer)
     except ConfigError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import needs_old_logprobs, needs_reference
+from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, FilterGroups
 from grpo_megatron.data.tasks import get_task
@@ -36,7 +37,7 @@ def _groups(config: Config) -> Problems:
         yield f"{key} needs a greedy response to every prompt, and algorithm.source=file draws none; set source=policy"
     # an environment may give rewards for single turns, which only a run can tell
     if facts.needs_step_rewards and config.rollout.multi_turn.environment is None:
-        name = config.reward.function or _task_reward(config)
+        name = reward_name(config.reward) or _task_reward(config)
         # nothing is known about a module:function before it runs: the estimator raises if it returns no steps
         if name in rewards.names() and not rewards.facts(name).gives_steps:
             yield (

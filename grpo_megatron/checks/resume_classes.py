@@ -67,7 +67,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("rollout.multi_turn", "max_tool_response_length tool_response_truncate_side latency_ticks", APPLIES),
     **_keys("rollout.multi_turn", "num_workers timeout_s memory_gib failed", APPLIES),
     **_keys("rollout.val_kwargs", "n temperature top_p", APPLIES),
-    **_keys("reward", "function num_workers timeout_s kwargs max_failed_ratio", APPLIES),
+    **_keys("reward", "function components num_workers timeout_s kwargs max_failed_ratio", APPLIES),
     **_keys("reward.overlong_buffer", "len penalty_factor", APPLIES),
     # The reward model: its weights, optimizer and pairs are in the checkpoint.
     **_keys("reward_model", "path", FIXED),

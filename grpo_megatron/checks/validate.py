@@ -25,7 +25,7 @@ from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import reward_call_problems
+from grpo_megatron.checks.reward_call import RewardCall, call_rewards
 from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
@@ -53,6 +53,7 @@ class Checked:
     reward_folder: RewardFolder | None = None  # reward_model.path
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
+    reward_calls: list[RewardCall] = field(default_factory=list)  # on real rows, if the rewards were to be called
 
 
 def validate(
@@ -123,10 +124,10 @@ def validate(
 
     problems.raise_if_any()
     assert arch is not None
-    messages = None
+    messages = calls = None
     if rehearsed:
         prompts = [*(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
-        problems.add(reward_call_problems(config.reward, prompts))
+        calls = problems.attempt(call_rewards, config, prompts)
         messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()
     if not dry_run:
@@ -143,6 +144,7 @@ def validate(
         reward_folder,
         environment,
         messages or [],
+        calls or [],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -81,5 +81,7 @@ def _explain(error: Any) -> str:
 def _fields_at(location: tuple[Any, ...]) -> list[str]:
     model: Any = Config
     for part in location:
-        model = model.model_fields[part].annotation
+        if isinstance(part, str):  # a number is a place in a list of sections
+            kind = model.model_fields[part].annotation
+            model = next(option for option in (kind, *get_args(kind)) if hasattr(option, "model_fields"))
     return list(model.model_fields)

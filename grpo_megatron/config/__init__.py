@@ -11,14 +11,13 @@ from grpo_megatron.config.algorithm import (
     AlgorithmConfig,
     FilterGroups,
     KlCtrl,
-    OverlongBuffer,
     ReplayConfig,
-    RewardConfig,
     RewardModelConfig,
     RolloutCorrection,
 )
 from grpo_megatron.config.data import DataConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
+from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import (
     ConfigError,
@@ -36,6 +35,7 @@ __all__ = [
     "DataConfig",
     "FilterGroups",
     "Fp8Config",
+    "Gate",
     "GuardsConfig",
     "KlCtrl",
     "MegatronConfig",
@@ -45,6 +45,7 @@ __all__ = [
     "OverlongBuffer",
     "RefConfig",
     "ReplayConfig",
+    "RewardComponent",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",

@@ -1,30 +1,14 @@
-"""The sections `reward`, `reward_model` and `algorithm`."""
+"""The sections `reward_model` and `algorithm`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from grpo_megatron.config.model import OptimConfig
-from grpo_megatron.config.section import Coefficient, Count, Processes, Seconds, Section
-
-
-class OverlongBuffer(Section):
-    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/shaping.py)."""
-
-    len: int | None = Field(None, ge=1)  # the penalty grows from 0 to 1 over the last so many tokens; null: off
-    penalty_factor: float = Field(1.0, gt=0, le=1e4)  # multiplies the penalty
-
-
-class RewardConfig(Section):
-    function: str | None = None  # a registered reward, or module:function; null: the task's own
-    num_workers: Processes = 1  # processes per engine
-    timeout_s: Seconds = 10.0  # wall-clock seconds per sample; then its worker is killed
-    max_failed_ratio: float = Field(0.5, ge=0, le=1)  # the run stops if a larger share of a draw has no reward
-    kwargs: dict[str, Any] = {}  # keyword arguments of the reward function
-    overlong_buffer: OverlongBuffer = OverlongBuffer()
+from grpo_megatron.config.section import Coefficient, Count, Section
 
 
 class FilterGroups(Section):

@@ -3,6 +3,8 @@
 Where grading took less than WORTH_OVERLAP_S of a worker's time in the draw before, it waits until all is drawn: workers that
 wake up for microseconds would only take the engine's processor. The rewards are the same either way.
 
+A reward reads the whole turn: where the prompt has opened it with `<think>`, that comes first (rewards/format.py).
+
 A problem of the workers is kept until `finish` (workers/kept_problem.py).
 """
 
@@ -11,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from grpo_megatron.rewards.reward import RewardResult
+from grpo_megatron.rewards.format import opened_thought
+from grpo_megatron.rewards.reward import RewardResult, rewards
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.types import Sample
 from grpo_megatron.workers.kept_problem import KeptProblem
@@ -64,7 +67,8 @@ class Grading:
                 "timeout": float(result.status == "timeout"),
             }
             sample.reward_texts, sample.reward_failure = result.texts, result.message
-            sample.steps = self._step_tokens(sample, result.steps)
+            opened = len(opened_thought(sample.prompt.text))
+            sample.steps = self._step_tokens(sample, [(end - opened, reward) for end, reward in result.steps])
         return self._kept.text
 
     @property
@@ -73,7 +77,10 @@ class Grading:
         return 0.0 if self.pool is None else WORTH_OVERLAP_S * self.pool.num_workers
 
     def _submit(self, sample: Sample) -> None:
-        self._kept.attempt(lambda pool: pool.submit((sample.prompt.reward, sample.text, sample.prompt.answer)))
+        prompt = sample.prompt
+        text = opened_thought(prompt.text) + sample.text
+        question = prompt.text if rewards.facts(prompt.reward).reads_prompt else ""
+        self._kept.attempt(lambda pool: pool.submit((prompt.reward, text, prompt.answer, question)))
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

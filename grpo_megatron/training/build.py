@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
+from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device, DeviceMemory
@@ -164,7 +165,7 @@ def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitS
     Raises RuntimeError when they fail the test.
     """
     reward = config.reward
-    pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs)
+    pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, resolved_components(config))
     opened.callback(pool.close)
     pool.self_test(sorted({prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)}))
     return pool
