@@ -107,7 +107,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _train(args: argparse.Namespace, argv: list[str]) -> int:
     config = load_config(args.config, args.overrides)
     is_rank = "RANK" in os.environ
-    if not args.dry_run and _has_nothing_to_do(config):
+    if not args.dry_run and config.trainer.total_epochs is None and _has_nothing_to_do(config):
         return 0
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
@@ -125,6 +125,10 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(
         config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
     )
+    if config.trainer.total_epochs is not None:
+        config = checked.resolved(config)
+        if not args.dry_run and _has_nothing_to_do(config):
+            return 0
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             _print_plan(config, checked, world_size, args.gpu_memory)

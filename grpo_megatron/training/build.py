@@ -32,10 +32,10 @@ from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
-from grpo_megatron.training.references import References
+from grpo_megatron.training.references import WARMUP_FOLDER, References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
-from grpo_megatron.training.warm_up import WARMUP_FOLDER
+from grpo_megatron.training.validation import Validator
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
 
 
@@ -161,6 +161,12 @@ def build_generator(
         max_prompt_length=config.data.max_prompt_length,
         max_failed_ratio=max_failed_ratio,
     )
+
+
+def build_validator(config: Config, checked: Checked, generator: Generator | None, mesh: Mesh) -> Validator:
+    """What answers the held-out problems."""
+    folder, num_logged = config.trainer.output_dir, config.trainer.num_logged_samples
+    return Validator(generator, checked.val_prompts, config.data, config.rollout, mesh, folder, num_logged)
 
 
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:
