@@ -90,7 +90,6 @@ class Trainer:
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
         self.colocation = build_colocation(config, checked, self.policy)
-        self.engine = self.colocation.engine
         generator = build_generator(config, checked, self.colocation, opened)
 
         # The models in their state before the first step: warmed up, or restored.
@@ -276,7 +275,7 @@ class Trainer:
 
     def close(self) -> None:
         """Release the engine and leave the process groups. Collective."""
-        self.engine.shutdown()
+        self.colocation.close()
         destroy_mesh()
 
     def _save_hf(self, target: Path) -> None:

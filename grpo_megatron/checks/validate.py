@@ -103,13 +103,14 @@ def validate(
     problems.add(precision_problems(config, arch))
     problems.add(reward_model_problems(config, world_size, arch, reward_folders))
     problems.add(transformer_problems(config.actor.megatron.override_transformer_config))
-    problems.add(engine_problems(config.rollout))
+    if config.draws:
+        problems.add(engine_problems(config.rollout))
     problems.add(length_problems(config, arch))
     problems.add(inputs.missing_keys(config))
     if not elsewhere:
         problems.add(resume_problems(config))
     if not dry_run:
-        problems.add(package_problems(config.rollout))
+        problems.add(package_problems(config))
         problems.add(device_problems(config, world_size))
         problems.add(hardware_problems(config))
 

@@ -115,7 +115,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.dry_run and (not is_rank or _is_first_of_machine()):
         remove_leftovers()
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
-        ranks.start_fork_server()
+        ranks.start_fork_server(config.draws)
     with large_imports():  # torch too: only once the file is known to be well-formed
         if not starts_ranks and not args.dry_run:
             _join_run(is_rank)
@@ -134,7 +134,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if starts_ranks:
         del checked  # the ranks read the files themselves
         _check_unused(config.trainer.output_dir)
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True)
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
     return _run(config, checked)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
+from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.sync.attest import Expected
@@ -221,7 +222,8 @@ def run(
 ) -> tuple[list[Any], list[dict[str, float]]]:
     """Run a Trainer of six prompts, two per step, and three held-out ones. Returns the events and metrics.jsonl.
 
-    `sections` are merged into the config. `stop_after`: interrupted, as by a signal, after so many steps.
+    With algorithm.source=file, the six prompts have one response each and nothing is held out. `sections` are merged into
+    the config. `stop_after`: interrupted, as by a signal, after so many steps.
     """
     raw: dict[str, Any] = {
         "model": {"path": "start"},
@@ -241,13 +243,14 @@ def run(
     for section, values in sections.items():
         raw[section] = {**raw.get(section, {}), **values}
     config = Config.model_validate(raw)
+    is_from_file = config.algorithm.source == "file"
     checked = SimpleNamespace(
         arch=SimpleNamespace(**ARCH),
         tokenizer=None,
         train_prompts=[prompt(i) for i in range(6)],
-        val_prompts=[prompt(100 + i) for i in range(3)],
+        val_prompts=[] if is_from_file else [prompt(100 + i) for i in range(3)],
         supervised_rows=rows or [],
-        offline_groups=[],
+        offline_groups=[(prompt(i), [WrittenResponse([7, 1])], [1.0]) for i in range(6)] if is_from_file else [],
         environment=None,
     )
     events: list[Any] = []

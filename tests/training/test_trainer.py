@@ -253,6 +253,51 @@ def test_a_resumed_run_does_not_warm_up_again(tmp_path: Path) -> None:
     ]
 
 
+# -- without an engine -------------------------------------------------------------------------------------------------
+
+FROM_FILE = {
+    "algorithm": {"source": "file", "adv_estimator": "constant"},
+    "actor": {"loss_mode": "sft", "use_kl_loss": False},
+}
+
+
+def trained_rows(output_dir: Path, **options: Any) -> tuple[list[list[int]], list[Any]]:
+    """The prompts of each update, and the events."""
+    update, seen = fake_run.FakePolicy.update, []
+
+    def watched(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
+        seen.append(sorted(int(tokens[0]) for tokens in batch.tokens))
+        return update(self, batch, *arguments, **named)
+
+    with mock.patch.object(fake_run.FakePolicy, "update", watched):
+        events, _ = run(output_dir, **options)
+    return seen, events
+
+
+def test_a_run_that_draws_nothing_has_no_engine(tmp_path: Path) -> None:
+    """No engine, no reward workers, no sync, no draw; the rest of each step is as in any run."""
+    events, rows = run(tmp_path, **FROM_FILE, trainer={"save_freq": 4})
+    assert events == [
+        ("optimizer", 1e-6, 4),
+        *[event for step in range(3) for event in (("reward model", step), ("update", 2), ("after", step + 1))],
+        *[("reward model", 3), ("update", 2), ("save", 4), ("after", 4)],
+        *[("summary", []), ("finished", 4), "destroy mesh"],
+    ]
+    assert [row["training/epoch"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
+
+
+def test_every_epoch_has_every_row_once_in_its_own_order(tmp_path: Path) -> None:
+    """Six rows in batches of two, for three epochs; stopped within the second one, the order goes on."""
+    sections: dict[str, Any] = {**FROM_FILE, "data": {"shuffle": True}, "trainer": {"total_training_steps": 9}}
+    whole, _ = trained_rows(tmp_path / "whole", **sections)
+    epochs = [sorted(row for batch in whole[i : i + 3] for row in batch) for i in (0, 3, 6)]
+    assert epochs == [[0, 1, 2, 3, 4, 5]] * 3
+    assert whole[:3] != whole[3:6] != whole[6:]
+    first, _ = trained_rows(tmp_path / "halves", **sections, stop_after=4)
+    second, _ = trained_rows(tmp_path / "halves", **sections)
+    assert first + second == whole
+
+
 # -- stop and resume ---------------------------------------------------------------------------------------------------
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -260,6 +305,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "iterative": ITERATIVE,
     "KL in the reward": KL_IN_REWARD,
     "initial": INITIAL,
+    "from a file": FROM_FILE,
     "initial, iterative": {**INITIAL, "algorithm": {**INITIAL["algorithm"], "iteration_steps": 3}},
     "dynamic": {"algorithm": {"filter_groups": {"enable": True}}, "data": {"gen_batch_size": 5}},
     "replay": {"algorithm": {"replay": {"ratio": 0.5}}},
@@ -277,7 +323,8 @@ def test_stop_and_resume_are_as_if_never_stopped(tmp_path: Path, name: str, stop
     kinds = ("sync", "draw", "validate", "update", "after", "reward model", "reward model learns", "save hf")
     assert only(first, *kinds) + only(second, *kinds) == only(whole, *kinds)
     assert plain(rows) == plain(expected)
-    assert only(second, "summary") == only(whole, "summary") == [("summary", [0, 3, 6, 7])]
+    validated = [] if name == "from a file" else [0, 3, 6, 7]
+    assert only(second, "summary") == only(whole, "summary") == [("summary", validated)]
 
 
 def test_the_adaptive_coefficient_moves_once_per_step(tmp_path: Path) -> None:
