@@ -19,7 +19,7 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
-from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.scalar_head import ScalarPolicy
 from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
@@ -34,6 +34,7 @@ from grpo_megatron.training.build import (
     build_colocation,
     build_generator,
     build_loss,
+    build_policy,
     build_references,
     build_report,
     build_reward_model,
@@ -86,9 +87,7 @@ class Trainer:
 
         # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
         # device memory comes after it: gradient buffers, optimizer, reward model, reference (see checks/phases.py).
-        self.policy = Policy(
-            config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
-        )
+        self.policy = build_policy(config, checked, self.mesh, self.device)
         self.colocation = build_colocation(config, checked, self.policy)
         generator = build_generator(config, checked, self.colocation, opened)
 
@@ -279,6 +278,9 @@ class Trainer:
         destroy_mesh()
 
     def _save_hf(self, target: Path) -> None:
+        if isinstance(self.policy, ScalarPolicy):
+            self.policy.save_hf(target, self.tokenizer_path)
+            return
         stream = self.policy.hf_weights(self.config.rollout.update_weights_bucket_megabytes)
         save_hf(stream, self.config.model.path, self.tokenizer_path, target, self.mesh)
 

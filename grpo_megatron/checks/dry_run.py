@@ -190,7 +190,8 @@ def count_models(
     reward_models = [
         count_parameters(folder.arch, config, world_size, is_reward_model=True) for folder in checked.all_reward_folders
     ]
-    return count_parameters(checked.arch, config, world_size), reward_models
+    is_scored = checked.scored_folder is not None
+    return count_parameters(checked.arch, config, world_size, is_reward_model=is_scored), reward_models
 
 
 def plan_problems(config: Config, checked: Checked, world_size: int, device_gib: float) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
+from grpo_megatron.checks.scored_rows import read_scored_groups, trains_scores
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.prompts import (
@@ -219,6 +220,8 @@ def read_offline_groups(
     key, files = "data.train_files", config.data.train_files
     if not config.trainer.total_training_steps or config.algorithm.source != "file" or not files:
         return []
+    if trains_scores(config):
+        return read_scored_groups(config, key, files, tokenizer, renderer)
     pairs = policy_losses.facts(config.actor.loss_mode).paired
     fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
     if tokenizer is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
@@ -70,7 +71,10 @@ def reward_model_problems(
     yield from _name_problems(config)
     if section.path is None:
         changed = [key for key in RewardModelConfig.model_fields if getattr(section, key) != _DEFAULT[key]]
-        changed = [key for key in changed if key != "combine" or not config.reward_models]
+        used = {"combine"} if config.reward_models else set()
+        if policy_losses.facts(config.actor.loss_mode).scores == "step":
+            used |= {"step_separator", "kind"}
+        changed = [key for key in changed if key not in used]
         if changed:
             yield f"reward_model.{changed[0]} has no effect without a reward model; set {KEY}, or leave it out"
     if not scoring_models(config):

@@ -35,6 +35,8 @@ from grpo_megatron.checks.reward_model import (
     reward_model_problems,
     scoring_models,
 )
+from grpo_megatron.checks.score_head import check_scored_weights, read_scored_model, score_head_problems
+from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
@@ -60,6 +62,7 @@ class Checked:
     offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
     reward_folders: dict[str, RewardFolder] = field(default_factory=dict)  # reward_models
+    scored_folder: RewardFolder | None = field(default=None, kw_only=True)  # model.path, where a scalar head is trained
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
 
@@ -84,7 +87,12 @@ def validate(
     on a row of the data, in a worker process; one process of a run is enough.
     """
     problems = ProblemList()
-    arch = problems.attempt(inputs.read_model, config.model.path)
+    scored_folder = None
+    if trains_scores(config):
+        scored_folder = problems.attempt(read_scored_model, config)
+        arch = scored_folder.arch if scored_folder is not None else None
+    else:
+        arch = problems.attempt(inputs.read_model, config.model.path)
     reward_folders = {}
     for key, model in scoring_models(config).items():
         if (folder := problems.attempt(read_reward_model, model, key)) is not None:
@@ -97,6 +105,7 @@ def validate(
     problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
     problems.add(method_problems(config))
+    problems.add(score_head_problems(config))
     problems.add(environment_problems(config))
     problems.add(schedule_problems(config))
     problems.add(output_problems(config))
@@ -116,7 +125,9 @@ def validate(
 
     has_weights = inputs.has_weights(config.model.path)
     if arch is not None:
-        if has_weights or not dry_run:
+        if (has_weights or not dry_run) and scored_folder is not None:
+            problems.attempt(check_scored_weights, scored_folder)
+        elif has_weights or not dry_run:
             problems.attempt(inputs.check_weights, config.model.path, arch)
         if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
             problems.attempt(inputs.check_reference, config, arch)
@@ -164,6 +175,7 @@ def validate(
         {key.removeprefix(OTHERS): folder for key, folder in reward_folders.items()},
         environment,
         messages or [],
+        scored_folder=scored_folder,
     )
 
 

@@ -75,7 +75,7 @@ class ScalarModel(LogprobModel):
         numbers = states @ self.score.weight.squeeze(0)
         if self.score.bias is not None:
             numbers = numbers + self.score.bias
-        return HeadOutput(numbers, numbers.detach())
+        return HeadOutput(numbers, torch.zeros_like(numbers))  # no entropy: zeros
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:  # type: ignore[type-arg]
         """Skips GPTModel's own method, which needs an output layer."""

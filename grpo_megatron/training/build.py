@@ -17,6 +17,7 @@ from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.reward_folder import RewardFolder
 from grpo_megatron.models.reward_model import FrozenRewardModel, FrozenStepModel, RewardModel
+from grpo_megatron.models.scored_policy import ScoredPolicy
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.observability.flops import peaks
@@ -57,6 +58,13 @@ def join_world(config: Config, device: Device) -> Mesh:
     )
     device.seed(config.trainer.seed, mesh.rank)
     return mesh
+
+
+def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:
+    """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
+    if checked.scored_folder is not None:
+        return ScoredPolicy(checked.scored_folder, config.model.dtype, config.actor, mesh, device)
+    return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
