@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from grpo_megatron.config import Config
+from grpo_megatron.checks.epochs import steps_of_epochs
+from grpo_megatron.config import Config, TrainerConfig
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -18,19 +19,36 @@ def data_lines(config: Config, checked: Checked) -> Iterator[tuple[str, str]]:
         rows = len(checked.supervised_rows)
         yield ("warmup", f"{_found(rows, 'row')}; {_epochs(sft.steps, sft.train_batch_size, rows)}")
     if trainer.total_training_steps:
-        prompts = len(checked.train_prompts) or len(checked.offline_groups)
-        epochs = _epochs(trainer.total_training_steps, config.data.train_batch_size, prompts)
+        rows = len(checked.train_prompts) or len(checked.offline_groups)
         noun = "row" if config.algorithm.source == "file" else "prompt"
-        yield ("training", f"{_found(prompts, noun)} of task {config.data.task}; {epochs}")
+        yield ("training", f"{_found(rows, noun)} of task {config.data.task}; {_duration(config, rows)}")
     if checked.val_prompts:
-        times = []
-        if trainer.val_before_train:
-            times.append("before training")
-        if trainer.test_freq > 0:
-            times.append(f"every {trainer.test_freq} steps")
-        times.append("at the end" if times else "never")
-        yield ("validation", f"{counted(len(checked.val_prompts), 'prompt')}, {', '.join(times)}")
+        yield ("validation", f"{counted(len(checked.val_prompts), 'prompt')}, {_validation_times(trainer)}")
+    if checked.val_loss_groups:
+        yield ("validation loss", f"{counted(len(checked.val_loss_groups), 'row')}, {_validation_times(trainer)}")
     yield ("output", str(trainer.output_dir))
+
+
+def _duration(config: Config, rows: int) -> str:
+    """The training steps, and how often each row is seen."""
+    trainer, batch = config.trainer, config.data.train_batch_size
+    if trainer.total_epochs is None:
+        return _epochs(trainer.total_training_steps, batch, rows)
+    steps = steps_of_epochs(config, rows)
+    if steps is None:
+        return f"{trainer.total_epochs} epochs, of unknown length"
+    arithmetic = f"{trainer.total_epochs} x floor({rows:,} / {batch})"
+    return f"trainer.total_epochs: {arithmetic} = {_epochs(steps, batch, rows)}"
+
+
+def _validation_times(trainer: TrainerConfig) -> str:
+    times = []
+    if trainer.val_before_train:
+        times.append("before training")
+    if trainer.test_freq > 0:
+        times.append(f"every {trainer.test_freq} steps")
+    times.append("at the end" if times else "never")
+    return ", ".join(times)
 
 
 def _found(number: int, noun: str) -> str:

@@ -135,7 +135,8 @@ class _Rank:
     def _is_scored(self) -> bool:
         """Whether log-probabilities are computed besides those of the update."""
         algorithm, actor = self.config.algorithm, self.config.actor
-        return needs_old_logprobs(algorithm, actor) or reads_reference(algorithm, actor)
+        reads_logprobs = needs_old_logprobs(algorithm, actor) or reads_reference(algorithm, actor)
+        return reads_logprobs or bool(self.config.data.val_loss_files)
 
     def _rollout(self) -> Phase:
         rollout = self.config.rollout

@@ -117,7 +117,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     is_reward = args.command == "train-reward"
     config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
     is_rank = "RANK" in os.environ
-    if not args.dry_run and _has_nothing_to_do(config):
+    if not args.dry_run and config.trainer.total_epochs is None and _has_nothing_to_do(config):
         return 0
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
@@ -135,6 +135,10 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(
         config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
     )
+    if config.trainer.total_epochs is not None:
+        config = checked.resolved(config)
+        if not args.dry_run and _has_nothing_to_do(config):
+            return 0
     if is_reward and checked.scored_folder is None:
         raise ConfigError(
             f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"

@@ -34,11 +34,13 @@ from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
-from grpo_megatron.training.references import References
+from grpo_megatron.training.references import WARMUP_FOLDER, References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
+from grpo_megatron.training.score_validation import ScoreValidation
 from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer, Scorer
-from grpo_megatron.training.warm_up import WARMUP_FOLDER
+from grpo_megatron.training.validation import Validator
+from grpo_megatron.training.validation_loss import ValidationLoss
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
 from grpo_megatron.types import BY_MODEL
 
@@ -174,6 +176,12 @@ def build_generator(
     )
 
 
+def build_validator(config: Config, checked: Checked, generator: Generator | None, mesh: Mesh) -> Validator:
+    """What answers the held-out problems."""
+    folder, num_logged = config.trainer.output_dir, config.trainer.num_logged_samples
+    return Validator(generator, checked.val_prompts, config.data, config.rollout, mesh, folder, num_logged)
+
+
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:
     """Reward workers that have passed their self-test, before the first step. `opened` will close them.
 
@@ -231,6 +239,14 @@ def build_references(
         first_step=first_step,
         temperature=config.rollout.temperature,
     )
+
+
+def build_validation_loss(
+    config: Config, checked: Checked, policy: Policy, references: References, cadence: Cadence
+) -> ValidationLoss:
+    """The loss of held-out rows; with a scalar head, its calibration too."""
+    kind = ValidationLoss if checked.scored_folder is None else ScoreValidation
+    return kind(checked.val_loss_groups, config, policy, references, cadence)
 
 
 def build_loss(actor: ActorConfig) -> LossFunction:

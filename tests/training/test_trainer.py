@@ -232,7 +232,7 @@ def test_the_warm_up_comes_first_and_has_an_optimizer_of_its_own(tmp_path: Path)
     assert events[: events.index(("draw", 0, [0, 1], 0))] == [
         ("engine", "policy offloaded"),  # and no optimizer yet: vLLM requires free memory
         ("optimizer", 0.5, 3),
-        *[("update", 2)] * 3,
+        *[event for step in range(3) for event in (("update", 2), ("after", step + 1))],
         ("save hf", "warmup", "policy after 3"),
         ("optimizer", 0.25, 24),
         ("sync", 0, "policy after 3"),
@@ -284,6 +284,14 @@ def test_a_run_that_draws_nothing_has_no_engine(tmp_path: Path) -> None:
         *[("summary", []), ("finished", 4), "destroy mesh"],
     ]
     assert [row["training/epoch"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
+
+
+def test_the_loss_of_held_out_rows_comes_before_the_steps(tmp_path: Path) -> None:
+    """Every token has log-probability -1 - 0.01 x updates, in rows of 1, 2 and 3 tokens: so has the mean over the tokens."""
+    trainer = {"total_training_steps": 7, "test_freq": 3, "val_before_train": True}
+    _, rows = run(tmp_path, **FROM_FILE, trainer=trainer, num_loss_rows=3)
+    losses = {row["step"]: row["val/loss/held_out"] for row in rows if "val/loss/held_out" in row}
+    assert losses == pytest.approx({0: 1.0, 3: 1.03, 6: 1.06, 7: 1.07}, abs=1e-6)
 
 
 def test_every_epoch_has_every_row_once_in_its_own_order(tmp_path: Path) -> None:
