@@ -36,6 +36,7 @@ TASKS = {
     "products": products.write_products,
     "two_hops": two_hops.write_two_hops,
 }
+MARKERS = {"model": "config.json", "feedback": "pairs.jsonl"}  # what a folder of the command always has
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores
         "architectures": ["Qwen2ForCausalLM"],
@@ -207,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns 0, or 2 after a user error."""
     options = _parse_args(arguments)
     try:
-        marker = "sft.jsonl" if options.command in TASKS else "config.json"
+        marker = MARKERS.get(options.command, "sft.jsonl")
         out = options.out.absolute()
         _check_out(out, options.force, marker)
         with new_folder(out) as folder:

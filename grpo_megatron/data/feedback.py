@@ -1,10 +1,12 @@
 """Generated feedback on the quickstart's additions: what the examples of reward models learn from.
 
-A worked answer has two steps, units and tens: `<think>8+3=11` and `1+7+1=9</think><answer>91</answer>`, joined by a comma. In
-a wrong step the sum is off by one. What follows is computed from the wrong sum, so that only the wrong step itself is wrong.
+A worked answer has two steps, units and tens: `<think>8+3=11` and `1+7+1=9</think><answer>91</answer>`, joined by a comma. Half
+of the bad answers are bare and wrong, one step: `<answer>92</answer>`. The others are worked, and the sum of one step is off by
+one. What follows is computed from the wrong sum, so that only the wrong step itself is wrong. (A tiny model learns soon to
+tell the bare ones, and slowly to check the sums.)
 
-    pairs.jsonl, pairs_val.jsonl    {"prompt", "chosen", "rejected"}: a right answer, and one with a wrong step
-    steps.jsonl, steps_val.jsonl    {"prompt", "completions", "labels"}: each step is wrong with probability 0.4
+    pairs.jsonl, pairs_val.jsonl    {"prompt", "chosen", "rejected"}: the worked answer, and a bad one
+    steps.jsonl, steps_val.jsonl    {"prompt", "completions", "labels"}: the steps of a good answer or, as often, of a bad one
 
 The held-out files use sums that the others never have.
 """
@@ -16,10 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.data.arithmetic import build_tokenizer, draw_problem, write_data
+from grpo_megatron.data.arithmetic import bare_response, build_tokenizer, draw_problem, write_data
 
 STEP_SEPARATOR = ","
-WRONG_SHARE = 0.4
 
 
 def pair_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
@@ -27,8 +28,8 @@ def pair_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, An
     draw = random.Random(f"{seed}/pairs/{held_out}")
     for _ in range(count):
         prompt, a, b = draw_problem(draw, held_out)
-        wrong = draw.choice(((True, False), (False, True)))
-        texts = [STEP_SEPARATOR.join(_steps(a, b, kinds, draw)) for kinds in ((False, False), wrong)]
+        bad, _ = _bad_answer(a, b, draw)
+        texts = [STEP_SEPARATOR.join(steps) for steps in (_worked_steps(a, b), bad)]
         yield {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
 
 
@@ -37,12 +38,9 @@ def step_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, An
     draw = random.Random(f"{seed}/steps/{held_out}")
     for _ in range(count):
         prompt, a, b = draw_problem(draw, held_out)
-        wrong = (draw.random() < WRONG_SHARE, draw.random() < WRONG_SHARE)
-        yield {
-            "prompt": prompt,
-            "completions": _steps(a, b, wrong, draw),
-            "labels": [not is_wrong for is_wrong in wrong],
-        }
+        is_bad = draw.random() < 0.5
+        steps, labels = _bad_answer(a, b, draw) if is_bad else (_worked_steps(a, b), [True, True])
+        yield {"prompt": prompt, "completions": steps, "labels": labels}
 
 
 def write_feedback(folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
@@ -56,17 +54,24 @@ def write_feedback(folder: Path, seed: int, num_train: int = 4096, num_val: int 
     write_data(folder, files, build_tokenizer())
 
 
-def _steps(a: int, b: int, wrong: tuple[bool, bool], draw: random.Random) -> list[str]:
-    """The two steps, each off by one if `wrong`."""
-    units = max(0, a % 10 + b % 10 + (draw.choice((-1, 1)) if wrong[0] else 0))
-    if wrong[0] and units == a % 10 + b % 10:  # 0 + 0 - 1
-        units += 1
-    carry = units // 10
-    tens = a // 10 + b // 10 + carry + (draw.choice((-1, 1)) if wrong[1] else 0)
-    if tens < 0:  # 0 + 0 + 0 - 1
-        tens = 1
-    answer = 10 * tens + units % 10
+def _bad_answer(a: int, b: int, draw: random.Random) -> tuple[list[str], list[bool]]:
+    """The steps, and which of them are right."""
+    if draw.random() < 0.5:
+        return [bare_response(a, b + draw.choice((-10, -1, 1, 10)))], [False]
+    if draw.random() < 0.5:
+        return _worked_steps(a, b, units_error=draw.choice((-1, 1))), [False, True]
+    return _worked_steps(a, b, tens_error=draw.choice((-1, 1))), [True, False]
+
+
+def _worked_steps(a: int, b: int, *, units_error: int = 0, tens_error: int = 0) -> list[str]:
+    """The two steps. A sum that an error would make negative is one too large instead."""
+    units = _off_by(a % 10 + b % 10, units_error)
+    tens = _off_by(a // 10 + b // 10 + units // 10, tens_error)
     return [
         f"<think>{a % 10}+{b % 10}={units}",
-        f"{a // 10}+{b // 10}+{carry}={tens}</think><answer>{answer}</answer>",
+        f"{a // 10}+{b // 10}+{units // 10}={tens}</think>{bare_response(10 * tens, units % 10)}",
     ]
+
+
+def _off_by(total: int, error: int) -> int:
+    return abs(total + error)
