@@ -19,7 +19,7 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
-from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.scalar_head import ScalarPolicy
 from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
@@ -34,9 +34,11 @@ from grpo_megatron.training.build import (
     build_colocation,
     build_generator,
     build_loss,
+    build_policy,
     build_references,
     build_report,
     build_reward_model,
+    build_validation_loss,
     build_validator,
     join_world,
 )
@@ -47,7 +49,6 @@ from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.output_folder import OutputFolder
 from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.validation_loss import ValidationLoss
 from grpo_megatron.training.warm_up import record_update, warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
@@ -73,7 +74,7 @@ class Trainer:
         self.mesh = join_world(config, self.device)
 
         # Where the run continues: every later part may depend on it.
-        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.reward_model.path)
+        inputs = (config.model.path, self.tokenizer_path, config.ref.path, *config.reward_paths)
         self.folder = opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
         self.heartbeat = opened.enter_context(Heartbeat(self.output_dir, self.mesh, trainer.stall_timeout_s))
         if trainer.save_freq != -1:
@@ -87,9 +88,7 @@ class Trainer:
 
         # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
         # device memory comes after it: gradient buffers, optimizer, reward model, reference (see checks/phases.py).
-        self.policy = Policy(
-            config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
-        )
+        self.policy = build_policy(config, checked, self.mesh, self.device)
         self.colocation = build_colocation(config, checked, self.policy)
         generator = build_generator(config, checked, self.colocation, opened)
 
@@ -106,7 +105,7 @@ class Trainer:
         num_updates = self.actor.num_updates(trainer.total_training_steps, self.data.train_batch_size)
         period = self.actor.num_updates(1, self.data.train_batch_size)
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
-        self.reward_model = build_reward_model(config, self.mesh, self.device)
+        self.reward_model = build_reward_model(config, checked, self.mesh, self.device)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.policy, [self.reward_model])
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")
@@ -126,8 +125,7 @@ class Trainer:
             sync_initial=self._sync_initial_model,
         )
         self.validator = build_validator(config, checked, generator, self.mesh)
-        groups = checked.val_loss_groups
-        self.validation_loss = ValidationLoss(groups, config, self.policy, self.references, self.cadence)
+        self.validation_loss = build_validation_loss(config, checked, self.policy, self.references, self.cadence)
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data.max_response_length)
         self.loss = build_loss(self.actor)
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
@@ -282,6 +280,9 @@ class Trainer:
         destroy_mesh()
 
     def _save_hf(self, target: Path) -> None:
+        if isinstance(self.policy, ScalarPolicy):
+            self.policy.save_hf(target, self.tokenizer_path)
+            return
         stream = self.policy.hf_weights(self.config.rollout.update_weights_bucket_megabytes)
         save_hf(stream, self.config.model.path, self.tokenizer_path, target, self.mesh)
 

@@ -233,7 +233,15 @@ def test_models_and_rollout_do_not_know_each_other() -> None:
 def test_the_command_line_starts_light() -> None:
     """`--help` and a misspelt key must not wait for torch: cli/main.py imports no large package at module level."""
     at_the_top = {
-        "cli.main": {"config", "cli.config_file", "cli.key_list", "cli.module_path", "importing", "cli"}
+        "cli.main": {
+            "config",
+            "cli.config_file",
+            "cli.key_list",
+            "cli.module_path",
+            "cli.reward_defaults",
+            "importing",
+            "cli",
+        }
         | {"storage", "storage.leftovers", "storage.lock"},  # standard library only
         "cli.failures": {"reading.bounds", "config"},
         "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers"},

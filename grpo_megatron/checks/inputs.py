@@ -15,6 +15,7 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
+from grpo_megatron.checks.scored_rows import read_scored_groups, trains_scores
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.prompts import (
@@ -33,7 +34,7 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.regular import special_file_in
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import BY_MODEL, Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -159,7 +160,8 @@ def read_train_prompts(
     """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one."""
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []
-    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment)
+    reward = reward_name(config.reward) if config.has_rule else BY_MODEL
+    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment, reward)
 
 
 def read_val_prompts(
@@ -167,7 +169,8 @@ def read_val_prompts(
 ) -> list[Prompt]:
     """The prompts of `data.val_files`. `environment` is that of the rollouts, if there is one."""
     data = config.data
-    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, data.val_max_samples, environment)
+    reward, most = reward_name(config.reward), data.val_max_samples
+    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, most, environment, reward)
 
 
 def _read_prompts(
@@ -177,20 +180,22 @@ def _read_prompts(
     tokenizer: Any | None,
     max_samples: int | None,
     environment: CheckedEnvironment | None,
+    reward: str | None,
 ) -> list[Prompt]:
     """If the tokenizer could not be read, the files are checked and no prompt is made."""
     if not files:
         return []
     task = get_task(config.data.task)
+    read_row = task.read_unanswered if reward == BY_MODEL else task.read_row
     if tokenizer is None:
-        _check_rows(key, files, task.read_row)
+        _check_rows(key, files, read_row)
         return []
     renderer = environment.renderer if environment else None
-    reward = "" if environment and environment.gives_rewards else reward_name(config.reward)
+    reward = "" if environment and environment.gives_rewards else reward
     try:
         return load_prompts(config.data, files, tokenizer, reward, max_samples=max_samples, renderer=renderer)
     except ConfigError as error:
-        _check_rows(key, files, task.read_row)  # reports every wrong file; load_prompts stops at the first
+        _check_rows(key, files, read_row)  # reports every wrong file; load_prompts stops at the first
         raise ConfigError(f"{key}: {error}") from error
 
 
@@ -235,6 +240,8 @@ def _read_written(
     """If the tokenizer could not be read, the files are checked and there are no groups."""
     if not files:
         return []
+    if trains_scores(config):
+        return read_scored_groups(config, key, files, tokenizer, renderer)
     pairs = policy_losses.facts(config.actor.loss_mode).paired
     fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
     if tokenizer is None:

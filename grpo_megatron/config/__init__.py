@@ -7,17 +7,19 @@ checks its own values here; checks that need two sections, the world size or a f
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from grpo_megatron.config.algorithm import (
     AlgorithmConfig,
     FilterGroups,
     KlCtrl,
     ReplayConfig,
-    RewardModelConfig,
     RolloutCorrection,
 )
 from grpo_megatron.config.data import DataConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
+from grpo_megatron.config.reward_model import RewardModelConfig, ScoringModel
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import (
     ConfigError,
@@ -50,6 +52,7 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrection",
+    "ScoringModel",
     "Section",
     "SftConfig",
     "TrainerConfig",
@@ -66,9 +69,22 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
+    reward_models: dict[str, ScoringModel] = {}  # further frozen models: name -> model
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def reward_paths(self) -> list[Path]:
+        """The folders of all reward models."""
+        return [model.path for model in (self.reward_model, *self.reward_models.values()) if model.path is not None]
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether a reward function scores the samples to train on. Frozen models that replace its reward need none."""
+        learns = self.reward_model.path is not None and self.algorithm.iteration_steps is not None
+        is_replaced = bool(self.reward_paths) and self.reward_model.combine == "replace" and not learns
+        return self.reward.function is not None or bool(self.reward.components) or not is_replaced
 
     @property
     def draws(self) -> bool:

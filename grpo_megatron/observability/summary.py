@@ -13,6 +13,7 @@ OUTPUTS = {
     "hf": "the trained model, a Hugging Face folder",
     "curves.png": "learning curves",
     METRICS_FILE: "every metric of every step",
+    "calibration.txt": "confidence against accuracy on held-out rows",
     "samples": "completions at each validation, as text",
     "checkpoints": "for resuming the run",
     "warmup": "the model after the supervised warmup",

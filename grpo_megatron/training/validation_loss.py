@@ -59,7 +59,7 @@ class ValidationLoss:
         results: dict[str, float] = {}
         for file, rows in self.files.items():
             with metrics.phase("testing"):
-                means = self._means(rows)
+                means = self._means(file, rows)
             results |= {f"val/{name}/{file}": value for name, value in means.items()}
         return results
 
@@ -72,7 +72,7 @@ class ValidationLoss:
         for name, value in results.items():
             metrics.constant(name, value)
 
-    def _means(self, rows: Sampler[OfflineGroup]) -> dict[str, float]:
+    def _means(self, file: str, rows: Sampler[OfflineGroup]) -> dict[str, float]:
         mesh = self.policy.mesh
         samples = numbered_samples(FileCollector(rows, mesh).groups(0, rows.batch_size, Metrics()))
         table = gather_groups(samples, mesh)
@@ -89,7 +89,11 @@ class ValidationLoss:
         logprobs = self.policy.logprobs(batch, temperature=None if self.is_paired else 1.0)
         batch.ref_logprobs = self.references.logprobs(batch) if self.is_paired else None
         local = self._sums(batch, logprobs) if mesh.is_first_replica_rank else {}
-        return _divided(mesh.all_gather(local))
+        return _divided(mesh.all_gather(local)) | self._also(file, batch, logprobs)
+
+    def _also(self, file: str, batch: Batch, logprobs: Tensor) -> dict[str, float]:
+        """Further numbers of the same rows, the same on every rank. Collective."""
+        return {}
 
     def _sums(self, batch: Batch, logprobs: Tensor) -> dict[str, float]:
         """Sums over this rank's rows, with the token weights, and the sum of these weights."""
@@ -122,7 +126,7 @@ def _supervised(config: Config) -> tuple[str, AlgorithmConfig, ActorConfig]:
     facts = policy_losses.facts(config.actor.loss_mode)
     mode = config.actor.loss_mode if facts.is_likelihood else "sft"
     changes: dict[str, Any] = {"ppo_mini_batch_size": None, "entropy_coeff": 0.0, "use_kl_loss": False}
-    if not policy_losses.facts(mode).paired:
+    if not facts.paired and not facts.scores:
         changes |= {"loss_mode": mode, "loss_agg_mode": "token-mean"}
         return mode, AlgorithmConfig(source="file", adv_estimator="constant"), config.actor.model_copy(update=changes)
     algorithm = AlgorithmConfig(source="file", adv_estimator=config.algorithm.adv_estimator)

@@ -138,6 +138,28 @@ def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
     }
 
 
+def train_in_turn(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train one config after the other in one world, without an engine. Returns what `train` does, per run."""
+    from grpo_megatron import trainer as trainer_module
+    from grpo_megatron.parallel import mesh as mesh_module
+    from grpo_megatron.training import build
+
+    mesh: list[Any] = []
+
+    def build_once(*args: Any, **kwargs: Any) -> Any:
+        if not mesh:
+            mesh.append(mesh_module.build_mesh(*args, **kwargs))
+        return mesh[0]
+
+    with (
+        mock.patch.object(build, "build_mesh", build_once),
+        mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
+    ):
+        results = [train(raw) for raw in raws]
+    mesh_module.destroy_mesh()
+    return results
+
+
 def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train one config after the other in one world with one engine, because starting these takes most of the time.
 

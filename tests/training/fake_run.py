@@ -304,9 +304,8 @@ def run(
         trainer_module: {
             "join_world": lambda config, device: LoneMesh(),
             "destroy_mesh": lambda: events.append("destroy mesh"),
-            "Policy": build_policy,
             "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
-            "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
+            "build_reward_model": lambda config, checked, mesh, device: FakeRewardModel(events),
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
             "save_hf": save_hf,
@@ -319,6 +318,7 @@ def run(
         },
         validation_loss: {"exchange": local_exchange},
         build: {
+            "Policy": build_policy,
             "build_rollout_engine": build_rollout_engine,
             "build_resharding": lambda *_: FakeResharding(),
             "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
