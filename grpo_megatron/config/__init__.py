@@ -17,6 +17,7 @@ from grpo_megatron.config.algorithm import (
     RewardModelConfig,
     RolloutCorrection,
 )
+from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.data import DataConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, RolloutConfig, ValKwargs
@@ -33,6 +34,7 @@ __all__ = [
     "Band",
     "Config",
     "ConfigError",
+    "CriticConfig",
     "DataConfig",
     "FilterGroups",
     "Fp8Config",
@@ -62,6 +64,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
