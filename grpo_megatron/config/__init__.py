@@ -71,3 +71,13 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def critic_only_steps(self) -> int:
+        """The first training steps, which leave the policy as it is."""
+        return max(self.trainer.critic_warmup, self.critic.pretrain_steps)
+
+    @property
+    def policy_steps(self) -> int:
+        """Training steps that update the policy."""
+        return max(0, self.trainer.total_training_steps - self.critic_only_steps)

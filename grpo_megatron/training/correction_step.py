@@ -32,8 +32,11 @@ class CorrectionStep:
         self.is_corrected = is_corrected(algorithm, actor)
         self.kl = KlController(algorithm.kl_ctrl)
 
-    def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
-        """Set correction, loss mask, advantages and weights of `batch`; return the plan that they belong to. Collective."""
+    def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> tuple[GroupTable, Plan]:
+        """Set correction, loss mask, advantages and weights of `batch`. Collective.
+
+        Returns the table with the columns that this has added, and the plan that the batch now belongs to.
+        """
         replica_metrics = metrics.when(self.mesh.is_first_replica_rank)
         if batch.old_logprobs is not None and self.algorithm.source == "policy":
             rollout_mismatch(replica_metrics, batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
@@ -46,16 +49,17 @@ class CorrectionStep:
             no_penalties = [[0.0] * length for length in table.response_length]
             columns["token_penalties"] = self._column(self._penalise(batch, len(table), metrics), no_penalties)
         if not columns:
-            return plan
+            return table, plan
+        table = replace(table, **columns)
         plan = revise_plan(
             plan,
-            replace(table, **columns),
+            table,
             self.algorithm,
             self.actor,
             max_response_length=self.max_response_length,
         )
         apply_plan(batch, plan, self.mesh.dp_rank)
-        return plan
+        return table, plan
 
     def _column(self, local_values: dict[int, Any], defaults: list[Any]) -> list[Any]:
         """Collective: a table column from every rank's {row: value}; rows that no rank trains on get their default."""

@@ -57,7 +57,7 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     batch.ref_logprobs = torch.where(batch.response_mask, -(1 + responses.cos()), 0.0)
     metrics = Metrics()
     step = CorrectionStep(config, actor, mesh, max_response_length=9)
-    plan = step.apply(batch, table, plan, metrics)
+    table, plan = step.apply(batch, table, plan, metrics)
     columns = {"loss_mask": batch.loss_mask, "advantages": batch.advantages, "token_weights": batch.token_weights}
     if batch.correction is not None:
         columns["correction"] = batch.correction
