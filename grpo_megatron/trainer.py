@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.needs import needs_old_logprobs
+from grpo_megatron.algo.needs import reasons_for_old_pass
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.shaping import with_overlong_penalty
 from grpo_megatron.checks.resume import announcement, check_resume
@@ -131,8 +131,8 @@ class Trainer:
         self.validator = Validator(
             generator, checked.val_prompts, self.data, rollout, self.mesh, self.output_dir, trainer.num_logged_samples
         )
-        self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data.max_response_length)
-        self.loss = build_loss(self.actor)
+        self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
+        self.loss = self.correction_step.corrected(build_loss(self.actor))
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
         self.metrics = Metrics(self.device.synchronize)
         self.metrics.within = self.heartbeat.phase
@@ -176,7 +176,7 @@ class Trainer:
                 table = self.rewards(step, samples)  # every sample's reward, on every rank
                 plan = self.plan(table)  # advantages, token weights, who trains on what
                 batch = exchange(samples, table, plan, self.mesh)  # this replica's share, balanced by tokens
-                batch.old_logprobs = self.old_logprobs(batch)
+                batch.old_logprobs = self.old_logprobs(batch)  # None: the update's own
                 batch.ref_logprobs = self.ref_logprobs(batch)
                 table, plan = self.correction_step.apply(batch, table, plan, self.metrics)  # mismatch, KL in the reward
                 plan = self.critic.estimate(step, batch, table, plan, self.metrics)  # PPO: values, GAE
@@ -228,7 +228,7 @@ class Trainer:
             )
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        if not needs_old_logprobs(self.algorithm, self.actor):
+        if not reasons_for_old_pass(self.algorithm, self.actor, self.data.train_batch_size):
             return None
         with self.metrics.phase("old_log_prob"):
             return self.policy.logprobs(batch)
@@ -241,7 +241,10 @@ class Trainer:
         if not self.critic.trains_policy(step):
             return
         with self.metrics.phase("update_actor"):
-            sums, constants = self.policy.update(batch, self.loss, epochs=self.actor.ppo_epochs, guard=self.guards)
+            complete = self.correction_step.complete(self.metrics)
+            sums, constants = self.policy.update(
+                batch, self.loss, epochs=self.actor.ppo_epochs, guard=self.guards, complete=complete
+            )
         record_update(self.metrics, sums, constants, self.mesh.is_first_replica_rank)
 
     def end_iteration(self, step: int) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from grpo_megatron.algo.needs import needs_reference
 from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import (
@@ -19,6 +18,7 @@ from grpo_megatron.checks.memory import (
     is_counted_by_megatron,
     memory_of_stages,
 )
+from grpo_megatron.checks.passes import pass_lines
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
 from grpo_megatron.checks.weight_sync import weight_sync_lines
 from grpo_megatron.config import Config
@@ -113,24 +113,8 @@ def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[s
         cap += f" and {_counted(actor.ppo_micro_batch_size_per_gpu, 'sequence')}"
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
-    yield _line("reference", "; ".join(_uses_of_reference(config)))
-    yield from (_line(name, text) for name, text in environment_lines(config, checked.first_messages))
-
-
-def _uses_of_reference(config: Config) -> Iterator[str]:
-    """What the reference model is used for."""
-    actor, algorithm = config.actor, config.algorithm
-    if not needs_reference(algorithm, actor):
-        yield "no reference model"
-        return
-    if actor.use_kl_loss:
-        yield f"{actor.kl_loss_coef:g} x {actor.kl_loss_type} in the loss"
-    if algorithm.use_kl_in_reward:
-        yield f"{algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty} in the reward"
-    if algorithm.source == "initial":
-        yield "draws the responses"
-    if not (actor.use_kl_loss or algorithm.use_kl_in_reward or algorithm.source == "initial"):
-        yield f"read by {actor.loss_mode}"
+    for name, text in chain(pass_lines(config), environment_lines(config, checked.first_messages)):
+        yield _line(name, text)
 
 
 def _length_lines(config: Config, arch: Architecture) -> Iterator[str]:

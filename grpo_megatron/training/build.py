@@ -15,7 +15,8 @@ from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.build import build_pool
 from grpo_megatron.models.build import DTYPES
-from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
+from grpo_megatron.models.loss_pass import LossFunction, MetricSums
+from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.reward_folder import read_reward_folder
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel

@@ -11,7 +11,8 @@ from grpo_megatron.algo.plan import supervised_plan
 from grpo_megatron.config import ActorConfig, SftConfig
 from grpo_megatron.data.prompts import SupervisedExample
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.models.policy import LossFunction, MetricSums, Policy
+from grpo_megatron.models.loss_pass import LossFunction, MetricSums
+from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.types import Batch
