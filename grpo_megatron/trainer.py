@@ -73,7 +73,7 @@ class Trainer:
         self.mesh = join_world(config, self.device)
 
         # Where the run continues: every later part may depend on it.
-        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.reward_model.path, config.critic.path)
+        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.critic.path, *config.reward_paths)
         self.folder = opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
         self.heartbeat = opened.enter_context(Heartbeat(self.output_dir, self.mesh, trainer.stall_timeout_s))
         if trainer.save_freq != -1:
@@ -108,7 +108,7 @@ class Trainer:
         num_updates = self.actor.num_updates(config.policy_steps, self.data.train_batch_size)
         period = self.actor.num_updates(1, self.data.train_batch_size)
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
-        self.reward_model = build_reward_model(config, self.mesh, self.device)
+        self.reward_model = build_reward_model(config, checked, self.mesh, self.device)
         self.critic = build_critic(config, self.mesh, self.device)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.policy, [self.reward_model, self.critic])

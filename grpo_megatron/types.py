@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+BY_MODEL = "(a reward model)"  # Prompt.reward: no reward function is called
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One question, ready for the engine.
 
-    `uid` never changes between runs (it seeds the sampling). `reward` names the reward function of its completions.
+    `uid` never changes between runs (it seeds the sampling). `reward` names the reward function of its completions; "": an
+    environment gives the rewards; BY_MODEL: only reward models do.
     """
 
     uid: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from grpo_megatron.checks.memory import (
 )
 from grpo_megatron.checks.passes import pass_lines
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
+from grpo_megatron.checks.reward_model import reward_model_lines
 from grpo_megatron.checks.weight_sync import weight_sync_lines
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
@@ -35,7 +36,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
 
     `device_gib`: the memory of one device in GiB, to say which phases fit it.
     """
-    policy, reward_model = count_models(config, checked, world_size)
+    policy, reward_models = count_models(config, checked, world_size)
     source = "parameters from the weight table; Megatron-Core is not installed here"
     if is_counted_by_megatron():
         source = "parameters counted in Megatron-Core's own modules"
@@ -45,13 +46,13 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         "Lengths, in tokens": _length_lines(config, checked.arch),
         "Model": _model_lines(config, checked),
         f"Memory of one rank, in GiB ({source})": chain(
-            _memory_lines(config, world_size, policy, reward_model), _host_lines(config, checked.arch, policy)
+            _memory_lines(config, world_size, policy, reward_models), _host_lines(config, checked.arch, policy)
         ),
         "Weight sync": weight_sync_lines(config, checked.arch, world_size),
         "Data": _data_lines(config, checked),
     }
     if config.trainer.device != "cpu":
-        phases = memory_phases(config, checked.arch, world_size, policy, reward_model)
+        phases = memory_phases(config, checked.arch, world_size, policy, reward_models)
         title = "Device memory of one rank in each phase, in GiB (~: estimated, checks/phases.py says how)"
         sections[title] = _phase_lines(config, phases, device_gib)
     parts = [f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items()]
@@ -147,20 +148,18 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
         yield _line("tokenizer", "NOT FOUND, so neither it nor the lengths of prompts were checked")
     else:
         yield _line("tokenizer", f"{len(checked.tokenizer):,} tokens, ends with {checked.tokenizer.eos_token!r}")
-    if checked.reward_folder is not None:
-        kind = "frozen" if config.algorithm.iteration_steps is None else "learns"
-        count = checked.reward_folder.arch.num_parameters()
-        yield _line("reward model", f"{checked.reward_folder.path}: {count:,} parameters, {kind}")
+    reward_models = reward_model_lines(config, checked.reward_folder, checked.reward_folders)
+    yield from (_line("reward model", text) for text in reward_models)
 
 
 def count_models(
     config: Config, checked: Checked, world_size: int
-) -> tuple[list[StageParameters], list[StageParameters] | None]:
-    """Parameters of every stage of the policy, and of the reward model if there is one."""
-    policy = count_parameters(checked.arch, config, world_size)
-    if checked.reward_folder is None:
-        return policy, None
-    return policy, count_parameters(checked.reward_folder.arch, config, world_size, is_reward_model=True)
+) -> tuple[list[StageParameters], list[list[StageParameters]]]:
+    """Parameters of every stage of the policy, and of each reward model, the one of `reward_model.path` first."""
+    reward_models = [
+        count_parameters(folder.arch, config, world_size, is_reward_model=True) for folder in checked.all_reward_folders
+    ]
+    return count_parameters(checked.arch, config, world_size), reward_models
 
 
 def plan_problems(config: Config, checked: Checked, world_size: int, device_gib: float) -> list[str]:
@@ -172,18 +171,18 @@ def plan_problems(config: Config, checked: Checked, world_size: int, device_gib:
 
 
 def _memory_lines(
-    config: Config, world_size: int, policy: list[StageParameters], reward_model: list[StageParameters] | None
+    config: Config, world_size: int, policy: list[StageParameters], reward_models: Sequence[list[StageParameters]]
 ) -> Iterator[str]:
     """One line per pipeline stage: what `memory.py` counts, and the sum."""
     titles = ["weights", "gradients", "optimizer", "reference", "reward model", "together"]
-    if reward_model is None:
+    if not reward_models:
         titles.remove("reward model")
     widths = [max(9, len(title)) for title in titles]
     header = " ".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))
     yield f"{'stage':>5} {'layers':>6} {'parameters':>15} {header}"
-    for number, memory in enumerate(memory_of_stages(config, world_size, policy, reward_model)):
+    for number, memory in enumerate(memory_of_stages(config, world_size, policy, reward_models)):
         parts = [memory.weights, memory.gradients, memory.optimizer, memory.reference]
-        if reward_model is not None:
+        if reward_models:
             parts.append(memory.reward_model)
         columns = zip([*parts, memory.total], widths, strict=True)
         cells = " ".join(f"{part / GIB:>{width}.3f}" for part, width in columns)

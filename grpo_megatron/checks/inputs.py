@@ -32,7 +32,7 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.regular import special_file_in
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import BY_MODEL, Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -154,7 +154,8 @@ def read_train_prompts(
     """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one."""
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []
-    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment)
+    reward = config.reward.function if config.has_rule else BY_MODEL
+    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment, reward)
 
 
 def read_val_prompts(
@@ -162,7 +163,8 @@ def read_val_prompts(
 ) -> list[Prompt]:
     """The prompts of `data.val_files`. `environment` is that of the rollouts, if there is one."""
     data = config.data
-    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, data.val_max_samples, environment)
+    reward, most = config.reward.function, data.val_max_samples
+    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, most, environment, reward)
 
 
 def _read_prompts(
@@ -172,20 +174,22 @@ def _read_prompts(
     tokenizer: Any | None,
     max_samples: int | None,
     environment: CheckedEnvironment | None,
+    reward: str | None,
 ) -> list[Prompt]:
     """If the tokenizer could not be read, the files are checked and no prompt is made."""
     if not files:
         return []
     task = get_task(config.data.task)
+    read_row = task.read_unanswered if reward == BY_MODEL else task.read_row
     if tokenizer is None:
-        _check_rows(key, files, task.read_row)
+        _check_rows(key, files, read_row)
         return []
     renderer = environment.renderer if environment else None
-    reward = "" if environment and environment.gives_rewards else config.reward.function
+    reward = "" if environment and environment.gives_rewards else reward
     try:
         return load_prompts(config.data, files, tokenizer, reward, max_samples=max_samples, renderer=renderer)
     except ConfigError as error:
-        _check_rows(key, files, task.read_row)  # reports every wrong file; load_prompts stops at the first
+        _check_rows(key, files, read_row)  # reports every wrong file; load_prompts stops at the first
         raise ConfigError(f"{key}: {error}") from error
 
 

@@ -45,7 +45,8 @@ class StageParameters:
 class StageMemory:
     """Bytes of one rank of a pipeline stage; the first three are the policy's.
 
-    `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if it is frozen.
+    `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if all are frozen. `frozen_rewards`:
+    the weights of each frozen reward model, which are part of `reward_model`, too.
     """
 
     weights: float
@@ -54,6 +55,7 @@ class StageMemory:
     reference: float
     reward_model: float
     reward_training: float
+    frozen_rewards: tuple[float, ...] = ()
 
     @property
     def total(self) -> float:
@@ -110,28 +112,32 @@ def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
 
 
 def memory_of_stages(
-    config: Config, world_size: int, policy: list[StageParameters], reward_model: list[StageParameters] | None
+    config: Config, world_size: int, policy: list[StageParameters], reward_models: Sequence[list[StageParameters]]
 ) -> list[StageMemory]:
-    """Bytes per stage of the policy, of its reference if the method needs one, and of the reward model if there is one."""
+    """Bytes per stage of the policy, of its reference if the method needs one, and of all reward models.
+
+    With algorithm.iteration_steps the first one, that of `reward_model.path`, learns.
+    """
     itemsize = DTYPE_BYTES[config.model.dtype]
     has_reference = needs_reference(config.algorithm, config.actor)
-    learns = config.algorithm.iteration_steps is not None
+    has_main = bool(reward_models) and config.reward_model.path is not None
+    learns = has_main and config.algorithm.iteration_steps is not None
     out = []
     for number, stage in enumerate(policy):
-        reward_weights = reward_training = 0.0
-        if reward_model is not None:
-            reward_stage = reward_model[number]
-            reward_weights = reward_stage.total * itemsize
-            if learns:
-                reward_training = reward_stage.total * GRADIENT_BYTES + _optimizer(config, world_size, reward_stage)
+        weights = [model[number].total * itemsize for model in reward_models]
+        reward_training = 0.0
+        if learns:
+            learning = reward_models[0][number]
+            reward_training = learning.total * GRADIENT_BYTES + _optimizer(config, world_size, learning)
         out.append(
             StageMemory(
                 weights=stage.total * itemsize,
                 gradients=stage.total * GRADIENT_BYTES,
                 optimizer=_optimizer(config, world_size, stage),
                 reference=stage.total * itemsize if has_reference else 0,
-                reward_model=reward_weights + reward_training,
+                reward_model=sum(weights) + reward_training,
                 reward_training=reward_training,
+                frozen_rewards=tuple(weights[1:] if learns else weights),
             )
         )
     return out

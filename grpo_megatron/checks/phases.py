@@ -7,6 +7,7 @@
               v1/worker/utils.py raises otherwise. What the policy has is not part of that budget
     sync      the engine's weights are awake and receive the policy's, in buckets
     rollout   the engine has its whole budget: what weights and activations leave of it becomes the KV cache
+    rewards   frozen reward models score the responses, one after the other
     scoring   log-probabilities of the policy and the reference; gradient buffers and optimizer are on the device again
     update    forward and backward passes, optimizer step
     learn     the reward model's update (iterative GRPO)
@@ -21,7 +22,7 @@ fragmentation. Compared with no GPU yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grpo_megatron.checks.activations import (
@@ -101,11 +102,18 @@ class _Rank:
         yield self._phase("sync", {**sync, "engine weights": self.engine_weights, "sync buckets": buckets})
         yield self._rollout()
         trained = self._trained()
+        if memory.frozen_rewards:
+            offloaded = max(memory.frozen_rewards) if megatron.offload_reference else 0.0
+            parts = {**trained, "reward model": trained["reward model"] + offloaded}
+            parts["reference"] = 0.0 if megatron.offload_reference else memory.reference
+            yield self._phase("rewards", {**parts, **self._forward(has_head=False)})
         yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
         trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
         yield self._phase("update", {**trained, **self._backward()})
         if memory.reward_training:
-            learning = {**trained, "reward model": memory.reward_model}
+            learning = {**trained, "reward model": trained["reward model"]}
+            if megatron.offload_optimizer:
+                learning["reward model"] += memory.reward_training
             yield self._phase("learn", {**learning, **self._backward(has_head=False)})
         if self.config.trainer.save_freq > 0:
             yield self._phase("save", {**trained, "gradients": 0.0, **self._gathered()})
@@ -128,8 +136,9 @@ class _Rank:
     def _trained(self) -> dict[str, float]:
         """What belongs to models that are trained, outside rollouts."""
         memory = self.memory
-        is_offloaded = self.config.actor.megatron.offload_optimizer
-        reward = memory.reward_model - (memory.reward_training if is_offloaded else 0)
+        megatron = self.config.actor.megatron
+        reward = memory.reward_model - (memory.reward_training if megatron.offload_optimizer else 0)
+        reward -= sum(memory.frozen_rewards) if megatron.offload_reference else 0
         return {"gradients": memory.gradients, "optimizer": memory.optimizer, "reward model": reward}
 
     def _beside_engine(self, *, needs_reference: bool) -> dict[str, float]:
@@ -142,9 +151,9 @@ class _Rank:
             parts["reference"] = self.memory.reference
         return parts
 
-    def _forward(self) -> dict[str, float]:
+    def _forward(self, *, has_head: bool = True) -> dict[str, float]:
         actor, itemsize = self.config.actor, DTYPE_BYTES[self.config.model.dtype]
-        head = head_bytes(self.arch, actor, itemsize, backward=False) if self._has_head() else 0.0
+        head = head_bytes(self.arch, actor, itemsize, backward=False) if has_head and self._has_head() else 0.0
         return {"layer or logits": max(forward_bytes(self.arch, actor, itemsize), head)}
 
     def _backward(self, *, has_head: bool = True) -> dict[str, float]:
@@ -177,10 +186,10 @@ def memory_phases(
     arch: Architecture,
     world_size: int,
     policy: list[StageParameters],
-    reward_model: list[StageParameters] | None,
+    reward_models: Sequence[list[StageParameters]],
 ) -> list[Phase]:
     """Every phase of the run, of the pipeline stage that needs most in it."""
-    memories = memory_of_stages(config, world_size, policy, reward_model)
+    memories = memory_of_stages(config, world_size, policy, reward_models)
     engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
     stages = [
         list(_Rank(config, arch, world_size, number, parameters, memory, engine).phases())
@@ -220,7 +229,9 @@ def _remedies(config: Config, phase: Phase, device: float) -> Iterator[str]:
     megatron, is_awake = config.actor.megatron, phase.name in ("start", "sync", "rollout")
     if is_awake and "gradients" in phase.parts:
         yield "actor.megatron.offload_optimizer=true"
-    if "reference" in phase.parts and not megatron.offload_reference and phase.name != "scoring":
+    if not megatron.offload_reference and (
+        ("reference" in phase.parts and phase.name != "scoring") or "reward model" in phase.parts
+    ):
         yield "actor.megatron.offload_reference=true"
     if phase.utilization and not is_awake:
         yield "rollout.free_cache_engine=true"

@@ -77,8 +77,10 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("reward", "function num_workers timeout_s kwargs max_failed_ratio", APPLIES),
     **_keys("reward.overlong_buffer", "len penalty_factor", APPLIES),
     # The reward model: its weights, optimizer and pairs are in the checkpoint.
-    **_keys("reward_model", "path", FIXED),
+    **_keys("reward_model", "path kind", FIXED),
     **_keys("reward_model", "start_iteration combine coefficient max_pairs_per_group", APPLIES),
+    **_keys("reward_model", "step_separator", APPLIES),
+    "reward_models": APPLIES,  # frozen: no checkpoint has anything of them
     **_keys("reward_model", "train_batch_size replay_ratio history_size", APPLIES),
     **_keys("reward_model", "steps", SCHEDULE),
     **_keys("reward_model.optim", _OPTIMIZER_SCHEDULE, SCHEDULE),

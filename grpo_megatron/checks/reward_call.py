@@ -9,7 +9,7 @@ from grpo_megatron.config import RewardConfig
 from grpo_megatron.reading.bounds import cut, shown
 from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import BY_MODEL, Prompt
 
 WRONG = "I do not know."
 
@@ -22,7 +22,7 @@ def reward_call_problems(reward: RewardConfig, prompts: Sequence[Prompt]) -> Pro
     """
     first: dict[str, Prompt] = {}
     for prompt in prompts:
-        if prompt.reward:  # "": an environment gives the rewards, or nothing does
+        if prompt.reward not in ("", BY_MODEL):  # "": an environment gives the rewards, or nothing does
             first.setdefault(prompt.reward, prompt)
     if not first or reward.max_failed_ratio == 1:
         return

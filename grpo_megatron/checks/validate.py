@@ -7,6 +7,7 @@ to the trainer in `Checked`, so that no file is read twice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,14 @@ from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_call import reward_call_problems
-from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
+from grpo_megatron.checks.reward_model import (
+    MAIN,
+    OTHERS,
+    check_reward_folder,
+    read_reward_model,
+    reward_model_problems,
+    scoring_models,
+)
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
@@ -51,8 +59,18 @@ class Checked:
     supervised_rows: list[SupervisedExample]
     offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
+    reward_folders: dict[str, RewardFolder] = field(default_factory=dict)  # reward_models
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
+
+    @property
+    def all_reward_folders(self) -> list[RewardFolder]:
+        """The one of reward_model.path first."""
+        return [*filter(None, [self.reward_folder]), *self.reward_folders.values()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def validate(
@@ -67,9 +85,10 @@ def validate(
     """
     problems = ProblemList()
     arch = problems.attempt(inputs.read_model, config.model.path)
-    reward_folder = None
-    if config.reward_model.path is not None:
-        reward_folder = problems.attempt(read_reward_model, config.reward_model.path)
+    reward_folders = {}
+    for key, model in scoring_models(config).items():
+        if (folder := problems.attempt(read_reward_model, model, key)) is not None:
+            reward_folders[key] = folder
 
     problems.add(layout_problems(config, world_size, arch))
     problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu"))
@@ -82,7 +101,7 @@ def validate(
     problems.add(schedule_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))
-    problems.add(reward_model_problems(config, world_size, arch, reward_folder))
+    problems.add(reward_model_problems(config, world_size, arch, reward_folders))
     problems.add(transformer_problems(config.actor.megatron.override_transformer_config))
     problems.add(engine_problems(config.rollout))
     problems.add(length_problems(config, arch))
@@ -100,8 +119,8 @@ def validate(
             problems.attempt(inputs.check_weights, config.model.path, arch)
         if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
             problems.attempt(inputs.check_reference, config, arch)
-    if reward_folder is not None:
-        problems.attempt(check_reward_folder, reward_folder)
+    for key, folder in reward_folders.items():
+        problems.attempt(check_reward_folder, folder, key)
 
     tokenizer = None
     folder_is_missing = arch is None and config.model.tokenizer_path is None  # reported above
@@ -130,7 +149,7 @@ def validate(
         messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()
     if not dry_run:
-        problems.add(phase_shortages(config, world_size, arch, reward_folder))
+        problems.add(phase_shortages(config, world_size, arch, reward_folders))
         problems.raise_if_any()
     return Checked(
         arch,
@@ -140,21 +159,23 @@ def validate(
         [*(val_prompts or []), *(task_prompts or [])],
         supervised_rows or [],
         offline_groups or [],
-        reward_folder,
+        reward_folders.pop(MAIN, None),
+        {key.removeprefix(OTHERS): folder for key, folder in reward_folders.items()},
         environment,
         messages or [],
     )
 
 
 def phase_shortages(
-    config: Config, world_size: int, arch: Architecture, reward_folder: RewardFolder | None
+    config: Config, world_size: int, arch: Architecture, reward_folders: Mapping[str, RewardFolder]
 ) -> Problems:
     """The phases of a valid config that cannot fit this rank's GPU. None on the CPU. Not run on a GPU yet."""
     device = device_bytes(config.trainer.device)
     if device is None:
         return
-    megatron, reward_model = config.actor.megatron, None
-    if reward_folder is not None:
-        reward_model = parameters_from_table(reward_folder.arch, megatron, has_output_head=False)
-    phases = memory_phases(config, arch, world_size, parameters_from_table(arch, megatron), reward_model)
+    megatron = config.actor.megatron
+    reward_models = [
+        parameters_from_table(folder.arch, megatron, has_output_head=False) for folder in reward_folders.values()
+    ]
+    phases = memory_phases(config, arch, world_size, parameters_from_table(arch, megatron), reward_models)
     yield from phase_problems(config, arch, phases, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -78,5 +78,6 @@ def _explain(error: Any) -> str:
 def _fields_at(location: tuple[Any, ...]) -> list[str]:
     model: Any = Config
     for part in location:
-        model = model.model_fields[part].annotation
+        # get_args: of a mapping from the user's names to sections
+        model = model.model_fields[part].annotation if hasattr(model, "model_fields") else get_args(model)[1]
     return list(model.model_fields)

@@ -7,6 +7,8 @@ checks its own values here; checks that need two sections, the world size or a f
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from grpo_megatron.config.algorithm import (
     AlgorithmConfig,
     FilterGroups,
@@ -14,12 +16,12 @@ from grpo_megatron.config.algorithm import (
     OverlongBuffer,
     ReplayConfig,
     RewardConfig,
-    RewardModelConfig,
     RolloutCorrection,
 )
 from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.data import DataConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
+from grpo_megatron.config.reward_model import RewardModelConfig, ScoringModel
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import (
     ConfigError,
@@ -51,6 +53,7 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrection",
+    "ScoringModel",
     "Section",
     "SftConfig",
     "TrainerConfig",
@@ -68,6 +71,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
+    reward_models: dict[str, ScoringModel] = {}  # further frozen models: name -> model
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -81,3 +85,15 @@ class Config(Section):
     def policy_steps(self) -> int:
         """Training steps that update the policy."""
         return max(0, self.trainer.total_training_steps - self.critic_only_steps)
+
+    @property
+    def reward_paths(self) -> list[Path]:
+        """The folders of all reward models."""
+        return [model.path for model in (self.reward_model, *self.reward_models.values()) if model.path is not None]
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether a reward function scores the samples to train on. Frozen models that replace its reward need none."""
+        learns = self.reward_model.path is not None and self.algorithm.iteration_steps is not None
+        is_replaced = bool(self.reward_paths) and self.reward_model.combine == "replace" and not learns
+        return self.reward.function is not None or not is_replaced

@@ -21,7 +21,7 @@ from grpo_megatron.data.written import Written, WrittenResponse, read_written, r
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import path_problem
 from grpo_megatron.reading.regular import read_text, special_file_in
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import BY_MODEL, Prompt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,13 +80,14 @@ def load_prompts(
     `max_samples` rows over all files are used. Raises ConfigError.
 
     `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
-    the task's chat as "messages". `reward_override=""`: no reward function scores them.
+    the task's chat as "messages". `reward_override=""`: no reward function scores them. BY_MODEL: nor have they an answer.
     """
     task = get_task(data.task)
     reward = task.reward if reward_override is None else reward_override
     if reward is None:
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
-    rows = _read_files(files, task, lambda row: (*task.read_row(row), row))[:max_samples]
+    read = task.read_unanswered if reward == BY_MODEL else task.read_row
+    rows = _read_files(files, task, lambda row: (*read(row), row))[:max_samples]
     tools = renderer.tools if renderer else ()
     texts = [render_prompt(data, task, question, tokenizer, uid, tools) for uid, (question, _, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from grpo_megatron.data.steps import tokens_at
 from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.types import Sample
+from grpo_megatron.types import BY_MODEL, Sample
 from grpo_megatron.workers.kept_problem import KeptProblem
 
 WORTH_OVERLAP_S = 0.05
@@ -31,12 +32,14 @@ class Grading:
     def begin(self, rewards: Iterable[str]) -> None:
         """Before the first sample. `rewards` names all reward functions of the draw."""
         self._samples, self._kept.text = [], None
-        self._kept.attempt(lambda pool: pool.begin(sorted(set(rewards))))
+        self._kept.attempt(lambda pool: pool.begin(sorted({*rewards} - {BY_MODEL})))
 
     def add(self, sample: Sample) -> None:
-        """Queue a complete sample and set its text. Returns at once."""
-        if self.pool is not None:
-            sample.text = self._text(sample.response_ids)
+        """Queue a complete sample, if a function rewards it, and set its text. Returns at once."""
+        if self.pool is None:
+            return
+        sample.text = self._text(sample.response_ids)
+        if sample.prompt.reward != BY_MODEL:
             self._samples.append(sample)
             if self._overlaps:
                 self._submit(sample)
@@ -81,18 +84,10 @@ class Grading:
     def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         """(end of the step in the text, reward) -> (index of the token that completes it, reward).
 
-        That token is the last of the shortest prefix of tokens whose text reaches the end. Steps that end within one token
-        become one step, with their mean reward.
+        See `data.steps.tokens_at`. Steps that end within one token become one step, with their mean reward.
         """
-        ids, low = sample.response_ids, 0
         rewards: dict[int, list[float]] = {}
-        for end, reward in steps:
-            high = len(ids) - 1
-            while low < high:
-                middle = (low + high) // 2
-                if len(self._text(ids[: middle + 1])) >= end:
-                    high = middle
-                else:
-                    low = middle + 1
-            rewards.setdefault(low, []).append(reward)
+        ends = tokens_at([end for end, _ in steps], sample.response_ids, self._text)
+        for token, (_, reward) in zip(ends, steps, strict=True):
+            rewards.setdefault(token, []).append(reward)
         return [(token, sum(values) / len(values)) for token, values in rewards.items()]

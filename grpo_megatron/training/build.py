@@ -11,15 +11,15 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.checks.validate import Checked
-from grpo_megatron.config import ActorConfig, Config
+from grpo_megatron.config import ActorConfig, Config, ScoringModel
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.build import build_pool
 from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.loss_pass import LossFunction, MetricSums
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
-from grpo_megatron.models.reward_folder import read_reward_folder
-from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
+from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
+from grpo_megatron.models.reward_model import FrozenRewardModel, FrozenStepModel, RewardModel
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.models.value_model import ValueModel
@@ -41,8 +41,10 @@ from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
+from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer, Scorer
 from grpo_megatron.training.warm_up import WARMUP_FOLDER
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
+from grpo_megatron.types import BY_MODEL
 
 
 def join_world(config: Config, device: Device) -> Mesh:
@@ -172,21 +174,30 @@ def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitS
     reward = config.reward
     pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs)
     opened.callback(pool.close)
-    pool.self_test(sorted({prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)}))
+    pool.self_test(sorted({prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)} - {BY_MODEL}))
     return pool
 
 
-def build_reward_model(config: Config, mesh: Mesh, device: Device) -> NoRewardModel:
-    """No reward model, a frozen one, or one that is trained after each outer iteration. Collective."""
-    section, dtype, actor = config.reward_model, config.model.dtype, config.actor
-    if section.path is None:
-        return NoRewardModel()
+def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoRewardModel:
+    """No reward model, frozen ones, or one that is trained after each outer iteration beside frozen ones. Collective."""
+    section, actor = config.reward_model, config.actor
+
+    def frozen(name: str, model: ScoringModel, folder: RewardFolder) -> Scorer:
+        parts = (folder, config.model.dtype, actor, mesh, device)
+        if folder.kind == "process":
+            return ProcessScorer(name, model, FrozenStepModel(*parts), actor, checked.decode)
+        return OutcomeScorer(name, model, FrozenRewardModel(*parts), actor)
+
+    others = [frozen(name, config.reward_models[name], folder) for name, folder in checked.reward_folders.items()]
+    if checked.reward_folder is None:
+        return FrozenReward(section, others) if others else NoRewardModel()
     if config.algorithm.iteration_steps is None:
-        return FrozenReward(section, FrozenRewardModel(section, dtype, actor, mesh, device), actor)
+        return FrozenReward(section, [frozen("", section, checked.reward_folder), *others])
     return LearningReward(
         section,
-        RewardModel(section, dtype, actor, mesh, device),
+        RewardModel(section, config.model.dtype, actor, mesh, device),
         actor,
+        others,
         iteration_steps=config.algorithm.iteration_steps,
         total_steps=config.trainer.total_training_steps,
         seed=config.trainer.seed,

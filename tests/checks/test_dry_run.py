@@ -228,7 +228,7 @@ def test_adam_is_divided_over_the_replicas(run: Path, cp: int, ep: int, sharded:
     megatron: dict[str, Any] = {TP: 2, PP: 2, EP: ep, "actor.megatron.context_parallel_size": cp}
     megatron["actor.megatron.use_distributed_optimizer"] = str(sharded).lower()
     config = load_config(run / "run.yaml", ["model.dtype=bfloat16", *(f"{k}={v}" for k, v in megatron.items())])
-    (memory,) = memory_of_stages(config, 32, [StageParameters(layers=1, dense=800, experts=160)], None)
+    (memory,) = memory_of_stages(config, 32, [StageParameters(layers=1, dense=800, experts=160)], [])
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * 960, 4 * 960, expected)
 
 
@@ -253,7 +253,7 @@ def test_a_reference_is_counted_where_the_method_needs_one(
 ) -> None:
     """In float32, the reference has the 4 bytes per parameter of the policy's weights, and nothing else."""
     config = load_config(run / "run.yaml", overrides)
-    (memory,) = memory_of_stages(config, 2, [StageParameters(layers=4, dense=1000, experts=0)], None)
+    (memory,) = memory_of_stages(config, 2, [StageParameters(layers=4, dense=1000, experts=0)], [])
     assert memory.reference == (4000 if has_reference else 0)
     assert memory.total == 4000 + 4000 + 8000 / 2 + memory.reference
     assert f"reference         {words}\n" in plan(run, capsys, *overrides)
@@ -287,9 +287,9 @@ def test_a_reward_model_is_counted(
     (policy,) = count_parameters(arch, config, 2)
     (reward,) = count_parameters(dataclasses.replace(arch, tied=True), config, 2, is_reward_model=True)
     assert reward.total == policy.total - 104 * 64
-    (memory,) = memory_of_stages(config, 2, [policy], [reward])
+    (memory,) = memory_of_stages(config, 2, [policy], [[reward]])
     assert memory.reward_model == bytes_per_parameter * reward.total
-    assert memory.total == memory_of_stages(config, 2, [policy], None)[0].total + memory.reward_model
+    assert memory.total == memory_of_stages(config, 2, [policy], [])[0].total + memory.reward_model
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

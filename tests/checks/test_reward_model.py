@@ -11,7 +11,12 @@ import pytest
 import yaml
 
 from grpo_megatron.checks.problems import ProblemList
-from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
+from grpo_megatron.checks.reward_model import (
+    check_reward_folder,
+    read_reward_model,
+    reward_model_problems,
+    scoring_models,
+)
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
@@ -30,12 +35,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> list[str]:
     """What `validate` finds about the reward model, in its order."""
     config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
-    found, folder = ProblemList(), None
-    if config.reward_model.path is not None:
-        folder = found.attempt(read_reward_model, config.reward_model.path)
-    found.add(reward_model_problems(config, world, read_architecture(config.model.path), folder))
-    if folder is not None:
-        found.attempt(check_reward_folder, folder)
+    found = ProblemList()
+    read = {key: found.attempt(read_reward_model, model, key) for key, model in scoring_models(config).items()}
+    folders = {key: folder for key, folder in read.items() if folder is not None}
+    found.add(reward_model_problems(config, world, read_architecture(config.model.path), folders))
+    for key, folder in folders.items():
+        found.attempt(check_reward_folder, folder, key)
     return found.messages
 
 

@@ -292,7 +292,7 @@ def run(
             "destroy_mesh": lambda: events.append("destroy mesh"),
             "Policy": build_policy,
             "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
-            "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
+            "build_reward_model": lambda config, checked, mesh, device: FakeRewardModel(events),
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
             "save_hf": save_hf,
