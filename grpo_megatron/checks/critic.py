@@ -15,7 +15,7 @@ from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, CriticCon
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
 
-KEY = "critic.path"
+CRITIC_PATH = "critic.path"
 _DEFAULT: dict[str, Any] = CriticConfig().model_dump() | {"optim": CriticConfig().optim}
 
 
@@ -26,11 +26,11 @@ def has_critic(algorithm: AlgorithmConfig) -> bool:
 
 def read_critic(path: Path) -> RewardFolder:
     """What the folder's config.json describes. Raises ConfigError for a folder that cannot be a value model."""
-    inputs.read_model(path, KEY)  # the checks of every model folder
+    inputs.read_model(path, CRITIC_PATH)  # the checks of every model folder
     try:
         return read_reward_folder(path, "value")
     except ValueError as error:
-        raise ConfigError(f"{KEY}={str(path)!r}: {error}; set it to such a folder") from error
+        raise ConfigError(f"{CRITIC_PATH}={str(path)!r}: {error}; set it to such a folder") from error
 
 
 def critic_arch(config: Config, arch: Architecture, folder: RewardFolder | None) -> Architecture | None:
@@ -48,7 +48,7 @@ def critic_problems(
         yield from _unused_keys(config)
         return
     if folder is not None:
-        yield from second_model_problems(config, world_size, arch, folder, KEY)
+        yield from second_model_problems(config, world_size, arch, folder, CRITIC_PATH)
     yield from _lambda_problems(config)
     yield from _schedule_problems(config)
     correction = config.algorithm.rollout_correction

@@ -25,7 +25,7 @@ DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-toke
 PARITY = {"function": "tests.e2e.rewards:parity_reward"}  # 0 or 1: some groups are not informative
 PPO = {
     "algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}},
-    "critic": {"lam": 1.0, "pretrain_steps": 1, "ppo_mini_batch_size": 6, "optim": {"lr": 1e-3}},
+    "critic": {"lam": 0.5, "pretrain_steps": 1, "ppo_mini_batch_size": 6, "optim": {"lr": 1e-3}},
     "actor": {"use_kl_loss": False},
 }
 METHODS: dict[str, dict[str, Any]] = {
@@ -169,13 +169,15 @@ def test_kl_in_the_reward_moves_advantages_and_its_coefficient(runs: dict[str, d
 
 
 def test_ppo_trains_its_critic_and_resumes_with_it(runs: dict[str, dict[str, Any]]) -> None:
-    """Step 0 trains the critic alone, on returns: with a head of zeros these are the rewards, and lambda has no effect."""
+    """Step 0 trains the critic alone, with lambda 1: every token's target is the reward. The KL to the start is still 0."""
     run, resumed = runs["ppo"], runs["ppo resumed"]
     assert all(norm > 0 for norm in column(run, "critic/grad_norm")) and column(run, "critic/lr") == [1e-3] * 3
     first, *later = column(run, "critic/values/mean")
     assert first == 0 and all(later)
     assert column(run, "critic/vf_explained_var")[0] == 0 and column(run, "critic/vf_loss")[0] > 0
-    assert column(run, "critic/returns/mean")[0] > 1  # rewards are lengths; the KL to the start is still 0
+    table = run["tables"][0]
+    weighted = [reward * count for reward, count in zip(table.reward, table.response_length, strict=True)]
+    assert column(run, "critic/returns/mean")[0] == pytest.approx(sum(weighted) / sum(table.response_length), rel=1e-5)
     for table, plan in zip(run["tables"], run["plans"], strict=True):
         advantages = [a for row, value in enumerate(plan.advantages) for a in value if table.response_length[row]]
         assert math.fsum(advantages) == pytest.approx(0, abs=1e-6)
