@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.needs import needs_old_logprobs
+from grpo_megatron.algo.needs import reasons_for_old_pass
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.shaping import with_overlong_penalty
 from grpo_megatron.checks.resume import announcement, check_resume
@@ -32,6 +32,7 @@ from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.build import (
     build_colocation,
+    build_critic,
     build_generator,
     build_loss,
     build_policy,
@@ -74,7 +75,7 @@ class Trainer:
         self.mesh = join_world(config, self.device)
 
         # Where the run continues: every later part may depend on it.
-        inputs = (config.model.path, self.tokenizer_path, config.ref.path, *config.reward_paths)
+        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.critic.path, *config.reward_paths)
         self.folder = opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
         self.heartbeat = opened.enter_context(Heartbeat(self.output_dir, self.mesh, trainer.stall_timeout_s))
         if trainer.save_freq != -1:
@@ -102,12 +103,13 @@ class Trainer:
             self.sinks.note(f"an earlier run's files are now in {self.folder.moved_to}")
         if checkpoint is None and config.sft.steps:
             warm_up(config, checked, self.policy, self.heartbeat, self.sinks.note, self._save_hf)
-        num_updates = self.actor.num_updates(trainer.total_training_steps, self.data.train_batch_size)
+        num_updates = self.actor.num_updates(config.policy_steps, self.data.train_batch_size)
         period = self.actor.num_updates(1, self.data.train_batch_size)
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
         self.reward_model = build_reward_model(config, checked, self.mesh, self.device)
+        self.critic = build_critic(config, self.mesh, self.device)
         if checkpoint is not None:
-            self.checkpoints.load(checkpoint, self.policy, [self.reward_model])
+            self.checkpoints.load(checkpoint, self.policy, [self.reward_model, self.critic])
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")
             if changed:
                 self.sinks.note(announcement(changed, self.policy.num_updates, num_updates))
@@ -126,8 +128,8 @@ class Trainer:
         )
         self.validator = build_validator(config, checked, generator, self.mesh)
         self.validation_loss = build_validation_loss(config, checked, self.policy, self.references, self.cadence)
-        self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data.max_response_length)
-        self.loss = build_loss(self.actor)
+        self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
+        self.loss = self.correction_step.corrected(build_loss(self.actor))
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
         self.metrics = Metrics(self.device.synchronize)
         self.metrics.within = self.heartbeat.phase
@@ -172,12 +174,12 @@ class Trainer:
                 table = self.rewards(step, samples)  # every sample's reward, on every rank
                 plan = self.plan(table)  # advantages, token weights, who trains on what
                 batch = exchange(samples, table, plan, self.mesh)  # this replica's share, balanced by tokens
-                batch.old_logprobs = self.old_logprobs(batch)
+                batch.old_logprobs = self.old_logprobs(batch)  # None: the update's own
                 batch.ref_logprobs = self.ref_logprobs(batch)
-                plan = self.correction_step.apply(
-                    batch, table, plan, self.metrics
-                )  # rollout correction, KL in the reward
-                self.update(batch)  # mini-batches, clipping, optimizer
+                table, plan = self.correction_step.apply(batch, table, plan, self.metrics)  # mismatch, KL in the reward
+                plan = self.critic.estimate(step, batch, table, plan, self.metrics)  # PPO: values, GAE
+                self.critic.update(batch, table, plan, self.metrics)
+                self.update(step, batch)  # mini-batches, clipping, optimizer
                 self.end_iteration(step)  # the reward model learns from the iteration's samples
             self.log(step, samples, table, plan, batch)  # before the save: no checkpoint has a step that was not logged
             self.save(step + 1)
@@ -224,7 +226,7 @@ class Trainer:
             )
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        if not needs_old_logprobs(self.algorithm, self.actor):
+        if not reasons_for_old_pass(self.algorithm, self.actor, self.data.train_batch_size):
             return None
         with self.metrics.phase("old_log_prob"):
             return self.policy.logprobs(batch)
@@ -233,9 +235,14 @@ class Trainer:
         with self.metrics.phase("ref"):
             return self.references.logprobs(batch)
 
-    def update(self, batch: Batch) -> None:
+    def update(self, step: int, batch: Batch) -> None:
+        if not self.critic.trains_policy(step):
+            return
         with self.metrics.phase("update_actor"):
-            sums, constants = self.policy.update(batch, self.loss, epochs=self.actor.ppo_epochs, guard=self.guards)
+            complete = self.correction_step.complete(self.metrics)
+            sums, constants = self.policy.update(
+                batch, self.loss, epochs=self.actor.ppo_epochs, guard=self.guards, complete=complete
+            )
         record_update(self.metrics, sums, constants, self.mesh.is_first_replica_rank)
 
     def end_iteration(self, step: int) -> None:
@@ -250,7 +257,7 @@ class Trainer:
     def save_now(self, steps_done: int) -> Path:
         run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
         run["weights_digests"] = self.colocation.provenance.state()
-        return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model])
+        return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model, self.critic])
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:
         self.report.log(step, self.metrics, samples, table, plan, batch, epoch=self.collector.epoch())
@@ -270,6 +277,7 @@ class Trainer:
         if self.config.trainer.save_hf_at_end:
             self._save_hf(self.output_dir / "hf")
             self.reward_model.save_hf(self.output_dir / "reward_model", self.tokenizer_path)
+            self.critic.save_hf(self.output_dir / "critic", self.tokenizer_path)
         if self.mesh.rank == 0:
             self.summary.show(self.sinks)
         self.stopping.finished(self.num_steps, self.checkpoints.last)

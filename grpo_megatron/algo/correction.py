@@ -23,7 +23,7 @@ Products and means are over the loss tokens of a response: `mask` is the loss ma
 upper one. The default is `token` with C = 2, which changes nothing where the engines agree. A correction bounds the
 damage of a mismatch and does not remove it: a mean |old - rollout| above 0.1 is a bug to be found.
 
-Both functions return records for `Metrics`, name -> (method, values): call `Metrics.<method>(name, values)` for each.
+The last two functions return records for `Metrics`, name -> (method, values): call `Metrics.<method>(name, values)` for each.
 """
 
 from __future__ import annotations
@@ -41,10 +41,24 @@ MetricRecords = dict[str, tuple[Method, Tensor]]
 
 
 @torch.no_grad()
+def importance_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: RolloutCorrection
+) -> Tensor | None:
+    """What multiplies the policy loss: [B, R], float32, 0 where masked; None: no correction. All [B, R], mask bool.
+
+    A row's weights depend on this row alone. They can be computed within the loss, one micro-batch at a time.
+    """
+    if config.rollout_is is None:
+        return None
+    _, applied = _raw_and_applied(_log_ratios(old_logprobs, rollout_logprobs, mask), mask, config)
+    return torch.where(mask, applied, 0.0).float()
+
+
+@torch.no_grad()
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: RolloutCorrection
 ) -> tuple[Tensor | None, MetricRecords]:
-    """What multiplies the policy loss: [B, R], float32, 0 where masked; None: no correction. All [B, R], mask bool.
+    """The same, with records.
 
     `rollout_corr/rollout_is_mean`, `_std` (ddof 0) and `_eff_sample_size` describe the applied weights: of tokens, or of
     responses where a response has one weight. `_max` and `_min` are of the applied weights of tokens, of the raw ones of
@@ -54,12 +68,8 @@ def correction_weights(
     if kind is None:
         return None, {}
     per_response = kind in ("sequence", "geometric")
-    log_ratios = _log_ratios(old_logprobs, rollout_logprobs, mask)
-    raw = _weights_at_level(log_ratios, mask, kind)  # [B, R], or [B, 1]
-    high = config.rollout_is_threshold
-    low = config.rollout_is_threshold_low or 1.0 / high
-    applied = torch.where((raw < low) | (raw > high), 0.0, raw) if kind == "icepop" else raw.clamp(max=high)
-
+    raw, applied = _raw_and_applied(_log_ratios(old_logprobs, rollout_logprobs, mask), mask, config)
+    low, high = _bounds(config)
     counted = mask.any(-1, keepdim=True) if per_response else mask
     raw_values, values = raw[counted], applied[counted]
     extremes = raw_values if per_response else values
@@ -103,6 +113,21 @@ def _log_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) ->
     """log w_t in float64, unclamped but finite; 0 where masked, and where both log-probabilities are -inf."""
     difference = old_logprobs.double() - rollout_logprobs.double()
     return torch.nan_to_num(difference, nan=0.0, posinf=1e6, neginf=-1e6).masked_fill(~mask, 0.0)
+
+
+def _bounds(config: RolloutCorrection) -> tuple[float, float]:
+    high = config.rollout_is_threshold
+    return config.rollout_is_threshold_low or 1.0 / high, high
+
+
+def _raw_and_applied(log_ratios: Tensor, mask: Tensor, config: RolloutCorrection) -> tuple[Tensor, Tensor]:
+    """The weights before and after their bounds: per token [B, R], or per response [B, 1]."""
+    assert config.rollout_is is not None
+    raw = _weights_at_level(log_ratios, mask, config.rollout_is)
+    low, high = _bounds(config)
+    if config.rollout_is == "icepop":
+        return raw, torch.where((raw < low) | (raw > high), 0.0, raw)
+    return raw, raw.clamp(max=high)
 
 
 def _weights_at_level(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:

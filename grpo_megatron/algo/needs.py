@@ -14,8 +14,33 @@ def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
 
 
 def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
-    """Whether the update reads log-probabilities computed before it. Likelihood losses do not, which saves a forward pass."""
+    """Whether the loss or the reward reads the policy's log-probabilities from before the update. Likelihood losses do not."""
     return not policy_losses.facts(actor.loss_mode).is_likelihood or algorithm.use_kl_in_reward
+
+
+def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_batch_size: int) -> list[str]:
+    """Why old log-probabilities need a forward pass before the update. Empty: they have none (`folds_old_logprobs`)."""
+    if not needs_old_logprobs(algorithm, actor):
+        return []
+    reasons = []
+    num_updates = actor.num_updates(1, train_batch_size)
+    if num_updates > 1:
+        reasons.append(f"{num_updates} optimizer steps per rollout read the first one's")
+    if algorithm.use_kl_in_reward:
+        reasons.append("the KL in the reward changes the advantages")
+    rejection = algorithm.rollout_correction.rollout_rs
+    if rejection is not None and is_corrected(algorithm, actor):
+        reasons.append(f"rollout_rs={rejection} changes the token counts of the loss")
+    return reasons
+
+
+def folds_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig, train_batch_size: int) -> bool:
+    """Whether the old log-probabilities are those of the update's own forward pass.
+
+    One optimizer step per rollout is made at the weights that they are defined by, so the pass before it is left out.
+    """
+    is_read = needs_old_logprobs(algorithm, actor)
+    return is_read and not reasons_for_old_pass(algorithm, actor, train_batch_size)
 
 
 def reads_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.checks.critic import critic_arch, critic_lines
 from grpo_megatron.checks.data_plan import counted, data_lines
 from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.machine import device_lines
@@ -21,6 +21,7 @@ from grpo_megatron.checks.memory import (
     is_counted_by_megatron,
     memory_of_stages,
 )
+from grpo_megatron.checks.passes import pass_lines
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
 from grpo_megatron.checks.reward_call import reward_lines
 from grpo_megatron.checks.reward_model import reward_model_lines
@@ -39,7 +40,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
 
     `device_gib`: the memory of one device in GiB, to say which phases fit it.
     """
-    policy, reward_models = count_models(config, checked, world_size)
+    models = count_models(config, checked, world_size)
     source = "parameters from the weight table; Megatron-Core is not installed here"
     if is_counted_by_megatron():
         source = "parameters counted in Megatron-Core's own modules"
@@ -49,13 +50,13 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         "Lengths, in tokens": _length_lines(config, checked.arch),
         "Model": _model_lines(config, checked),
         f"Memory of one rank, in GiB ({source})": chain(
-            _memory_lines(config, world_size, policy, reward_models), _host_lines(config, checked.arch, policy)
+            _memory_lines(config, world_size, *models), _host_lines(config, checked.arch, models[0])
         ),
         "Weight sync": weight_sync_lines(config, checked.arch, world_size) if config.draws else [],
         "Data": (_line(name, text) for name, text in data_lines(config, checked)),
     }
     if config.trainer.device != "cpu":
-        phases = memory_phases(config, checked.arch, world_size, policy, reward_models)
+        phases = memory_phases(config, checked.arch, world_size, *models)
         title = "Device memory of one rank in each phase, in GiB (~: estimated, checks/phases.py says how)"
         sections[title] = _phase_lines(config, phases, device_gib)
     written = {title: [f"  {line}" for line in lines] for title, lines in sections.items()}
@@ -123,9 +124,12 @@ def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[s
         cap += f" and {counted(actor.ppo_micro_batch_size_per_gpu, 'sequence')}"
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
-    yield _line("reference", "; ".join(_uses_of_reference(config)))
-    yield from (_line(name, text) for name, text in reward_lines(config, checked.reward_calls))
-    yield from (_line(name, text) for name, text in environment_lines(config, checked.first_messages))
+    lines = chain(
+        pass_lines(config),
+        reward_lines(config, checked.reward_calls),
+        environment_lines(config, checked.first_messages),
+    )
+    yield from (_line(name, text) for name, text in lines)
 
 
 def _samples_of_prompt(config: Config) -> int:
@@ -133,22 +137,6 @@ def _samples_of_prompt(config: Config) -> int:
     if config.algorithm.source != "file":
         return config.rollout.n
     return 2 if policy_losses.facts(config.actor.loss_mode).paired else 1
-
-
-def _uses_of_reference(config: Config) -> Iterator[str]:
-    """What the reference model is used for."""
-    actor, algorithm = config.actor, config.algorithm
-    if not needs_reference(algorithm, actor):
-        yield "no reference model"
-        return
-    if actor.use_kl_loss:
-        yield f"{actor.kl_loss_coef:g} x {actor.kl_loss_type} in the loss"
-    if algorithm.use_kl_in_reward:
-        yield f"{algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty} in the reward"
-    if algorithm.source == "initial":
-        yield "draws the responses"
-    if not (actor.use_kl_loss or algorithm.use_kl_in_reward or algorithm.source == "initial"):
-        yield f"read by {actor.loss_mode}"
 
 
 def _length_lines(config: Config, arch: Architecture) -> Iterator[str]:
@@ -183,17 +171,20 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
         yield _line("tokenizer", f"{len(checked.tokenizer):,} tokens, ends with {checked.tokenizer.eos_token!r}")
     reward_models = reward_model_lines(config, checked.reward_folder, checked.reward_folders)
     yield from (_line("reward model", text) for text in reward_models)
+    yield from (_line("critic", text) for text in critic_lines(config, checked.critic_folder))
 
 
 def count_models(
     config: Config, checked: Checked, world_size: int
-) -> tuple[list[StageParameters], list[list[StageParameters]]]:
-    """Parameters of every stage of the policy, and of each reward model, the one of `reward_model.path` first."""
+) -> tuple[list[StageParameters], list[list[StageParameters]], list[StageParameters] | None]:
+    """Parameters of every stage of the policy, of each reward model (that of `reward_model.path` first), of the critic."""
     reward_models = [
         count_parameters(folder.arch, config, world_size, is_reward_model=True) for folder in checked.all_reward_folders
     ]
+    own = critic_arch(config, checked.arch, checked.critic_folder)
+    critic = None if own is None else count_parameters(own, config, world_size, is_reward_model=True)
     is_scored = checked.scored_folder is not None
-    return count_parameters(checked.arch, config, world_size, is_reward_model=is_scored), reward_models
+    return count_parameters(checked.arch, config, world_size, is_reward_model=is_scored), reward_models, critic
 
 
 def plan_problems(config: Config, checked: Checked, world_size: int, device_gib: float) -> list[str]:
@@ -205,19 +196,21 @@ def plan_problems(config: Config, checked: Checked, world_size: int, device_gib:
 
 
 def _memory_lines(
-    config: Config, world_size: int, policy: list[StageParameters], reward_models: Sequence[list[StageParameters]]
+    config: Config,
+    world_size: int,
+    policy: list[StageParameters],
+    reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None,
 ) -> Iterator[str]:
     """One line per pipeline stage: what `memory.py` counts, and the sum."""
-    titles = ["weights", "gradients", "optimizer", "reference", "reward model", "together"]
-    if not reward_models:
-        titles.remove("reward model")
+    others = [name for name, models in (("reward model", reward_models), ("critic", critic)) if models]
+    titles = ["weights", "gradients", "optimizer", "reference", *others, "together"]
     widths = [max(9, len(title)) for title in titles]
     header = " ".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))
     yield f"{'stage':>5} {'layers':>6} {'parameters':>15} {header}"
-    for number, memory in enumerate(memory_of_stages(config, world_size, policy, reward_models)):
+    for number, memory in enumerate(memory_of_stages(config, world_size, policy, reward_models, critic)):
         parts = [memory.weights, memory.gradients, memory.optimizer, memory.reference]
-        if reward_models:
-            parts.append(memory.reward_model)
+        parts += [getattr(memory, name.replace(" ", "_")) for name in others]
         columns = zip([*parts, memory.total], widths, strict=True)
         cells = " ".join(f"{part / GIB:>{width}.3f}" for part, width in columns)
         yield f"{number:>5} {policy[number].layers:>6} {policy[number].total:>15,} {cells}"

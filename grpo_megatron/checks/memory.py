@@ -56,10 +56,12 @@ class StageMemory:
     reward_model: float
     reward_training: float
     frozen_rewards: tuple[float, ...] = ()
+    critic: float = 0.0  # weights, gradients and optimizer
+    critic_weights: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model
+        return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model + self.critic
 
 
 def is_counted_by_megatron() -> bool:
@@ -112,9 +114,13 @@ def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
 
 
 def memory_of_stages(
-    config: Config, world_size: int, policy: list[StageParameters], reward_models: Sequence[list[StageParameters]]
+    config: Config,
+    world_size: int,
+    policy: list[StageParameters],
+    reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None = None,
 ) -> list[StageMemory]:
-    """Bytes per stage of the policy, of its reference if the method needs one, and of all reward models.
+    """Bytes per stage of the policy, of its reference if the method needs one, of all reward models, and of the critic.
 
     With algorithm.iteration_steps the first one, that of `reward_model.path`, learns.
     """
@@ -125,10 +131,11 @@ def memory_of_stages(
     out = []
     for number, stage in enumerate(policy):
         weights = [model[number].total * itemsize for model in reward_models]
-        reward_training = 0.0
-        if learns:
-            learning = reward_models[0][number]
-            reward_training = learning.total * GRADIENT_BYTES + _optimizer(config, world_size, learning)
+        reward_training = _training(config, world_size, reward_models[0][number]) if learns else 0.0
+        critic_weights = critic_training = 0.0
+        if critic is not None:
+            critic_weights = critic[number].total * itemsize
+            critic_training = _training(config, world_size, critic[number])
         out.append(
             StageMemory(
                 weights=stage.total * itemsize,
@@ -138,9 +145,16 @@ def memory_of_stages(
                 reward_model=sum(weights) + reward_training,
                 reward_training=reward_training,
                 frozen_rewards=tuple(weights[1:] if learns else weights),
+                critic=critic_weights + critic_training,
+                critic_weights=critic_weights,
             )
         )
     return out
+
+
+def _training(config: Config, world_size: int, stage: StageParameters) -> float:
+    """Bytes of gradients and Adam's state on one rank."""
+    return stage.total * GRADIENT_BYTES + _optimizer(config, world_size, stage)
 
 
 def _optimizer(config: Config, world_size: int, stage: StageParameters) -> float:

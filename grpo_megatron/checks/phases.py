@@ -9,6 +9,7 @@
     rollout   the engine has its whole budget: what weights and activations leave of it becomes the KV cache
     rewards   frozen reward models score the responses, one after the other
     scoring   log-probabilities of the policy and the reference; gradient buffers and optimizer are on the device again
+    critic    values and the critic's update
     update    forward and backward passes, optimizer step
     learn     the reward model's update (iterative GRPO)
     save      Megatron gathers each state of the optimizer over the data-parallel ranks, for one bucket of gradients at a
@@ -44,7 +45,7 @@ GIB = 2**30
 RESERVED = 2 * GIB  # an assumption, not measured: CUDA context, NCCL's buffers, the sleeping engine's CUDA graphs
 ESTIMATED = ("activations kept", "layer or logits", "sync buckets", "gathered states", "CUDA, NCCL, graphs")
 PARTS = (  # in the order of the plan's rows
-    *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model"),
+    *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
     *("engine weights", "KV cache", *ESTIMATED),
 )
 DDP_BUCKET, DDP_BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's smallest bucket of gradients, in parameters
@@ -115,6 +116,8 @@ class _Rank:
         if self.config.draws or self._is_scored():
             yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
         trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
+        if memory.critic:
+            yield self._phase("critic", {**trained, "critic": memory.critic, **self._backward(has_head=False)})
         yield self._phase("update", {**trained, **self._backward()})
         if memory.reward_training:
             learning = {**trained, "reward model": trained["reward model"]}
@@ -151,7 +154,10 @@ class _Rank:
         megatron = self.config.actor.megatron
         reward = memory.reward_model - (memory.reward_training if megatron.offload_optimizer else 0)
         reward -= sum(memory.frozen_rewards) if megatron.offload_reference else 0
-        return {"gradients": memory.gradients, "optimizer": memory.optimizer, "reward model": reward}
+        critic = memory.critic_weights if megatron.offload_optimizer else memory.critic
+        critic = 0.0 if self.config.critic.offload else critic
+        parts = {"gradients": memory.gradients, "optimizer": memory.optimizer}
+        return {**parts, "reward model": reward, "critic": critic}
 
     def _beside_engine(self, *, needs_reference: bool) -> dict[str, float]:
         """What is on the device besides the policy's weights while the engine is awake."""
@@ -199,9 +205,10 @@ def memory_phases(
     world_size: int,
     policy: list[StageParameters],
     reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None = None,
 ) -> list[Phase]:
     """Every phase of the run, of the pipeline stage that needs most in it."""
-    memories = memory_of_stages(config, world_size, policy, reward_models)
+    memories = memory_of_stages(config, world_size, policy, reward_models, critic)
     engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
     stages = [
         list(_Rank(config, arch, world_size, number, parameters, memory, engine).phases())
@@ -247,6 +254,8 @@ def _remedies(config: Config, phase: Phase, device: float) -> Iterator[str]:
         ("reference" in phase.parts and phase.name != "scoring") or "reward model" in phase.parts
     ):
         yield "actor.megatron.offload_reference=true"
+    if "critic" in phase.parts and not config.critic.offload and phase.name != "critic":
+        yield "critic.offload=true"
     if phase.utilization and not is_awake:
         yield "rollout.free_cache_engine=true"
     largest = math.floor(100 * (1 - phase.total / device)) / 100

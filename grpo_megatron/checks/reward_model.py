@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks import inputs
-from grpo_megatron.checks.experts import expert_problems
-from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.problems import Problems
+from grpo_megatron.checks.second_model import second_model_problems
 from grpo_megatron.config import Config, ConfigError, RewardModelConfig, ScoringModel
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights, read_reward_folder
-from grpo_megatron.reading.json_text import read_json
 
 MAIN, OTHERS = "reward_model", "reward_models."  # keys of the config
 KEY = f"{MAIN}.path"
@@ -86,11 +83,9 @@ def reward_model_problems(
     for key, folder in folders.items():
         if key != MAIN and not folder.has_head:
             yield f"{_untrained(f'{key}.path', folder)}; set it to a folder with a trained head"
-        yield from _length_problems(config, folder, f"{key}.path", learns=key == MAIN)
-        yield from _layout_problems(config, world_size, arch, folder, f"{key}.path")
-        if arch is not None:
-            policy = config.model.tokenizer_path or config.model.path
-            yield from _vocabulary_problems(policy, arch, folder, f"{key}.path")
+        if key == MAIN:
+            yield from _pair_problems(config)
+        yield from second_model_problems(config, world_size, arch, folder, f"{key}.path")
 
 
 _DEFAULT: dict[str, Any] = RewardModelConfig().model_dump() | {"optim": RewardModelConfig().optim}
@@ -174,65 +169,13 @@ def _iteration_problems(config: Config, folder: RewardFolder) -> Problems:
         )
 
 
-def _length_problems(config: Config, folder: RewardFolder, key: str, *, learns: bool) -> Problems:
-    total = config.data.max_prompt_length + config.data.max_response_length
-    both = f"data.max_prompt_length + data.max_response_length = {total}"
-    for what in ("max_position_embeddings", "sliding_window"):
-        limit = getattr(folder.arch, what)
-        if limit is not None and total > limit:
-            yield f"{both} exceed the {what} {limit} of {key}={str(folder.path)!r}; lower one of them"
-    cap = config.actor.ppo_max_token_len_per_gpu
-    if learns and config.algorithm.iteration_steps is not None and cap < 2 * total:
+def _pair_problems(config: Config) -> Problems:
+    cap, total = config.actor.ppo_max_token_len_per_gpu, config.data.max_prompt_length + config.data.max_response_length
+    if config.algorithm.iteration_steps is not None and cap < 2 * total:
         yield (
             f"actor.ppo_max_token_len_per_gpu={cap} is less than a pair of full sequences, 2 x {total} (a pair is never"
             f" split); set it to {2 * total} or more"
         )
-
-
-def _layout_problems(
-    config: Config, world_size: int, arch: Architecture | None, folder: RewardFolder, key: str
-) -> Problems:
-    """The reward model has the policy's layout. A problem that the policy has too is reported for the policy."""
-
-    def problems_of(model: Architecture | None) -> Problems:
-        yield from layout_problems(config, world_size, model)
-        yield from expert_problems(config.actor.megatron, world_size, model, on_cpu=config.trainer.device == "cpu")
-
-    reported = set(problems_of(arch))
-    for problem in problems_of(folder.arch):
-        if problem not in reported and not problem.startswith("rollout."):
-            yield f"{key}={str(folder.path)!r} is cut in the policy's layout: {problem}"
-
-
-def _vocabulary_problems(policy_folder: Path, arch: Architecture, folder: RewardFolder, key: str) -> Problems:
-    """The reward model reads the policy's token ids unchanged, so both must have the same vocabulary."""
-    policy, reward = _vocabulary(policy_folder), _vocabulary(folder.path)
-    if policy is None or reward is None:
-        if folder.arch.vocab_size != arch.vocab_size:
-            yield (
-                f"{key}={str(folder.path)!r} has {folder.arch.vocab_size} tokens and the policy {arch.vocab_size}, and one"
-                " of them has no tokenizer.json to tell whether they are the same; put the tokenizer into both folders"
-            )
-        return
-    for token, token_id in policy.items():
-        if reward.get(token) != token_id:
-            yield (
-                f"{key}={str(folder.path)!r} has another tokenizer than the policy: token {token!r} is {token_id} to the"
-                f" policy and {reward.get(token, 'unknown')} to it; take a reward model of the policy's family"
-            )
-            return
-
-
-def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token -> id of a folder's tokenizer.json; None without a readable one."""
-    try:
-        tokenizer = read_json(folder / "tokenizer.json")
-        vocabulary = tokenizer["model"]["vocab"]
-        if isinstance(vocabulary, list):  # unigram: [piece, score] in the order of ids
-            vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
-        return {**vocabulary, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens", ())}}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def reward_model_lines(config: Config, main: RewardFolder | None, others: Mapping[str, RewardFolder]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
+from grpo_megatron.checks.critic import critic_arch, critic_problems, read_critic
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
 from grpo_megatron.checks.epochs import epoch_problems, with_total_steps
 from grpo_megatron.checks.experts import expert_problems
@@ -68,6 +69,7 @@ class Checked:
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
     reward_calls: list[RewardCall] = field(default_factory=list)  # on real rows, if the rewards were to be called
     val_loss_groups: list[OfflineGroup] = field(default_factory=list)  # data.val_loss_files
+    critic_folder: RewardFolder | None = None  # critic.path
 
     def resolved(self, config: Config) -> Config:
         """The config with the training steps that `trainer.total_epochs` means."""
@@ -104,6 +106,9 @@ def validate(
     for key, model in scoring_models(config).items():
         if (folder := problems.attempt(read_reward_model, model, key)) is not None:
             reward_folders[key] = folder
+    critic_folder = None
+    if config.critic.path is not None:
+        critic_folder = problems.attempt(read_critic, config.critic.path)
 
     problems.add(layout_problems(config, world_size, arch))
     problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu"))
@@ -116,6 +121,7 @@ def validate(
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))
     problems.add(reward_model_problems(config, world_size, arch, reward_folders))
+    problems.add(critic_problems(config, world_size, arch, critic_folder))
     problems.add(transformer_problems(config.actor.megatron.override_transformer_config))
     if config.draws:
         problems.add(engine_problems(config.rollout))
@@ -136,6 +142,8 @@ def validate(
             problems.attempt(inputs.check_reference, config, arch)
     for key, folder in reward_folders.items():
         problems.attempt(check_reward_folder, folder, key)
+    if critic_folder is not None:
+        problems.attempt(check_reward_folder, critic_folder, "critic")
 
     tokenizer = None
     folder_is_missing = arch is None and config.model.tokenizer_path is None  # reported above
@@ -172,7 +180,7 @@ def validate(
         messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()
     if not dry_run:
-        problems.add(phase_shortages(config, world_size, arch, reward_folders))
+        problems.add(phase_shortages(config, world_size, arch, reward_folders, critic_folder))
         problems.raise_if_any()
     return Checked(
         arch,
@@ -189,11 +197,16 @@ def validate(
         calls or [],
         val_loss_groups or [],
         scored_folder=scored_folder,
+        critic_folder=critic_folder,
     )
 
 
 def phase_shortages(
-    config: Config, world_size: int, arch: Architecture, reward_folders: Mapping[str, RewardFolder]
+    config: Config,
+    world_size: int,
+    arch: Architecture,
+    reward_folders: Mapping[str, RewardFolder],
+    critic_folder: RewardFolder | None = None,
 ) -> Problems:
     """The phases of a valid config that cannot fit this rank's GPU. None on the CPU. Not run on a GPU yet."""
     device = device_bytes(config.trainer.device)
@@ -203,5 +216,7 @@ def phase_shortages(
     reward_models = [
         parameters_from_table(folder.arch, megatron, has_output_head=False) for folder in reward_folders.values()
     ]
-    phases = memory_phases(config, arch, world_size, parameters_from_table(arch, megatron), reward_models)
+    own = critic_arch(config, arch, critic_folder)
+    critic = None if own is None else parameters_from_table(own, megatron, has_output_head=False)
+    phases = memory_phases(config, arch, world_size, parameters_from_table(arch, megatron), reward_models, critic)
     yield from phase_problems(config, arch, phases, device)

@@ -16,6 +16,7 @@ from grpo_megatron.config.algorithm import (
     ReplayConfig,
     RolloutCorrection,
 )
+from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.data import DataConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
@@ -34,6 +35,7 @@ __all__ = [
     "Band",
     "Config",
     "ConfigError",
+    "CriticConfig",
     "DataConfig",
     "FilterGroups",
     "Fp8Config",
@@ -66,6 +68,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
@@ -73,6 +76,16 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def critic_only_steps(self) -> int:
+        """The first training steps, which leave the policy as it is."""
+        return max(self.trainer.critic_warmup, self.critic.pretrain_steps)
+
+    @property
+    def policy_steps(self) -> int:
+        """Training steps that update the policy."""
+        return max(0, self.trainer.total_training_steps - self.critic_only_steps)
 
     @property
     def reward_paths(self) -> list[Path]:

@@ -16,15 +16,13 @@ from typing import Any, Protocol
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
 
-from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.config import ActorConfig, ModelConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import load_model
-from grpo_megatron.models.forward import Pack, forward_backward, unpack
 from grpo_megatron.models.language_model import LanguageModel
+from grpo_megatron.models.loss_pass import LossFunction, LossPass, MetricSums
 from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.models.optimizer import (
     build_lr_scheduler,
@@ -37,9 +35,6 @@ from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.attest import Expected
 from grpo_megatron.types import Batch, WeightBucket
-
-MetricSums = dict[str, MetricSum]
-LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -176,19 +171,32 @@ class Policy(LanguageModel):
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def update(
-        self, batch: Batch, loss: LossFunction, *, epochs: int = 1, guard: Guard | None = None
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        epochs: int = 1,
+        guard: Guard | None = None,
+        complete: Callable[[Batch], None] | None = None,
     ) -> tuple[list[MetricSums], dict[str, float]]:
         """One optimizer step per mini-batch, `epochs` times over the batch. Collective.
 
         Returns this rank's metric sums, one dict per optimizer step, and numbers that are the same on every rank. All
         ranks skip and count a step that `guard` forbids; None: one whose gradient is not finite on any rank. Raises
         TooManySkippedSteps.
+
+        `complete`: only for one optimizer step on a batch without old log-probabilities. The batch gets those of this
+        step's own forward pass. Then `complete(batch)` is called, before the guard and the optimizer step.
         """
+        assert complete is None or (epochs * len(batch.mini_batches) <= 1 and batch.old_logprobs is None)
         sums: list[MetricSums] = []
         norms: list[float] = []
         for _ in range(epochs):
             for micro_batches in batch.mini_batches:
-                self.backward(batch, micro_batches, loss, sums)
+                loss_pass = self.backward(batch, micro_batches, loss, sums)
+                if complete is not None:
+                    batch.old_logprobs = self.from_last_stage(loss_pass.host_logprobs())
+                    complete(batch)
                 norms.append(self._step(functools.partial(guard, batch, micro_batches, sums[-1]) if guard else None))
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {
@@ -206,42 +214,14 @@ class Policy(LanguageModel):
 
     def backward(
         self, batch: Batch, micro_batches: list[list[int]], loss: LossFunction, sums: list[MetricSums]
-    ) -> None:
+    ) -> LossPass:
         """Gradients of one mini-batch into the model's buffers, summed over all ranks. Appends its metric sums."""
-        total: MetricSums = {}
-
-        def consume(current: Pack, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
-            if not current.rows:
-                return logprobs.sum() + entropy.sum(), None  # zero, but connected to every parameter
-            value, metrics = loss(self._loss_inputs(batch, current, logprobs, entropy))
-            for name, part in metrics.items():
-                total[name] = total[name].plus(part) if name in total else part
-            return value, None
-
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packs = self.packs(batch, micro_batches)
-        forward_backward(self.model, packs, consume, device=self.device, forward_only=False)
-        sums.append(total)
-
-    def _loss_inputs(self, batch: Batch, current: Pack, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-        width = max(current.lengths)
-
-        def rows(tensor: Tensor) -> Tensor:
-            return tensor[current.rows, :width].to(logprobs.device)
-
-        new = unpack(logprobs, current.lengths, width)
-        return LossInputs(
-            logprobs=new,
-            entropy=unpack(entropy, current.lengths, width),
-            old_logprobs=new.detach() if batch.old_logprobs is None else rows(batch.old_logprobs),
-            rollout_logprobs=rows(batch.rollout_logprobs),
-            ref_logprobs=None if batch.ref_logprobs is None else rows(batch.ref_logprobs),
-            advantages=rows(batch.advantages),
-            mask=rows(batch.loss_mask),
-            token_weights=rows(batch.token_weights),
-            correction=None if batch.correction is None else rows(batch.correction),
-        )
+        loss_pass = LossPass(batch, loss)
+        loss_pass.run(self.model, self.packs(batch, micro_batches), self.device)
+        sums.append(loss_pass.sums)
+        return loss_pass
 
     @torch.no_grad()
     def _step(self, allows: Callable[[float], bool] | None = None) -> float:

@@ -4,6 +4,7 @@
     outcome   one score per sequence                *ForSequenceClassification       [1, h], none
     process   the log-odds that a step is right     *ForTokenClassification          [2, h], [2]: wrong, right
     value     one value per token                   *ForTokenClassification          [1, h], [1]
+              (reads *ForSequenceClassification, too: a critic may start as a reward model)
 
 A `*ForCausalLM` is accepted for every kind. It loses its output head and gets a new head of zeros: every number is 0 until the
 model is trained. Two labels are one number, their difference: softmax(l_0, l_1) = sigmoid(l_1 - l_0) for the second. TRL's
@@ -28,6 +29,11 @@ from grpo_megatron.types import WeightBucket
 HEAD, HEAD_BIAS = "score.weight", "score.bias"
 CLASSIFIER, TOKEN_CLASSIFIER, LANGUAGE_MODEL = "ForSequenceClassification", "ForTokenClassification", "ForCausalLM"
 HeadKind = Literal["outcome", "process", "value"]
+READABLE: dict[HeadKind, tuple[str, ...]] = {  # besides a language model
+    "outcome": (CLASSIFIER,),
+    "process": (TOKEN_CLASSIFIER,),
+    "value": (TOKEN_CLASSIFIER, CLASSIFIER),
+}
 CLASSES: dict[HeadKind, str] = {"outcome": CLASSIFIER, "process": TOKEN_CLASSIFIER, "value": TOKEN_CLASSIFIER}
 LABELS: dict[HeadKind, tuple[int, ...]] = {"outcome": (1,), "process": (1, 2), "value": (1,)}  # that can be read
 WHAT: dict[HeadKind, str] = {
@@ -57,20 +63,21 @@ class RewardFolder:
 
 def read_reward_folder(path: Path, kind: HeadKind = "outcome") -> RewardFolder:
     """From config.json alone. Raises ValueError (or UnsupportedModel) with the reason if it has no such head."""
-    config, wanted = read_config(path), CLASSES[kind]
+    config = read_config(path)
     names = config.get("architectures") or [LANGUAGE_MODEL]
     name = names[0] if isinstance(names, list) and len(names) == 1 else str(names)
     what, _, output = WHAT[kind].partition(": ")
-    if not name.endswith((wanted, LANGUAGE_MODEL)):
+    if not name.endswith((*READABLE[kind], LANGUAGE_MODEL)):
         labels_allowed = " or ".join("one label" if n == 1 else "two labels" for n in LABELS[kind])
         readable: list[HeadKind] = [] if kind == "value" else ["outcome", "process"]
         other = next((k for k in readable if name.endswith(CLASSES[k])), None)
         hint = f" (reward_model.kind={other} reads *{CLASSES[other]})" if other else ""
+        classes = " or ".join(f"*{name}" for name in READABLE[kind])
         raise ValueError(
-            f"architectures={name!r} cannot be {what}: {output} is *{wanted} with {labels_allowed}, or"
+            f"architectures={name!r} cannot be {what}: {output} is {classes} with {labels_allowed}, or"
             f" *{LANGUAGE_MODEL}, which gets a new head{hint}"
         )
-    has_head, labels = name.endswith(wanted), 1
+    has_head, labels = name.endswith(READABLE[kind]), 1
     if has_head and (labels := _num_labels(config)) not in LABELS[kind]:
         expected = " or ".join(map(str, LABELS[kind]))
         raise ValueError(f"{name} with {labels} labels cannot be {what}: it needs {expected}, not {labels}")

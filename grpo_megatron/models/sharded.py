@@ -71,11 +71,15 @@ class ShardedModel:
             return out
         packs = self.packs(batch, micro_batches, temperature)
         forward_backward(self.model, packs, consume, device=self.device, forward_only=True)
-        if self.mesh.pp > 1:
-            shared = out.to(self.device.torch_device)
-            dist.broadcast(shared, self.mesh.stage_rank(self.mesh.pp - 1), group=self.mesh.pp_group)
-            out = shared.cpu()
-        return out
+        return self.from_last_stage(out)
+
+    def from_last_stage(self, out: Tensor) -> Tensor:
+        """The host tensor `out` of the last pipeline stage, on the ranks of all stages. Collective over the replica."""
+        if self.mesh.pp == 1:
+            return out
+        shared = out.to(self.device.torch_device)
+        dist.broadcast(shared, self.mesh.stage_rank(self.mesh.pp - 1), group=self.mesh.pp_group)
+        return shared.cpu()
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""

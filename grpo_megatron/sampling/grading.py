@@ -15,7 +15,6 @@ from typing import Any
 
 from grpo_megatron.data.steps import tokens_at
 from grpo_megatron.rewards.format import opened_thought
-from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.rewards.reward import RewardResult, rewards
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.types import BY_MODEL, Sample

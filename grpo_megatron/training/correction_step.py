@@ -1,8 +1,12 @@
-"""The correction step: changes to the batch before the update that need the policy's own log-probabilities.
+"""The correction step: changes to the batch that need the policy's own log-probabilities.
 
 - The rollout correction (algo/correction.py): weights on the policy loss, or rejected tokens. Weights change no token
   count. A rejected token is in no count, so the token weights are computed again over all ranks.
 - A KL penalty in the reward. It changes the advantages of the whole group, on all ranks that have its samples.
+
+Where one optimizer step follows each rollout, and there is neither rejection nor penalty, the log-probabilities are those of
+the update's own forward pass (`needs.folds_old_logprobs`). Weights are then computed within the loss, and `apply` does
+nothing. `complete` measures what `apply` would have measured.
 
 Rejected tokens and penalties result in a new plan, in which every row stays on its rank. Without them, nothing is sent and
 the plan does not change. The rollout mismatch is measured first, over all loss tokens: `rollout_corr/*`,
@@ -11,14 +15,19 @@ the plan does not change. The rollout mismatch is measured first, over all loss 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from grpo_megatron.algo.correction import MetricRecords, correction_weights, rejection_mask
+from torch import Tensor
+
+from grpo_megatron.algo.correction import MetricRecords, correction_weights, importance_weights, rejection_mask
 from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
-from grpo_megatron.algo.needs import is_corrected
+from grpo_megatron.algo.losses import LossInputs
+from grpo_megatron.algo.needs import folds_old_logprobs, is_corrected
 from grpo_megatron.algo.plan import revise_plan
-from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
+from grpo_megatron.models.loss_pass import LossFunction, MetricSums
 from grpo_megatron.observability.metrics import Metrics, rollout_mismatch
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
@@ -26,36 +35,69 @@ from grpo_megatron.types import Batch, GroupTable, Plan
 
 
 class CorrectionStep:
-    def __init__(self, algorithm: AlgorithmConfig, actor: ActorConfig, mesh: Mesh, max_response_length: int) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, actor: ActorConfig, mesh: Mesh, data: DataConfig) -> None:
         self.algorithm, self.actor, self.mesh = algorithm, actor, mesh
-        self.max_response_length = max_response_length
+        self.max_response_length = data.max_response_length
         self.is_corrected = is_corrected(algorithm, actor)
+        self.is_folded = folds_old_logprobs(algorithm, actor, data.train_batch_size)
         self.kl = KlController(algorithm.kl_ctrl)
 
-    def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
-        """Set correction, loss mask, advantages and weights of `batch`; return the plan that they belong to. Collective."""
-        replica_metrics = metrics.when(self.mesh.is_first_replica_rank)
-        if batch.old_logprobs is not None and self.algorithm.source == "policy":
-            rollout_mismatch(replica_metrics, batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+    def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> tuple[GroupTable, Plan]:
+        """Set correction, loss mask, advantages and weights of `batch`. Collective.
+
+        Returns the table with the columns that this has added, and the plan that the batch now belongs to.
+        """
+        if batch.old_logprobs is None:
+            return table, plan
+        num_kept_tokens = self._measure(batch, metrics)
         columns: dict[str, list[Any]] = {}
-        if self.is_corrected:
-            num_kept_tokens = self._correct(batch, replica_metrics)
-            if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
-                columns["num_kept_tokens"] = self._column(num_kept_tokens, [0] * len(table))
+        if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
+            columns["num_kept_tokens"] = self._column(num_kept_tokens, [0] * len(table))
         if self.algorithm.use_kl_in_reward:
             no_penalties = [[0.0] * length for length in table.response_length]
             columns["token_penalties"] = self._column(self._penalise(batch, len(table), metrics), no_penalties)
         if not columns:
-            return plan
+            return table, plan
+        table = replace(table, **columns)
         plan = revise_plan(
             plan,
-            replace(table, **columns),
+            table,
             self.algorithm,
             self.actor,
             max_response_length=self.max_response_length,
         )
         apply_plan(batch, plan, self.mesh.dp_rank)
-        return plan
+        return table, plan
+
+    def corrected(self, loss: LossFunction) -> LossFunction:
+        """`loss` with the weights of the rollout correction, where the old log-probabilities come from the update."""
+        if not (self.is_corrected and self.is_folded):
+            return loss
+        config = self.algorithm.rollout_correction
+
+        def with_weights(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
+            weights = importance_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, config)
+            return loss(replace(inputs, correction=weights))
+
+        return with_weights
+
+    def complete(self, metrics: Metrics) -> Callable[[Batch], None] | None:
+        """What `Policy.update` calls once the batch has old log-probabilities. None: the batch has them before."""
+        if not self.is_folded:
+            return None
+
+        def measure(batch: Batch) -> None:
+            self._measure(batch, metrics)
+
+        return measure
+
+    def _measure(self, batch: Batch, metrics: Metrics) -> dict[int, int] | None:
+        """Record the mismatch, and set the correction. Returns what `_correct` does."""
+        assert batch.old_logprobs is not None
+        replica_metrics = metrics.when(self.mesh.is_first_replica_rank)
+        if self.algorithm.source == "policy":
+            rollout_mismatch(replica_metrics, batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+        return self._correct(batch, replica_metrics) if self.is_corrected else None
 
     def _column(self, local_values: dict[int, Any], defaults: list[Any]) -> list[Any]:
         """Collective: a table column from every rank's {row: value}; rows that no rank trains on get their default."""

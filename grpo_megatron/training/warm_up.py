@@ -16,7 +16,8 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
 from grpo_megatron.data.prompts import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.models.policy import MetricSums, Policy
+from grpo_megatron.models.loss_pass import MetricSums
+from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.parallel.exchange import exchange, gather_groups

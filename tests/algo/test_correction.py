@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_megatron.algo.correction import MetricRecords, correction_weights, rejection_mask
+from grpo_megatron.algo.correction import MetricRecords, correction_weights, importance_weights, rejection_mask
 from grpo_megatron.config import RolloutCorrection
 from grpo_megatron.observability.metrics import Metrics
 from tests.algo.inputs import actor, make_inputs, run
@@ -151,6 +151,9 @@ def test_splitting_rows_changes_neither_weights_nor_metrics(lengths: list[int], 
     ]
     assert whole is not None
     assert torch.equal(whole, torch.cat([weights for weights, _ in parts if weights is not None]))
+    rows, width = [len(lengths) - 1, 0], max(lengths[-1], lengths[0])  # as in a micro-batch: some rows, fewer columns
+    micro_batch = importance_weights(*(tensor[rows, :width] for tensor in (old, rollout, mask)), config)
+    assert micro_batch is not None and torch.equal(micro_batch, whole[rows, :width])
     assert (whole[~mask] == 0).all() and (whole <= config.rollout_is_threshold).all()
     together, expected = numbers(*(part for _, part in parts)), numbers(records)
     assert together == pytest.approx(expected, rel=1e-9, abs=1e-9)

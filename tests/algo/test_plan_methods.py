@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_megatron.algo.needs import is_corrected, needs_old_logprobs, needs_reference
+from grpo_megatron.algo.needs import (
+    folds_old_logprobs,
+    is_corrected,
+    needs_old_logprobs,
+    needs_reference,
+    reasons_for_old_pass,
+)
 from grpo_megatron.algo.plan import make_plan, revise_plan
 from grpo_megatron.algo.shaping import dupo_copies, with_overlong_penalty
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
@@ -116,3 +122,23 @@ def test_what_a_method_needs_computed() -> None:
     assert needs({"source": "initial"}, {"loss_mode": "sft"}) == (False, False, True)
     assert needs({}, {"loss_mode": "dpo"}) == (False, False, True)
     assert needs({"use_kl_in_reward": True}, {}) == (True, True, True)
+
+
+def test_which_runs_need_a_pass_for_old_logprobs() -> None:
+    """One optimizer step on 16 prompts needs none, unless something reads them before the loss."""
+
+    def reasons(algorithm: dict, actor: dict) -> list[str]:
+        a, b = AlgorithmConfig.model_validate(algorithm), ActorConfig.model_validate({"use_kl_loss": False} | actor)
+        found = reasons_for_old_pass(a, b, 16)
+        assert folds_old_logprobs(a, b, 16) == (needs_old_logprobs(a, b) and not found)
+        return [reason.split()[0] for reason in found]
+
+    assert reasons({}, {}) == reasons({}, {"ppo_mini_batch_size": 16}) == []
+    assert reasons({"rollout_correction": {"rollout_is": "sequence"}}, {"loss_mode": "gspo"}) == []
+    assert reasons({}, {"ppo_mini_batch_size": 15}) == ["2"]
+    assert reasons({}, {"ppo_mini_batch_size": 4, "ppo_epochs": 3}) == ["12"]
+    assert reasons({"use_kl_in_reward": True}, {}) == ["the"]
+    assert reasons({"rollout_correction": {"rollout_rs": "off_policy"}}, {}) == ["rollout_rs=off_policy"]
+    assert reasons({"use_kl_in_reward": True}, {"loss_mode": "sft"}) == ["the"]
+    likelihood = {"loss_mode": "sft", "ppo_epochs": 3}
+    assert reasons({"rollout_correction": {"rollout_rs": "token"}}, likelihood) == []

@@ -90,6 +90,7 @@ def test_the_plan_counts_what_a_step_is(run: Path, capsys: pytest.CaptureFixture
         "8 prompts x 4 = 32, about 4 per engine",
         "2 mini-batches x 1 epoch = 2, of 16 samples each",
         "about 8 samples of each optimizer step",
+        "old log-probs     a pass before the update: 2 optimizer steps per rollout read the first one's\n",
         "reference         0.001 x low_var_kl in the loss",
         "prompt 16 + response 16 = 32 of the model's 128",
         "qwen2: 4 layers x 64, MLP 96, vocabulary 101",

@@ -59,10 +59,13 @@ def config_of(megatron: dict[str, Any] | None = None, **sections: Any) -> Config
     return Config.model_validate({"model": {"path": "x"}, "actor": actor, **sections})
 
 
-def phases_of(config: Config, *, world_size: int = 8, reward_models: int = 0) -> dict[str, Phase]:
+def phases_of(
+    config: Config, *, world_size: int = 8, reward_models: int = 0, has_critic: bool = False
+) -> dict[str, Phase]:
     arch = arch_8b()
     policy = parameters_from_table(arch, config.actor.megatron)
-    phases = memory_phases(config, arch, world_size, policy, [policy] * reward_models)
+    critic = policy if has_critic else None
+    phases = memory_phases(config, arch, world_size, policy, [policy] * reward_models, critic)
     return {phase.name: phase for phase in phases}
 
 
@@ -129,6 +132,26 @@ def test_what_is_on_the_device_in_each_phase() -> None:
     on_device = phases_of(config_of(stays, algorithm=ITERATIVE, reward_model={"path": "r"}), reward_models=1)
     assert on_device["rollout"].certain == 2 * P + training + 2 * P + (2 * P + training)
     assert on_device["update"].parts["reference"] == 2 * P
+
+
+def test_the_critic_is_on_the_device_whole_or_in_part_or_only_in_its_own_phase() -> None:
+    """Of the policy's size: 2 P weights, 4 P + 12 P / 8 to train it. The phase `critic` has all of it."""
+    weights, training, plain = 2 * P, 4 * P + 12 * P / 8, phases_of(config_of())
+    beside = {
+        "optimizer offloaded": (OFFLOAD, False, weights),
+        "all offloaded": (OFFLOAD, True, 0),
+        "nothing offloaded": ({"override_transformer_config": FULL}, False, weights + training),
+    }
+    for megatron, offload, resident in beside.values():
+        phases = phases_of(config_of(megatron, critic={"offload": offload}), has_critic=True)
+        assert set(phases) == {*plain, "critic"}
+        for name in ("sync", "rollout", "scoring", "update", "save"):
+            assert phases[name].parts.get("critic", 0) == resident, name
+        assert phases["critic"].certain - phases["update"].certain == weights + training - resident
+        assert "critic" not in {*phases["load"].parts, *phases["start"].parts}
+    config = config_of(WITH_GRADIENTS)
+    problems = list(phase_problems(config, arch_8b(), list(phases_of(config, has_critic=True).values()), 80 * GIB))
+    assert any("phase rollout" in problem and "critic.offload=true" in problem for problem in problems), problems
 
 
 def test_every_reward_model_is_on_the_device_or_one_at_a_time() -> None:

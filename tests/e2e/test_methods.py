@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from grpo_megatron.checks.critic import read_critic
+from grpo_megatron.checks.reward_model import check_reward_folder
 from grpo_megatron.data.arithmetic import build_tokenizer
 from tests import worlds
 from tests.e2e import run_ranks
@@ -22,6 +25,11 @@ from tests.models.test_reward_model import make_classifier, make_step_classifier
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
 PARITY = {"function": "tests.e2e.rewards:parity_reward"}  # 0 or 1: some groups are not informative
+PPO = {
+    "algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}},
+    "critic": {"lam": 0.5, "pretrain_steps": 1, "ppo_mini_batch_size": 6, "optim": {"lr": 1e-3}},
+    "actor": {"use_kl_loss": False},
+}
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dynamic": {
@@ -58,6 +66,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "actor": {"use_kl_loss": False},
     },
     "rejection": {"algorithm": {"rollout_correction": {"rollout_rs": "token", "rollout_rs_threshold": 1.0000001}}},
+    "ppo": {**PPO, "trainer": {"total_training_steps": 3, "save_hf_at_end": True}},
+    "ppo again": {**PPO, "trainer": {"total_training_steps": 2, "save_freq": 2}},
+    "ppo resumed": {  # and offloaded, which changes no bit
+        **PPO,
+        "critic": {**PPO["critic"], "offload": True},
+        "trainer": {"total_training_steps": 3, "save_freq": 2, "save_hf_at_end": True},
+    },
     "rft": {"algorithm": {"source": "initial", "adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
     "online rft": {"algorithm": {"adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
     "sft": {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": SFT},
@@ -90,6 +105,7 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for raw, result, other in zip(raws, results, other_rank, strict=True):
         result["token_weights"] = list(zip(result["token_weights"], other["token_weights"], strict=True))
         lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+        result["output_dir"] = Path(raw["trainer"]["output_dir"])
         result["metrics"] = [json.loads(line) for line in lines]
     return dict(zip(METHODS, results, strict=True))
 
@@ -115,11 +131,13 @@ def column(run: dict[str, Any], name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_it_trains(runs: dict[str, dict[str, Any]], name: str) -> None:
-    run = runs[name]
-    norms = column(run, "actor/grad_norm")
-    assert len(norms) == METHODS[name].get("trainer", {}).get("total_training_steps", 2) or "again" in name
+    run, frozen = runs[name], METHODS[name].get("critic", {}).get("pretrain_steps", 0)  # steps without an update
+    assert not any("actor/grad_norm" in row for row in run["metrics"][:frozen])
+    updates = {"metrics": run["metrics"][frozen:]}
+    norms = column(updates, "actor/grad_norm")
+    assert frozen + len(norms) == METHODS[name].get("trainer", {}).get("total_training_steps", 2) or "again" in name
     assert all(math.isfinite(norm) and norm > 0 for norm in norms)
-    assert column(run, "actor/skipped_updates") == [0] * len(norms)
+    assert column(updates, "actor/skipped_updates") == [0] * len(norms)
 
 
 def test_dynamic_sampling_trains_on_informative_groups(runs: dict[str, dict[str, Any]]) -> None:
@@ -185,6 +203,28 @@ def test_kl_in_the_reward_moves_advantages_and_its_coefficient(runs: dict[str, d
     assert before == 0.5 and after == pytest.approx(0.5 * (1 - 0.2 * 18 / 100))
     spread = [advantage for advantage in run["plans"][1].advantages if isinstance(advantage, list)]
     assert any(len(set(values)) > 1 for values in spread)  # one advantage per token, not one per sample
+
+
+def test_ppo_trains_its_critic_and_resumes_with_it(runs: dict[str, dict[str, Any]]) -> None:
+    """Step 0 trains the critic alone, with lambda 1: every token's target is the reward. The KL to the start is still 0."""
+    run, resumed = runs["ppo"], runs["ppo resumed"]
+    assert all(norm > 0 for norm in column(run, "critic/grad_norm")) and column(run, "critic/lr") == [1e-3] * 3
+    first, *later = column(run, "critic/values/mean")
+    assert first == 0 and all(later)
+    assert column(run, "critic/vf_explained_var")[0] == 0 and column(run, "critic/vf_loss")[0] > 0
+    table = run["tables"][0]
+    weighted = [reward * count for reward, count in zip(table.reward, table.response_length, strict=True)]
+    assert column(run, "critic/returns/mean")[0] == pytest.approx(sum(weighted) / sum(table.response_length), rel=1e-5)
+    for table, plan in zip(run["tables"], run["plans"], strict=True):
+        advantages = [a for row, value in enumerate(plan.advantages) for a in value if table.response_length[row]]
+        assert math.fsum(advantages) == pytest.approx(0, abs=1e-6)
+        assert math.fsum(a * a for a in advantages) / (len(advantages) - 1) == pytest.approx(1, abs=1e-6)
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in run["weights"].items())
+    critics = [load_file(result["output_dir"] / "critic/model.safetensors") for result in (run, resumed)]
+    assert set(critics[0]) == set(critics[1]) >= {"score.weight", "score.bias"}
+    assert all(torch.equal(tensor, critics[1][name]) for name, tensor in critics[0].items())
+    assert not torch.equal(critics[0]["model.norm.weight"], run["weights"]["model.norm.weight"])
+    check_reward_folder(read_critic(run["output_dir"] / "critic"), "critic")  # critic.path accepts it
 
 
 def test_rejected_tokens_weigh_nothing_and_the_rest_sums_to_one(runs: dict[str, dict[str, Any]]) -> None:

@@ -122,7 +122,28 @@ def update(
     policy._step = record_and_step
     sums, metrics = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
-    return {"gradients": gradients, "weights": weights, "norm": metrics["actor/grad_norm"], "sums": sums}
+    return {
+        "gradients": gradients,
+        "weights": weights,
+        "norm": metrics["actor/grad_norm"],
+        "sums": sums,
+        "folded": folded(policy, make_batch(pairs, [micros], rows, masked=True)),
+    }
+
+
+def folded(policy: Any, batch: Any) -> dict[str, bool]:
+    """Old log-probabilities of a pass before the update, and of the update's own forward pass: are their bits the same?"""
+    (micros,) = batch.mini_batches
+    batch.old_logprobs = before = policy.logprobs(batch)
+    separate = policy.backward(batch, micros, loss, [])
+    gradients = named_gradients(policy)
+    batch.old_logprobs = None
+    own = policy.backward(batch, micros, loss, [])
+    return {
+        "logprobs": torch.equal(policy.from_last_stage(own.host_logprobs()), before),
+        "gradients": all(torch.equal(g, gradients[name]) for name, g in named_gradients(policy).items()),
+        "metrics": all(torch.equal(part.total, separate.sums[name].total) for name, part in own.sums.items()),
+    }
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -30,12 +30,36 @@ def draw(num_prompts: int, n: int) -> list[Sample]:
     return samples
 
 
+def folded(step: Any, batch: Any, plan: Any, mesh: Any) -> dict[str, Any]:
+    """The same batch where its old log-probabilities come from the update: the metrics, and what the loss reads."""
+    import torch
+
+    from grpo_megatron.models.loss_pass import loss_inputs
+    from grpo_megatron.observability.metrics import Metrics
+
+    assert step.is_folded
+    metrics, own, separate = Metrics(), batch.old_logprobs, batch.correction
+    batch.old_logprobs, batch.correction = None, None
+    assert step.apply(batch, None, plan, metrics) == (None, plan)
+    read: list[Any] = []
+    loss = step.corrected(lambda inputs: read.append(inputs))
+    rows = list(reversed(range(len(batch))))
+    loss(loss_inputs(batch, rows, own[rows].requires_grad_(), torch.zeros(own.shape)))
+    batch.old_logprobs = own
+    step.complete(metrics)(batch)
+    return {
+        "metrics": metrics.reduce(mesh.all_gather),
+        "in the loss": torch.equal(read[0].correction[rows], separate) and not read[0].correction.requires_grad,
+        "in a dump": torch.equal(batch.correction, separate),
+    }
+
+
 def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     """The plan after the correction step, the reduced metrics, and each local row's tensors at its response tokens."""
     import torch
 
     from grpo_megatron.algo.plan import make_plan
-    from grpo_megatron.config import ActorConfig, AlgorithmConfig
+    from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
     from grpo_megatron.device import Device
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import exchange, gather_groups
@@ -56,12 +80,12 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     batch.old_logprobs = torch.where(batch.response_mask, -(1 + responses.sin()), 0.0)
     batch.ref_logprobs = torch.where(batch.response_mask, -(1 + responses.cos()), 0.0)
     metrics = Metrics()
-    step = CorrectionStep(config, actor, mesh, max_response_length=9)
-    plan = step.apply(batch, table, plan, metrics)
+    step = CorrectionStep(config, actor, mesh, DataConfig(train_batch_size=num_prompts, max_response_length=9))
+    table, plan = step.apply(batch, table, plan, metrics)
     columns = {"loss_mask": batch.loss_mask, "advantages": batch.advantages, "token_weights": batch.token_weights}
     if batch.correction is not None:
         columns["correction"] = batch.correction
-    return {
+    result = {
         "rows": {
             row: {name: column[i][batch.response_mask[i]].tolist() for name, column in columns.items()}
             for i, row in enumerate(batch.rows)
@@ -72,3 +96,6 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
         "metrics": metrics.reduce(mesh.all_gather),
         "spans": [table.spans_of(row) for row in range(len(table))],
     }
+    if step.is_folded:
+        result["folded"] = folded(step, batch, plan, mesh)
+    return result

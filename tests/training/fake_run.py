@@ -63,7 +63,10 @@ class FakePolicy:
     def num_updates(self) -> int:
         return self.updates * self.period
 
-    def update(self, batch: Any, loss: Any, *, epochs: int = 1, guard: Any = None) -> Any:
+    def update(self, batch: Any, loss: Any, *, epochs: int = 1, guard: Any = None, complete: Any = None) -> Any:
+        if complete is not None:
+            batch.old_logprobs = self.logprobs(batch)
+            complete(batch)
         self.updates += 1
         self.events.append(("update", len(batch)))
         return [], {"actor/lr": 0.0, "actor/pg_loss": 0.0}

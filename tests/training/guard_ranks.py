@@ -99,11 +99,12 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
     results = {"healthy": run.update(0)}
     norm = results["healthy"]["logged"]["actor/grad_norm"]
 
-    def spoiled(*arguments: Any) -> None:
-        run.backward(*arguments)
+    def spoiled(*arguments: Any) -> Any:
+        loss_pass = run.backward(*arguments)
         if run.mesh.rank == last:
             for buffer in run.policy.ddp.buffers:
                 buffer.grad_data.fill_(torch.nan)
+        return loss_pass
 
     run.policy.backward = spoiled
     results["gradient"] = run.update(1)

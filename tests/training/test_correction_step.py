@@ -11,6 +11,7 @@ from tests.training import correction_ranks
 
 ALGORITHMS = {
     "weights": {},
+    "sequence weights": {"rollout_correction": {"rollout_is": "sequence"}},
     "rejection": {"rollout_correction": {"rollout_rs": "token", "rollout_rs_threshold": 1.5}},
     "KL in the reward": {"adv_estimator": "reinforce_plus_plus", "gamma": 0.9, "use_kl_in_reward": True},
     "both": {
@@ -38,6 +39,10 @@ def test_two_ranks_do_what_one_does_and_tokens_outside_the_loss_get_nothing(name
                 if not in_loss:
                     assert all(values[t] == 0 for values in columns.values())
     assert all(math.isfinite(value) for value in alone["metrics"].values())
+    assert ("folded" in alone) == (name in ("weights", "sequence weights"))
+    if "folded" in alone:
+        for result in (alone, *both):
+            assert result["folded"] == {"metrics": result["metrics"], "in the loss": True, "in a dump": True}
     assert alone["metrics"]["training/rollout_logp_diff_max"] < 3  # 1e3 stands outside the loss
 
     if name == "KL in the reward":  # the mean over samples of the mean of old - ref over their loss tokens
