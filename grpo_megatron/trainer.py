@@ -32,6 +32,7 @@ from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.build import (
     build_colocation,
+    build_critic,
     build_generator,
     build_loss,
     build_references,
@@ -72,7 +73,7 @@ class Trainer:
         self.mesh = join_world(config, self.device)
 
         # Where the run continues: every later part may depend on it.
-        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.reward_model.path)
+        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.reward_model.path, config.critic.path)
         self.folder = opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
         self.heartbeat = opened.enter_context(Heartbeat(self.output_dir, self.mesh, trainer.stall_timeout_s))
         if trainer.save_freq != -1:
@@ -104,12 +105,13 @@ class Trainer:
         if checkpoint is None and config.sft.steps:
             warm_up(self.policy, checked.supervised_rows, config.sft, self.actor, self.sinks.note)
             self._save_hf(self.output_dir / WARMUP_FOLDER)
-        num_updates = self.actor.num_updates(trainer.total_training_steps, self.data.train_batch_size)
+        num_updates = self.actor.num_updates(config.policy_steps, self.data.train_batch_size)
         period = self.actor.num_updates(1, self.data.train_batch_size)
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
         self.reward_model = build_reward_model(config, self.mesh, self.device)
+        self.critic = build_critic(config, self.mesh, self.device)
         if checkpoint is not None:
-            self.checkpoints.load(checkpoint, self.policy, [self.reward_model])
+            self.checkpoints.load(checkpoint, self.policy, [self.reward_model, self.critic])
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")
             if changed:
                 self.sinks.note(announcement(changed, self.policy.num_updates, num_updates))
@@ -176,10 +178,10 @@ class Trainer:
                 batch = exchange(samples, table, plan, self.mesh)  # this replica's share, balanced by tokens
                 batch.old_logprobs = self.old_logprobs(batch)  # None: the update's own
                 batch.ref_logprobs = self.ref_logprobs(batch)
-                plan = self.correction_step.apply(
-                    batch, table, plan, self.metrics
-                )  # rollout correction, KL in the reward
-                self.update(batch)  # mini-batches, clipping, optimizer
+                table, plan = self.correction_step.apply(batch, table, plan, self.metrics)  # mismatch, KL in the reward
+                plan = self.critic.estimate(step, batch, table, plan, self.metrics)  # PPO: values, GAE
+                self.critic.update(batch, table, plan, self.metrics)
+                self.update(step, batch)  # mini-batches, clipping, optimizer
                 self.end_iteration(step)  # the reward model learns from the iteration's samples
             self.log(step, samples, table, plan, batch)  # before the save: no checkpoint has a step that was not logged
             self.save(step + 1)
@@ -235,7 +237,9 @@ class Trainer:
         with self.metrics.phase("ref"):
             return self.references.logprobs(batch)
 
-    def update(self, batch: Batch) -> None:
+    def update(self, step: int, batch: Batch) -> None:
+        if not self.critic.trains_policy(step):
+            return
         with self.metrics.phase("update_actor"):
             complete = self.correction_step.complete(self.metrics)
             sums, constants = self.policy.update(
@@ -255,7 +259,7 @@ class Trainer:
     def save_now(self, steps_done: int) -> Path:
         run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
         run["weights_digests"] = self.colocation.provenance.state()
-        return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model])
+        return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model, self.critic])
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:
         self.report.log(step, self.metrics, samples, table, plan, batch, epoch=self.collector.epoch())
@@ -273,6 +277,7 @@ class Trainer:
         if self.config.trainer.save_hf_at_end:
             self._save_hf(self.output_dir / "hf")
             self.reward_model.save_hf(self.output_dir / "reward_model", self.tokenizer_path)
+            self.critic.save_hf(self.output_dir / "critic", self.tokenizer_path)
         if self.mesh.rank == 0:
             self.summary.show(self.sinks)
         self.stopping.finished(self.num_steps, self.checkpoints.last)

@@ -108,6 +108,10 @@ class GroupTable:
     token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
     loss_spans: list[list[TokenSpan]] = field(default_factory=list)  # increasing runs of loss_mask = 1; empty: all ones
     num_kept_tokens: list[int] = field(default_factory=list)  # loss tokens that no correction has rejected; empty: all
+    values: list[list[float]] = field(
+        default_factory=list
+    )  # the critic's, per response token; []: the row is not trained on
+    lams: list[float] = field(default_factory=list)  # lambda of each row's advantages; empty: algorithm.lam
 
     def __len__(self) -> int:
         return len(self.prompt_index)
@@ -118,6 +122,10 @@ class GroupTable:
         for row, prompt_index in enumerate(self.prompt_index):
             rows.setdefault(prompt_index, []).append(row)
         return [rows[key] for key in sorted(rows)]
+
+    def sequence_lengths(self) -> list[int]:
+        """Prompt plus response tokens of each row."""
+        return [p + r for p, r in zip(self.prompt_length, self.response_length, strict=True)]
 
     def spans_of(self, row: int) -> list[TokenSpan]:
         """The response tokens of one row that are in the loss."""
@@ -186,6 +194,8 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
+    values: Tensor | None = None  # float32 [B, R], the critic's before its update; None: no critic
+    returns: Tensor | None = None  # float32 [B, R], what the critic learns
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -61,6 +61,7 @@ class EstimatorFacts:
     needs_rewards: bool = True  # false: the advantages do not depend on rewards
     needs_greedy_reward: bool = False  # reads the reward of each prompt's greedy response
     needs_step_rewards: bool = False  # reads the rewards of single steps
+    needs_values: bool = False  # reads the critic's values: the run has a critic
     ignores_token_penalties: bool = False  # a KL penalty in the reward does not reach the advantages
     makes_pairs: bool = False  # per prompt +1 for one sample (chosen), -1 for another (rejected), None for the rest
 
@@ -233,7 +234,7 @@ def grpo_process(table: GroupTable, config: AlgorithmConfig) -> Advantages:
         )
     advantages: Advantages = [0.0] * len(table)
     for rows in scorable_groups(table, table.reward):
-        steps = {row: _finite_steps(table, row) for row in rows}
+        steps = {row: finite_steps(table, row) for row in rows}
         pool = [reward for row in rows for _, reward in steps[row]]
         if not is_informative(pool):
             continue
@@ -247,7 +248,8 @@ def grpo_process(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     return advantages
 
 
-def _finite_steps(table: GroupTable, row: int) -> list[tuple[int, float]]:
+def finite_steps(table: GroupTable, row: int) -> list[tuple[int, float]]:
+    """The row's steps with a finite reward. Raises ValueError unless they end inside the response, in increasing order."""
     steps, length = table.step_rewards[row], table.response_length[row]
     ends = [end for end, _ in steps]
     if any(a >= b for a, b in zip(ends, ends[1:], strict=False)) or (ends and not 0 <= ends[0] <= ends[-1] < length):

@@ -52,7 +52,7 @@ def make_plan(
     then has its own, smaller counts. There may be no mini-batch at all. Raises ValueError on unknown names and on an
     estimator that returns the wrong number of advantages or one that is not finite.
     """
-    lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
+    lengths = table.sequence_lengths()
     trainable = _trainable(table, algorithm)
     advantages = _advantages(table, algorithm, trainable)
     copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
@@ -63,14 +63,14 @@ def make_plan(
 
     paired = policy_losses.facts(actor.loss_mode).paired
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
-    for groups in _groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
+    for groups in groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
         units: list[Unit] = []
         for group in groups:
             rows = [row for row in group if in_loss[row]]
             units += _pairs(rows, advantages) if paired else [[row] for row in rows]
         _add_mini_batch(mini_batches, units, lengths, actor)
 
-    weights = _weights(mini_batches, table, copies, actor, max_response_length)
+    weights = row_weights(mini_batches, table, copies, actor, max_response_length)
     metrics = _group_metrics(table) | _balance_metrics(mini_batches, lengths)
     return Plan(advantages=advantages, token_weights=weights, mini_batches=mini_batches, metrics=metrics)
 
@@ -85,7 +85,7 @@ def revise_plan(
     """
     advantages = _advantages(table, algorithm, _trainable(table, algorithm))
     copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
-    weights = _weights(plan.mini_batches, table, copies, actor, max_response_length)
+    weights = row_weights(plan.mini_batches, table, copies, actor, max_response_length)
     num_mini_batches = len(plan.mini_batches[0])
     kept = [i for i in range(num_mini_batches) if any(weights[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
     mini_batches = [[rank_mini_batches[i] for i in kept] for rank_mini_batches in plan.mini_batches]
@@ -119,7 +119,7 @@ def _trainable(table: GroupTable, algorithm: AlgorithmConfig) -> list[bool]:
     return [count > 0 and math.isfinite(reward) and not drop for count, reward, drop in rows]
 
 
-def _groups_of_mini_batches(table: GroupTable, copies: list[int], size: int) -> list[list[list[int]]]:
+def groups_of_mini_batches(table: GroupTable, copies: list[int], size: int) -> list[list[list[int]]]:
     """The groups (lists of rows) of each optimizer step: `size` prompts in prompt order.
 
     Where DUPO drops groups, the others are cut into the same number of mini-batches, of even sizes.
@@ -149,7 +149,7 @@ def _rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
     return sorted(row for per_rank in mini_batches for row in rows_of_mini_batch(per_rank[mini]))
 
 
-def _weights(
+def row_weights(
     mini_batches: list[MiniBatches], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
 ) -> list[float]:
     """The weight of each row's loss tokens, from the counts of its mini-batch. A row with m copies counts as m rows."""
@@ -169,6 +169,8 @@ def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[b
     """Run the estimator and check what it returns: it may be the user's own."""
     name = algorithm.adv_estimator
     check_rewards(table.reward)  # also for estimators of the user's own
+    if advantage_estimators.facts(name).needs_values and not table.values:
+        return [0.0] * len(table)  # known once the critic has read the rows, which this plan gives to the ranks
     advantages = advantage_estimators.get(name)(table, algorithm)
     if len(advantages) != len(table):
         raise ValueError(
@@ -193,9 +195,16 @@ def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[b
 
 def _add_mini_batch(mini_batches: list[MiniBatches], units: list[Unit], lengths: list[int], actor: ActorConfig) -> None:
     """Append one mini-batch made of `units` to the mini-batches of every rank. No units: no mini-batch."""
-    if not units:
+    add_packed(mini_batches, _balance(units, lengths, len(mini_batches)), lengths, actor)
+
+
+def add_packed(
+    mini_batches: list[MiniBatches], units_of_rank: list[list[Unit]], lengths: list[int], actor: ActorConfig
+) -> None:
+    """The same with the units of each rank."""
+    if not any(units_of_rank):
         return
-    micro_batches = [_pack(rank_units, lengths, actor) for rank_units in _balance(units, lengths, len(mini_batches))]
+    micro_batches = [_pack(units, lengths, actor) for units in units_of_rank]
     count = max(len(packed) for packed in micro_batches)
     for rank_mini_batches, packed in zip(mini_batches, micro_batches, strict=True):
         rank_mini_batches.append(packed + [[] for _ in range(count - len(packed))])

@@ -72,7 +72,7 @@ def whiten(values: Sequence[float | list[float]], lengths: Sequence[int]) -> lis
 def reinforce_plus_plus(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """Whitened returns. One number per row where all its tokens have the same return, else one per token."""
     rows = [row for row in range(len(table)) if math.isfinite(table.reward[row])]
-    return _whitened(table, rows, [_returns(table, row, config.gamma) for row in rows])
+    return whitened_advantages(table, rows, [_returns(table, row, config.gamma) for row in rows])
 
 
 @advantage_estimators.register("reinforce_plus_plus_baseline", compares_group=True)
@@ -85,7 +85,7 @@ def reinforce_plus_plus_baseline(table: GroupTable, config: AlgorithmConfig) -> 
         values = [rewards[row] for row in group]
         rows += group
         centred += deviations(values) if is_informative(values) else [0.0] * len(group)
-    return _whitened(table, rows, centred)
+    return whitened_advantages(table, rows, centred)
 
 
 @advantage_estimators.register("remax", needs_greedy_reward=True)
@@ -120,16 +120,26 @@ def _returns(table: GroupTable, row: int, gamma: float) -> float | list[float]:
     turn_rewards = table.turn_rewards[row] if table.turn_rewards else []
     if gamma == 1.0 and not table.token_penalties and not turn_rewards:
         return reward
-    no_penalties = [0.0] * table.response_length[row]
-    penalties = at_loss_tokens(table, row, table.token_penalties[row] if table.token_penalties else no_penalties)
-    if not penalties:
-        return reward
-    check_rewards(penalties)
-    rewards = [-penalty for penalty in penalties]
-    for index, part in _at_loss_indices(table, row, turn_rewards):
+    rest = reward - math.fsum(part for _, part in turn_rewards)
+    rewards = token_rewards(table, row, turn_rewards, rest)
+    return discounted_returns(rewards, gamma) if rewards else reward
+
+
+def token_rewards(table: GroupTable, row: int, parts: Sequence[tuple[int, float]], rest: float) -> list[float]:
+    """The reward of every loss token of a row: minus its penalty, plus what falls on it. [] without a loss token.
+
+    `parts` are (response token, reward): a reward falls on the last loss token that is not behind its token. `rest` falls
+    on the last loss token.
+    """
+    penalties = table.token_penalties[row] if table.token_penalties else [0.0] * table.response_length[row]
+    rewards = [-penalty for penalty in at_loss_tokens(table, row, penalties)]
+    check_rewards(rewards)
+    if not rewards:
+        return []
+    for index, part in _at_loss_indices(table, row, parts):
         rewards[index] += part
-    rewards[-1] += reward - math.fsum(part for _, part in turn_rewards)
-    return discounted_returns(rewards, gamma)
+    rewards[-1] += rest
+    return rewards
 
 
 def _at_loss_indices(
@@ -141,7 +151,7 @@ def _at_loss_indices(
         yield max(0, bisect.bisect_right(tokens, token) - 1), reward
 
 
-def _whitened(table: GroupTable, rows: list[int], values: list[float | list[float]]) -> Advantages:
+def whitened_advantages(table: GroupTable, rows: list[int], values: list[float | list[float]]) -> Advantages:
     """`values[i]`, one number or one per loss token, belongs to `rows[i]`. The other rows get 0."""
     num_loss_tokens = table.num_loss_tokens()
     advantages: Advantages = [0.0] * len(table)

@@ -36,19 +36,21 @@ def length_problems(config: Config, arch: Architecture | None) -> Problems:
 
 def batch_problems(config: Config) -> Problems:
     """Mini-batches must divide the batch: a smaller last one would be an optimizer step of another size."""
-    size, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-    if mini is None:
-        return
+    size = config.data.train_batch_size
+    for section, mini in (("actor", config.actor.ppo_mini_batch_size), ("critic", config.critic.ppo_mini_batch_size)):
+        if mini is not None:
+            yield from _mini_batch_problems(f"{section}.ppo_mini_batch_size={mini}", mini, size)
+
+
+def _mini_batch_problems(key: str, mini: int, size: int) -> Problems:
     if mini > size:
         yield (
-            f"actor.ppo_mini_batch_size={mini} is more than data.train_batch_size={size} (both count prompts);"
-            f" set it to {size} or leave it out"
+            f"{key} is more than data.train_batch_size={size} (both count prompts); set it to {size} or leave it out"
         )
     elif size % mini:
         best = min(divisors(size), key=lambda n: abs(n - mini))
         yield (
-            f"actor.ppo_mini_batch_size={mini} does not divide data.train_batch_size={size} (it leaves {size % mini}"
-            f" prompts); set it to {best}"
+            f"{key} does not divide data.train_batch_size={size} (it leaves {size % mini} prompts); set it to {best}"
         )
 
 

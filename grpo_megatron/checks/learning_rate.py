@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from grpo_megatron.checks.critic import has_critic
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, OptimConfig
 
 
 def schedule_problems(config: Config) -> Problems:
-    """The schedules of the policy, the reward model and the supervised warmup."""
+    """The schedules of the policy, the critic, the reward model and the supervised warmup."""
     steps = config.trainer.total_training_steps
     if steps:
         batch = config.data.train_batch_size
-        updates = config.actor.num_updates(steps, batch)
+        updates = config.actor.num_updates(config.policy_steps, batch)
         counted = f"trainer.total_training_steps={steps}"
+        if config.critic_only_steps:
+            counted += f" - {config.critic_only_steps} that train the critic alone"
         if updates > steps:
             mini_batches, epochs = config.actor.num_mini_batches(batch), config.actor.ppo_epochs
             counted += f" x {mini_batches} mini-batches x {epochs} epochs = {updates} updates"
         yield from _schedule("actor.optim", config.actor.optim, updates, counted)
+        if has_critic(config.algorithm):
+            updates = config.critic.num_updates(steps, config.actor, batch)
+            yield from _schedule("critic.optim", config.critic.optim, updates, f"the critic's {updates} updates")
     length, model = config.algorithm.iteration_steps, config.reward_model
     if model.path is not None and length is not None and steps // length:
         counted = f"{steps // length} outer iterations x reward_model.steps={model.steps}"

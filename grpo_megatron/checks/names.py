@@ -8,6 +8,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.token_weights import token_weightings
+from grpo_megatron.checks.critic import has_critic
 from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config
@@ -24,6 +25,8 @@ def name_problems(config: Config) -> Problems:
         ("actor.loss_mode", actor.loss_mode, policy_losses),
         ("actor.loss_agg_mode", actor.loss_agg_mode, token_weightings),
     ]
+    if has_critic(config.algorithm):
+        registries.append(("critic.loss_agg_mode", config.critic.loss_agg_mode, token_weightings))
     if actor.use_kl_loss:
         registries.append(("actor.kl_loss_type", actor.kl_loss_type, kl_penalties))
     if config.algorithm.use_kl_in_reward:

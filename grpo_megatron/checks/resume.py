@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.resume_classes import FIXED, RESUME_CLASSES, SCHEDULE, ResumeClass
 from grpo_megatron.config import Config, ConfigError
@@ -93,6 +94,13 @@ def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Prob
             f"trainer.total_training_steps={total} is less than the {done} steps that {checkpoint} has done; set it to"
             f" {done} or more, or another trainer.output_dir"
         )
+    estimators = [saved.get("algorithm", {}).get("adv_estimator"), config.algorithm.adv_estimator]
+    had_critic, has_critic = (advantage_estimators.facts(str(name)).needs_values for name in estimators)
+    if has_critic and not had_critic:
+        yield (
+            f"algorithm.adv_estimator {estimators[0]} -> {estimators[1]}: {checkpoint} has no critic; put the old value"
+            " back, or start a new run"
+        )
     fixed = [d for d in differences(saved, config.model_dump(mode="json")) if d.resume_class == FIXED]
     for difference in fixed:
         remedy = f"; {REMEDY}" if difference is fixed[-1] else ""
@@ -102,6 +110,6 @@ def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Prob
 def announcement(changed: list[Difference], updates_done: int, total_updates: int) -> str:
     """Lines for the console: each applied difference, and where the policy is in a rebuilt schedule."""
     lines = ["changed since the checkpoint:", *(f"  {difference}" for difference in changed)]
-    if any(d.resume_class == SCHEDULE and not d.key.startswith("reward_model.") for d in changed):
+    if any(d.resume_class == SCHEDULE and not d.key.startswith(("reward_model.", "critic.")) for d in changed):
         lines.append(f"  the policy's learning-rate schedule continues after update {updates_done} of {total_updates}")
     return "\n".join(lines)

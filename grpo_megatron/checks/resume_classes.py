@@ -47,6 +47,13 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("actor", "max_skipped_steps", APPLIES),
     **_keys("actor.optim", _OPTIMIZER_SCHEDULE, SCHEDULE),
     **_keys("actor.optim", _OPTIMIZER_VALUES, APPLIES),
+    # The critic: its weights and optimizer are in the checkpoint.
+    **_keys("critic", "path", FIXED),
+    **_keys("critic", "ppo_mini_batch_size ppo_epochs", SCHEDULE),
+    **_keys("critic", "pretrain_steps", SCHEDULE),  # with critic_warmup it gives the policy's number of updates
+    **_keys("critic", "cliprange_value loss_agg_mode lam lam_alpha offload", APPLIES),
+    **_keys("critic.optim", _OPTIMIZER_SCHEDULE, SCHEDULE),
+    **_keys("critic.optim", _OPTIMIZER_VALUES, APPLIES),
     # The layout. Checkpoints are independent of it, except that plain and distributed optimizers name their state differently.
     **_keys("actor.megatron", "tensor_model_parallel_size pipeline_model_parallel_size", APPLIES),
     **_keys("actor.megatron", "expert_model_parallel_size context_parallel_size sequence_parallel", APPLIES),
@@ -77,7 +84,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("reward_model.optim", _OPTIMIZER_SCHEDULE, SCHEDULE),
     **_keys("reward_model.optim", _OPTIMIZER_VALUES, APPLIES),
     # The method.
-    **_keys("algorithm", "adv_estimator norm_adv_by_std_in_grpo gamma rft_threshold", APPLIES),
+    **_keys("algorithm", "adv_estimator norm_adv_by_std_in_grpo gamma lam rft_threshold", APPLIES),
     **_keys("algorithm", "use_kl_in_reward kl_penalty dupo mask_truncated_samples", APPLIES),
     **_keys("algorithm", "source iteration_steps", FIXED),  # the position in the data; the reference of this iteration
     **_keys("algorithm.kl_ctrl", "type target_kl horizon", APPLIES),
@@ -91,7 +98,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("algorithm.replay", "ratio", FIXED),  # the same for replayed groups
     **_keys("algorithm.replay", "size max_staleness", APPLIES),
     # The run.
-    **_keys("trainer", "total_training_steps", SCHEDULE),
+    **_keys("trainer", "total_training_steps critic_warmup", SCHEDULE),
     **_keys("trainer", "output_dir save_freq test_freq val_before_train resume_mode verify_checkpoints", APPLIES),
     **_keys("trainer", "stop_file stop_at max_actor_ckpt_to_keep save_hf_at_end logger num_logged_samples", APPLIES),
     **_keys("trainer", "nnodes n_gpus_per_node device timeout_s stall_timeout_s peak_tflops", APPLIES),

@@ -17,6 +17,7 @@ from grpo_megatron.config.algorithm import (
     RewardModelConfig,
     RolloutCorrection,
 )
+from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.data import DataConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, RolloutConfig, ValKwargs
@@ -33,6 +34,7 @@ __all__ = [
     "Band",
     "Config",
     "ConfigError",
+    "CriticConfig",
     "DataConfig",
     "FilterGroups",
     "Fp8Config",
@@ -62,9 +64,20 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def critic_only_steps(self) -> int:
+        """The first training steps, which leave the policy as it is."""
+        return max(self.trainer.critic_warmup, self.critic.pretrain_steps)
+
+    @property
+    def policy_steps(self) -> int:
+        """Training steps that update the policy."""
+        return max(0, self.trainer.total_training_steps - self.critic_only_steps)

@@ -91,7 +91,8 @@ class RewardModelConfig(Section):
 class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"  # a registered advantage estimator, or module:function
     norm_adv_by_std_in_grpo: bool = True  # grpo: divide by the standard deviation of the group's rewards
-    gamma: float = Field(1.0, gt=0, le=1)  # reinforce_plus_plus: discount per token
+    gamma: float = Field(1.0, gt=0, le=1)  # reinforce_plus_plus, gae: discount per token
+    lam: float = Field(1.0, ge=0, le=1)  # gae: weight of later values; 1: returns, 0: the next value alone
     rft_threshold: float = 1.0  # rft: a response with at least this reward is right
     use_kl_in_reward: bool = False  # subtract kl_ctrl.kl_coef * KL to the reference from each token's reward
     kl_penalty: str = "kl"  # the estimator of that KL: a name as in actor.kl_loss_type

@@ -54,6 +54,7 @@ class TrainerConfig(Section):
     output_dir: Path = Path("outputs/run")
     save_freq: Frequency = 20  # steps between checkpoints; the last step is saved, too; -1: no checkpoint at all
     test_freq: Frequency = 5  # steps between validations; -1: only val_before_train's
+    critic_warmup: int = Field(0, ge=0)  # the first steps train the critic alone
     val_before_train: bool = True  # validate before the first step, and after the last
     # auto: from the newest checkpoint in output_dir; disable: from the start, an earlier run's files move to earlier_001/
     resume_mode: Literal["auto", "disable"] = "auto"

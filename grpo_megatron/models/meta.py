@@ -54,9 +54,9 @@ def count_stages(
     )
     options: dict[str, Any] = {}
     if is_reward_model:
-        from grpo_megatron.models.reward_model import ScoreModel  # a large import, for this case only
+        from grpo_megatron.models.scalar_head import ScalarModel  # a large import, for this case only
 
-        options["model_class"] = ScoreModel
+        options["model_class"] = ScalarModel
     device = Device("cpu")
     device.torch_device = torch.device("meta")
     stages = []

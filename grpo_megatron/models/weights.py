@@ -62,6 +62,9 @@ class SafetensorsFolder:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    def has(self, name: str) -> bool:
+        return name in self._owner
+
     def slice(self, name: str) -> Any:
         return self._owner[name].get_slice(name)
 

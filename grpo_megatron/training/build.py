@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 from torch import Tensor
 
+from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.checks.validate import Checked
@@ -16,9 +18,11 @@ from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.loss_pass import LossFunction, MetricSums
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
+from grpo_megatron.models.reward_folder import read_reward_folder
 from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
+from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
@@ -30,6 +34,7 @@ from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation
+from grpo_megatron.training.critic import Critic, NoCritic
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
@@ -188,12 +193,33 @@ def build_reward_model(config: Config, mesh: Mesh, device: Device) -> NoRewardMo
     )
 
 
+def build_critic(config: Config, mesh: Mesh, device: Device) -> NoCritic:
+    """The value model, if the estimator reads values. Collective. Without `critic.path` it starts as the policy does."""
+    section, algorithm, data = config.critic, config.algorithm, config.data
+    if not advantage_estimators.facts(algorithm.adv_estimator).needs_values:
+        return NoCritic()
+    folder = read_reward_folder(section.path or policy_start(config), "value")
+    return Critic(
+        section,
+        ValueModel(section, folder, config.model.dtype, config.actor, mesh, device),
+        algorithm,
+        config.actor,
+        total_steps=config.trainer.total_training_steps,
+        critic_only_steps=config.critic_only_steps,
+        train_batch_size=data.train_batch_size,
+        max_response_length=data.max_response_length,
+    )
+
+
+def policy_start(config: Config) -> Path:
+    """The model that the policy starts from: the warm-up's result, if there is one."""
+    return config.trainer.output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
+
+
 def build_references(
     config: Config, checked: Checked, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
 ) -> References:
     """Collective. Without `ref.path` the reference starts as the policy does: from the warm-up's result, if any."""
-    output_dir = config.trainer.output_dir
-    policy_start = output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
     return References(
         config.model,
         config.actor,
@@ -202,8 +228,8 @@ def build_references(
         mesh,
         device,
         cadence,
-        start=config.ref.path or policy_start,
-        folder=output_dir / "iterations",
+        start=config.ref.path or policy_start(config),
+        folder=config.trainer.output_dir / "iterations",
         first_step=first_step,
         temperature=config.rollout.temperature,
     )

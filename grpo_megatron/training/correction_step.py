@@ -42,10 +42,13 @@ class CorrectionStep:
         self.is_folded = folds_old_logprobs(algorithm, actor, data.train_batch_size)
         self.kl = KlController(algorithm.kl_ctrl)
 
-    def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
-        """Set correction, loss mask, advantages and weights of `batch`; return the plan that they belong to. Collective."""
+    def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> tuple[GroupTable, Plan]:
+        """Set correction, loss mask, advantages and weights of `batch`. Collective.
+
+        Returns the table with the columns that this has added, and the plan that the batch now belongs to.
+        """
         if batch.old_logprobs is None:
-            return plan
+            return table, plan
         num_kept_tokens = self._measure(batch, metrics)
         columns: dict[str, list[Any]] = {}
         if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
@@ -54,16 +57,17 @@ class CorrectionStep:
             no_penalties = [[0.0] * length for length in table.response_length]
             columns["token_penalties"] = self._column(self._penalise(batch, len(table), metrics), no_penalties)
         if not columns:
-            return plan
+            return table, plan
+        table = replace(table, **columns)
         plan = revise_plan(
             plan,
-            replace(table, **columns),
+            table,
             self.algorithm,
             self.actor,
             max_response_length=self.max_response_length,
         )
         apply_plan(batch, plan, self.mesh.dp_rank)
-        return plan
+        return table, plan
 
     def corrected(self, loss: LossFunction) -> LossFunction:
         """`loss` with the weights of the rollout correction, where the old log-probabilities come from the update."""

@@ -148,7 +148,7 @@ def read_at(cp: int) -> list[int]:
         scorer = SequenceScorer.__new__(SequenceScorer)  # the index arithmetic needs no model
         scorer.mesh = SimpleNamespace(cp=cp, cp_rank=cp_rank)  # type: ignore[assignment]
         scorer.device, scorer.multiple, scorer.temperature, scorer.chunk = Device("cpu"), 2 * cp, 1.0, 8
-        scorer.pad_token_id = None
+        scorer.folder = SimpleNamespace(pad_token_id=None)  # type: ignore[assignment]
         (pack,) = scorer.packs(batch, [[0, 1, 2]])
         assert pack.share is not None and pack.share.num_targets == 3
         found[pack.share.target_indices] += pack.tokens[0, pack.targets.state_indices]

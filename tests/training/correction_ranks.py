@@ -40,7 +40,7 @@ def folded(step: Any, batch: Any, plan: Any, mesh: Any) -> dict[str, Any]:
     assert step.is_folded
     metrics, own, separate = Metrics(), batch.old_logprobs, batch.correction
     batch.old_logprobs, batch.correction = None, None
-    assert step.apply(batch, None, plan, metrics) is plan
+    assert step.apply(batch, None, plan, metrics) == (None, plan)
     read: list[Any] = []
     loss = step.corrected(lambda inputs: read.append(inputs))
     rows = list(reversed(range(len(batch))))
@@ -81,7 +81,7 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     batch.ref_logprobs = torch.where(batch.response_mask, -(1 + responses.cos()), 0.0)
     metrics = Metrics()
     step = CorrectionStep(config, actor, mesh, DataConfig(train_batch_size=num_prompts, max_response_length=9))
-    plan = step.apply(batch, table, plan, metrics)
+    table, plan = step.apply(batch, table, plan, metrics)
     columns = {"loss_mask": batch.loss_mask, "advantages": batch.advantages, "token_weights": batch.token_weights}
     if batch.correction is not None:
         columns["correction"] = batch.correction

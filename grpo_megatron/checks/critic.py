@@ -1,0 +1,81 @@
+"""Checks of the critic: the section `critic` and `trainer.critic_warmup` against the method, and its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.checks import inputs
+from grpo_megatron.checks.problems import Problems
+from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, CriticConfig
+from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
+
+KEY = "critic.path"
+_DEFAULT: dict[str, Any] = CriticConfig().model_dump() | {"optim": CriticConfig().optim}
+
+
+def has_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether the estimator reads values."""
+    return advantage_estimators.facts(algorithm.adv_estimator).needs_values
+
+
+def read_critic(path: Path) -> RewardFolder:
+    """What the folder's config.json describes. Raises ConfigError for a folder that cannot be a value model."""
+    inputs.read_model(path, KEY)  # the checks of every model folder
+    try:
+        return read_reward_folder(path, "value")
+    except ValueError as error:
+        raise ConfigError(f"{KEY}={str(path)!r}: {error}; set it to such a folder") from error
+
+
+def critic_problems(config: Config) -> Problems:
+    """The keys of the critic against the rest of the config."""
+    if not has_critic(config.algorithm):
+        yield from _unused_keys(config)
+        return
+    yield from _lambda_problems(config)
+    yield from _schedule_problems(config)
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_rs == "off_policy":
+        yield (
+            "algorithm.rollout_correction.rollout_rs=off_policy drops responses of negative advantage, and"
+            f" algorithm.adv_estimator={config.algorithm.adv_estimator!r} computes advantages per token, after the"
+            " correction; set rollout_rs=token, sequence or geometric"
+        )
+
+
+def _unused_keys(config: Config) -> Problems:
+    estimator = config.algorithm.adv_estimator
+    changed = [f"critic.{key}" for key in CriticConfig.model_fields if getattr(config.critic, key) != _DEFAULT[key]]
+    if config.trainer.critic_warmup:
+        changed.append("trainer.critic_warmup")
+    if config.algorithm.lam != AlgorithmConfig().lam:
+        changed.append("algorithm.lam")
+    if changed:
+        yield (
+            f"{changed[0]} has no effect: algorithm.adv_estimator={estimator!r} needs no critic; set"
+            f" adv_estimator={' or '.join(advantage_estimators.names_with(needs_values=True))}, or leave it out"
+        )
+
+
+def _lambda_problems(config: Config) -> Problems:
+    alpha, lam = config.critic.lam_alpha, config.algorithm.lam
+    if alpha is not None and lam != AlgorithmConfig().lam:
+        yield (
+            f"critic.lam_alpha={alpha:g} gives each response a lambda by its length, and algorithm.lam={lam:g} gives all"
+            " the same; set one of them (critic.lam is that of the value's targets)"
+        )
+
+
+def _schedule_problems(config: Config) -> Problems:
+    total = config.trainer.total_training_steps
+    for key, steps in (
+        ("trainer.critic_warmup", config.trainer.critic_warmup),
+        ("critic.pretrain_steps", config.critic.pretrain_steps),
+    ):
+        if steps >= total > 0:
+            yield (
+                f"{key}={steps} leaves no step of trainer.total_training_steps={total} to train the policy; set it to"
+                f" {total - 1} or less"
+            )

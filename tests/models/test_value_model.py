@@ -1,0 +1,115 @@
+"""The critic: values and gradients equal those of transformers' token classification, in every layout of the policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny, worlds
+from tests.models import policy_ranks
+from tests.models import value_ranks as value
+from tests.models.test_reward_model import CLASSIFIERS, CLASSIFIERS_MOE, close
+
+PAIRS = tiny.make_sequences(6)
+pytestmark = pytest.mark.slow
+
+
+def make_critic(folder: Path, family: str, **changes: Any) -> Path:
+    """A random *ForTokenClassification of transformers' own, with one label, norms and biases perturbed as in `tiny`."""
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    settings = {**tiny.COMMON, **tiny.FAMILIES.get(family, {}), "num_labels": 1, **changes}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
+    model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.06 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("critic")
+    folders = {name: make_critic(root / name, name) for name in CLASSIFIERS}
+    return folders | {"mixtral": make_critic(root / "mixtral", "mixtral", **CLASSIFIERS_MOE)}
+
+
+def oracle(folder: Path) -> Any:
+    from transformers import AutoModelForTokenClassification
+
+    model, lost = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(lost[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), lost
+    return model.eval()
+
+
+def transformers_values(model: Any, pairs: Any) -> list[torch.Tensor]:
+    """The logit at the token before each response token."""
+    return [model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in pairs]
+
+
+@pytest.mark.parametrize("layout", ["1", "TP2xPP2+SP"])
+def test_values_of_every_kind_equal_transformers(models: dict[str, Path], layout: str) -> None:
+    """On every rank. The models cover biases, tied embeddings, llama3 RoPE, q/k norms and experts."""
+    with torch.no_grad():
+        want = {family: transformers_values(oracle(folder), PAIRS) for family, folder in models.items()}
+    shape = policy_ranks.LAYOUTS[layout]
+    for got in worlds.run(value.values, shape[0], folders=models, pairs=PAIRS, layout=shape):
+        for family, rows in got.items():
+            assert rows.std() > 0.1
+            for row, expected in enumerate(want[family]):
+                torch.testing.assert_close(rows[row, : len(expected)], expected, rtol=0, atol=1e-5, msg=family)
+                assert not rows[row, len(expected) :].any()
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path]) -> dict[str, Any]:
+    return worlds.run(value.update, 1, folder=models["qwen2"], pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"])[0]
+
+
+def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, Path], alone: dict[str, Any]) -> None:
+    model, batch = oracle(models["qwen2"]), value.make_batch(PAIRS, list(range(len(PAIRS))))
+    loss, clipped = torch.zeros(()), 0
+    for row, new in enumerate(transformers_values(model, PAIRS)):
+        old, target = batch.values[row, : len(new)], batch.returns[row, : len(new)]
+        bounded = old + (new - old).clamp(-0.5, 0.5)
+        errors = torch.stack([(new - target) ** 2, (bounded - target) ** 2])
+        loss = loss + (batch.token_weights[row, : len(new)] * errors.max(0).values).sum() / 2
+        clipped += int((errors[1] > errors[0])[batch.loss_mask[row, : len(new)]].sum())
+    loss.backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    close(alone["gradients"], want, 1e-5)
+    assert 0 < clipped < int(batch.loss_mask.sum()) / 2
+
+
+@pytest.mark.parametrize("layout", ["DP2", "TP2", "TP2+SP", "PP2", "DP2xTP2", "TP2xPP2+SP"])
+def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
+    """Gradients, then the norm, metrics and weights of two updates. Offloading changes no bit of them in any layout."""
+    shape = policy_ranks.LAYOUTS[layout]
+    results = worlds.run(value.update, shape[0], folder=models["qwen2"], pairs=PAIRS, layout=shape)
+    for got in results:
+        close(got["gradients"], alone["gradients"], 1e-5)
+        close(got["weights"], alone["weights"], 1e-5)
+        assert got["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+
+
+def test_a_critic_that_starts_as_a_language_model_is_saved_as_a_token_classifier(tmp_path: Path) -> None:
+    """After two updates. transformers and another layout compute the same values from the folder."""
+    folder, target = tiny.make_model(tmp_path / "model", "qwen2-tied", num_hidden_layers=2), tmp_path / "critic"
+    layout = policy_ranks.LAYOUTS["TP2xPP2+SP"]
+    results = worlds.run(value.saved, 4, folder=folder, pairs=PAIRS, layout=layout, target=target)
+    with torch.no_grad():
+        want = transformers_values(oracle(target), PAIRS)
+    read = worlds.run(value.values, 1, folders={"m": target}, pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"])
+    for got in [*results, read[0]["m"]]:
+        for row, expected in enumerate(want):
+            torch.testing.assert_close(got[row, : len(expected)], expected, rtol=0, atol=1e-5)
+            assert expected.abs().max() > 1e-3  # the head is no longer zero
+    config = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForTokenClassification"] and len(config["id2label"]) == 1

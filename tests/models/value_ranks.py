@@ -1,0 +1,90 @@
+"""What the ranks of the value model tests run. A layout is (world, tp, pp, sequence parallel), as in `policy_ranks`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import tiny
+from tests.models import policy_ranks, reward_ranks
+from tests.models.gradients import named_gradients
+
+HEADS = ("score.weight", "score.bias")
+
+
+def build(folder: Path, layout: reward_ranks.Layout, *, offload: bool = False, **megatron: Any) -> Any:
+    from grpo_megatron.config import CriticConfig
+    from grpo_megatron.models.reward_folder import read_reward_folder
+    from grpo_megatron.models.value_model import ValueModel
+
+    optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}
+    config = CriticConfig.model_validate({"offload": offload, "optim": optim})
+    device, mesh = reward_ranks.world(layout)
+    actor = reward_ranks.actor(layout, **megatron)
+    model = ValueModel(config, read_reward_folder(folder, "value"), "float32", actor, mesh, device)
+    with model.in_use():
+        model.set_optimizer(config.optim, 2)
+    return model
+
+
+def make_batch(pairs: Any, rows: list[int], micro: int = 2) -> Any:
+    """Some tokens are outside the loss. `values` are where no test's critic is, so that some errors are clipped."""
+    local = list(range(len(rows)))
+    batch = tiny.make_batch(pairs, [[local[i : i + micro] for i in range(0, len(local), micro)]], rows, masked=True)
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    batch.values = torch.nan_to_num(batch.old_logprobs + 4.6)
+    batch.returns = torch.nan_to_num(batch.ref_logprobs + 4.6) + batch.advantages
+    return batch
+
+
+def values(folders: dict[str, Path], pairs: Any, layout: reward_ranks.Layout) -> dict[str, torch.Tensor]:
+    """Family -> values, in micro-batches of different sizes, one of them empty."""
+    batch = tiny.make_batch(pairs, [[[0, 1], [2], [], [3, 4, 5]]])
+    return {family: build(folder, layout).values(batch) for family, folder in folders.items()}
+
+
+def update(folder: Path, pairs: Any, layout: reward_ranks.Layout) -> dict[str, Any]:
+    """Gradients of one backward pass; then values, metrics and weights of two updates, with and without offloading."""
+    model = build(folder, layout, use_distributed_optimizer=False)  # leaves whole gradients on every rank
+    batch = make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp))
+    model.backward_values(batch, batch.mini_batches[0])
+    gradients = whole(model, named_gradients(model))
+    plain, offloaded = (trained(build(folder, layout, offload=offload), batch) for offload in (False, True))
+    assert all(torch.equal(plain["weights"][name], offloaded["weights"][name]) for name in plain["weights"])
+    assert torch.equal(plain["values"], offloaded["values"]) and plain["metrics"] == offloaded["metrics"]
+    assert offloaded["on_device"] < plain["on_device"] / 20
+    return {"gradients": gradients, **plain}
+
+
+def trained(model: Any, batch: Any) -> dict[str, Any]:
+    for _ in range(2):
+        first = model.values(batch)  # reads weights that the last update may have offloaded
+        with model.in_use():
+            sums, metrics = model.update_values(batch, epochs=1)
+    on_device = sum(parameter.untyped_storage().nbytes() for parameter in model.ddp.parameters())
+    with model.in_use():
+        weights = reward_ranks.stream(model)
+    totals = {name: (float(part.total), part.num_tokens) for name, part in sums[0].items()}
+    return {"values": first, "metrics": metrics, "sums": totals, "weights": weights, "on_device": on_device}
+
+
+def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Hugging Face gradients from all ranks' gradients. Ranks with the same head must have the same gradient. Collective."""
+    import torch.distributed as dist
+
+    held: list[Any] = [None] * model.mesh.world_size
+    dist.all_gather_object(held, {name: local[name] for name in HEADS if name in local})
+    heads = [gradients for gradients in held if gradients]
+    assert all(torch.equal(head[name], heads[0][name]) for head in heads for name in HEADS)
+    return policy_ranks.whole(model, local) | heads[0]
+
+
+def saved(folder: Path, pairs: Any, layout: reward_ranks.Layout, target: Path) -> torch.Tensor:
+    """Two updates of an offloaded model, then a Hugging Face folder. Returns the values of all rows."""
+    model = build(folder, layout, offload=True)
+    trained(model, make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp)))
+    with model.in_use():
+        model.save_hf(target, folder)
+    return model.values(tiny.make_batch(pairs, [[[row] for row in range(len(pairs))]]))
