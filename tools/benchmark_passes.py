@@ -6,6 +6,7 @@ One rank on the CPU, two random models of the issue's workloads. Both ways of a 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,25 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
         batch.old_logprobs = None
         policy.update(batch, loss, complete=lambda batch: None)
 
-    return {"old log-probabilities and update": {"a pass of their own": separate, "of the update's pass": folded}}
+    # Half of the groups have equal rewards.
+    uninformative = replace(
+        table, reward=[r if p % 2 else 1.0 for r, p in zip(table.reward, table.prompt_index, strict=True)]
+    )
+    small = actor.model_copy(update={"ppo_max_token_len_per_gpu": max(map(len, sequences)) * SAMPLES})
+    some = make_batch(uninformative, sequences, small)
+    assert some.num_forward_only[0] > 0
+    all_backward = replace(some, num_forward_only=[])
+
+    def update(batch: Any) -> None:
+        policy.update(batch, loss)
+
+    return {
+        "old log-probabilities and update": {"a pass of their own": separate, "of the update's pass": folded},
+        "update, half of the groups uninformative": {
+            "a backward pass for all rows": functools.partial(update, all_backward),
+            "only for rows with an advantage": functools.partial(update, some),
+        },
+    }
 
 
 def draw(workload: dict[str, Any]) -> tuple[Any, list[list[int]]]:

@@ -128,6 +128,7 @@ def update(
         "norm": metrics["actor/grad_norm"],
         "sums": sums,
         "folded": folded(policy, make_batch(pairs, [micros], rows, masked=True)),
+        "without backward": without_backward(policy, make_batch(pairs, [micros], rows, masked=True)),
     }
 
 
@@ -144,6 +145,31 @@ def folded(policy: Any, batch: Any) -> dict[str, bool]:
         "gradients": all(torch.equal(g, gradients[name]) for name, g in named_gradients(policy).items()),
         "metrics": all(torch.equal(part.total, separate.sums[name].total) for name, part in own.sums.items()),
     }
+
+
+def without_backward(policy: Any, batch: Any) -> dict[str, bool]:
+    """The last micro-batch has no advantage, and no backward pass: do gradients, metrics, log-probabilities stay?"""
+    (micros,) = batch.mini_batches
+    batch.advantages[micros[-1]] = 0.0
+    results = []
+    for count in (0, 1):
+        sums: list[Any] = []
+        own = policy.backward(batch, micros, policy_loss, sums, count)
+        results.append((named_gradients(policy), sums[0], policy.from_last_stage(own.host_logprobs())))
+    (gradients, metrics, before), (fewer, same, after) = results
+    return {
+        "gradients": all(torch.equal(g, fewer[name]) for name, g in gradients.items()),
+        "metrics": all(torch.allclose(part.total, same[name].total, rtol=1e-6) for name, part in metrics.items()),
+        "counts": [part.num_tokens for part in metrics.values()] == [same[name].num_tokens for name in metrics],
+        "logprobs": torch.equal(before, after),
+    }
+
+
+def policy_loss(inputs: Any) -> Any:
+    from grpo_megatron.algo.losses import policy_losses, total_loss
+    from grpo_megatron.config import ActorConfig
+
+    return total_loss(inputs, ActorConfig(), policy_losses.get("vanilla"), None)
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
