@@ -122,6 +122,7 @@ def update(
     policy._step = record_and_step
     sums, metrics = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+    policy._step = step
     return {
         "gradients": gradients,
         "weights": weights,
@@ -133,16 +134,30 @@ def update(
 
 
 def folded(policy: Any, batch: Any) -> dict[str, bool]:
-    """Old log-probabilities of a pass before the update, and of the update's own forward pass: are their bits the same?"""
+    """Old log-probabilities of a pass before the update, and of the update's own forward pass: are their bits the same?
+
+    `update` must have them before its guard, and of the weights before its step.
+    """
     (micros,) = batch.mini_batches
     batch.old_logprobs = before = policy.logprobs(batch)
     separate = policy.backward(batch, micros, loss, [])
     gradients = named_gradients(policy)
     batch.old_logprobs = None
     own = policy.backward(batch, micros, loss, [])
+    gradients_equal = all(torch.equal(g, gradients[name]) for name, g in named_gradients(policy).items())
+    seen: list[tuple[str, torch.Tensor]] = []
+
+    def guard(batch: Any, *_: Any) -> bool:
+        seen.append(("guard", batch.old_logprobs.clone()))
+        return True
+
+    policy.update(batch, loss, guard=guard, complete=lambda batch: seen.append(("complete", batch.old_logprobs)))
     return {
+        "update": [name for name, _ in seen] == ["complete", "guard"]
+        and all(torch.equal(logprobs, before) for _, logprobs in seen),
+        "step": not torch.equal(policy.logprobs(batch), before),
         "logprobs": torch.equal(policy.from_last_stage(own.host_logprobs()), before),
-        "gradients": all(torch.equal(g, gradients[name]) for name, g in named_gradients(policy).items()),
+        "gradients": gradients_equal,
         "metrics": all(torch.equal(part.total, separate.sums[name].total) for name, part in own.sums.items()),
     }
 
