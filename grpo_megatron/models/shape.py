@@ -24,8 +24,9 @@ def model_shape(arch: Architecture) -> ModelShape:
 def sequence_cost(arch: Architecture) -> SequenceCost:
     """The multiply-adds by which rows are balanced over data-parallel ranks."""
     shape = model_shape(arch)
+    head = shape.vocab_size * shape.hidden_size
     return SequenceCost(
-        per_token=shape.layer_parameters,
-        per_response_token=shape.vocab_size * shape.hidden_size,
-        per_square=shape.head_dim * shape.num_heads * shape.num_layers,
+        per_token=shape.active_parameters - 2 * head,  # without embedding and head
+        per_response_token=head,
+        per_square=round(shape.head_dim * shape.num_heads * shape.num_layers),
     )

@@ -49,14 +49,10 @@ class ModelShape:
         return self.num_layers * (3 * self.hidden_size * self.ffn_size * mlps_per_token + attention)
 
     @property
-    def layer_parameters(self) -> int:
-        """Active weights of all layers, routers included."""
-        return self.linear_parameters + self.num_layers * self.hidden_size * self.num_experts
-
-    @property
     def active_parameters(self) -> int:
         """N of the header: without biases and norms, with embedding and head both."""
-        return self.layer_parameters + 2 * self.vocab_size * self.hidden_size
+        routers = self.num_layers * self.hidden_size * self.num_experts
+        return self.linear_parameters + routers + 2 * self.vocab_size * self.hidden_size
 
 
 def flops_per_pass(shape: ModelShape, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
