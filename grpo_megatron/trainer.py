@@ -20,6 +20,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
 from grpo_megatron.models.scalar_head import ScalarPolicy
+from grpo_megatron.models.shape import sequence_cost
 from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
@@ -223,6 +224,7 @@ class Trainer:
                 dp=self.mesh.dp,
                 train_batch_size=self.data.train_batch_size,
                 max_response_length=self.data.max_response_length,
+                cost=sequence_cost(self.policy.arch),
             )
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from grpo_megatron.algo.plan import add_packed, groups_of_mini_batches, row_weights
+from grpo_megatron.algo.packing import add_packed
+from grpo_megatron.algo.plan import groups_of_mini_batches, row_weights
 from grpo_megatron.algo.shaping import dupo_copies
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.types import GroupTable, Plan
