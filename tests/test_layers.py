@@ -41,6 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "environments": {"registry", "child", "config", "workers"},
     "algo": {"types", "registry", "config"},
     "data": {"types", "registry", "reading", "config", "rewards"},
+    "curation": {"reading", "config", "storage", "data"},
     "device": {"extensions", "config"},
     "parallel": {"types", "storage", "device"},
     "sync": {"types", "parallel"},
@@ -74,7 +75,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "cli": {
         *("importing", "child", "reading", "config", "storage", "parallel", "rollout"),
-        *("convert", "evaluation", "checks", "training", "trainer"),
+        *("curation", "convert", "evaluation", "checks", "training", "trainer"),
     },
     "__main__": {"cli"},
 }
@@ -92,6 +93,7 @@ WITHOUT_TORCH = {
     "rewards",
     "environments",
     "data",
+    "curation",
     "cli",
     "__main__",
 }
@@ -133,6 +135,7 @@ TORCH_FREE = (
     "checks.resume",
     "rewards",
     "data",
+    "curation",
 )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
-from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import (
     OfflineGroup,
     SupervisedExample,
@@ -80,7 +81,9 @@ def only_present(config: Config) -> Config:
         return [file for file in files if file.exists()]
 
     data, sft = config.data, config.sft
-    files = {"train_files": present(data.train_files), "val_files": present(data.val_files)}
+    files: dict[str, Any] = {"train_files": present(data.train_files), "val_files": present(data.val_files)}
+    if data.sampling.pass_rates is not None and not data.sampling.pass_rates.exists():
+        files["sampling"] = SamplingConfig()
     warmup = {"train_files": present(sft.train_files)}
     return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warmup)})
 
@@ -154,7 +157,13 @@ def read_train_prompts(
     """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one."""
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []
-    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment)
+    prompts = _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment)
+    if config.data.sampling.pass_rates is None:
+        return prompts
+    if not prompts:  # there is no tokenizer, or no file on this machine
+        read_pass_rates(config.data.sampling.pass_rates)
+        return prompts
+    return select_prompts(prompts, config.data.sampling)
 
 
 def read_val_prompts(

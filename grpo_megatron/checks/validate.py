@@ -13,6 +13,7 @@ from typing import Any
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
+from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
@@ -78,6 +79,7 @@ def validate(
     problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
     problems.add(method_problems(config))
+    problems.add(curation_problems(config))
     problems.add(environment_problems(config))
     problems.add(schedule_problems(config))
     problems.add(output_problems(config))

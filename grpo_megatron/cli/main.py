@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         from grpo_megatron.convert.cli import main as convert
 
         return convert(argv[1:])
-    args = None if argv[:1] in (["evaluate"], ["replay"]) else _parse(argv)
+    args = None if argv[:1] in (["evaluate"], ["replay"], ["curate"]) else _parse(argv)
     try:
         code = _train(args, argv) if args is not None else _other(argv)
         if code == 0:
@@ -72,6 +72,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands.add_parser(
         "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
     )
+    commands.add_parser("curate", help="pass rates per prompt, filtered data, rows for SFT and DPO", add_help=False)
     commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
     train = commands.add_parser(
         "train",
@@ -212,9 +213,14 @@ def _run(config: Config, checked: Checked) -> int:
 
 
 def _other(argv: list[str]) -> int:
-    """`evaluate ...` or `replay ...`, which parse their own options."""
+    """`evaluate ...`, `curate ...` or `replay ...`, which parse their own options."""
     if argv[0] == "evaluate":
         return _evaluate(argv)
+    if argv[0] == "curate":
+        from grpo_megatron.curation.cli import main as curate
+
+        _quieten(is_rank=False, starts_ranks=False)
+        return curate(argv[1:])
     from grpo_megatron.cli.replay import main as replay
 
     _quieten(is_rank=False, starts_ranks=False)

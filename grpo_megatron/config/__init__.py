@@ -17,7 +17,7 @@ from grpo_megatron.config.algorithm import (
     RewardModelConfig,
     RolloutCorrection,
 )
-from grpo_megatron.config.data import DataConfig, SftConfig
+from grpo_megatron.config.data import DataConfig, SamplingConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import (
@@ -49,6 +49,7 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrection",
+    "SamplingConfig",
     "Section",
     "SftConfig",
     "TrainerConfig",

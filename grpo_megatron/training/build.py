@@ -35,6 +35,7 @@ from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
+from grpo_megatron.training.rollout_files import build_rollout_files
 from grpo_megatron.training.warm_up import WARMUP_FOLDER
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
 
@@ -228,6 +229,7 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks,
         sinks,
         guards,
         policy.has_finite_weights,
+        build_rollout_files(config.trainer, policy.mesh, checked.tokenizer),
         shape=shape,
         peaks=peaks(config, policy.device.name, shape.num_layers),
         multiple=policy.multiple,
