@@ -4,7 +4,7 @@
     turns, prompt_text      instead of `response`, of a trajectory: its turns and first messages as the model read them
     answer                  the reference answer
     score, reward           the reward before and after its penalties; null: unscorable
-    advantage               the mean over the response's tokens in the loss; null: not in the loss
+    advantage               the mean over the response's tokens in the loss; null: it was not trained on
     metrics, texts, failure what the reward function and the environment reported
     step, version, weights  the step; the version and digest of the weights that drew the response
     uid, group, index       the row of the data file; the prompt's number in the step; the sample's number in its group
@@ -16,11 +16,12 @@ of its own samples, and rank 0 receives them block by block: it never holds the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,16 +81,22 @@ class RolloutFiles:
     def _parts(self, step: int, samples: Sequence[Sample], table: GroupTable, plan: Plan) -> Iterator[str]:
         """The lines of the file, on rank 0; on the other ranks, empty texts."""
         held = {(sample.prompt_index, sample.index): sample for sample in samples}
+        advantages = {
+            row: mean_advantage(plan.advantages[row], table.spans_of(row))
+            for row in plan.owner()
+            if table.holder[row] == self.mesh.rank
+        }
 
-        def lines(rows: Iterable[int]) -> bytes:
-            made = (self._line(step, held[table.prompt_index[row], table.index[row]], row, table, plan) for row in rows)
+        def lines(rows: list[int]) -> bytes:
+            local = [held[table.prompt_index[row], table.index[row]] for row in rows]
+            made = (self._line(step, s, row, table, advantages.get(row)) for s, row in zip(local, rows, strict=True))
             return "".join(made).encode()
 
-        for holder, rows in parts_of(table):
-            content = relay(holder, lambda rows=rows: lines(rows), self.mesh)  # type: ignore[misc]
+        for holder, rows in parts_of(table, TOKENS_PER_PART):
+            content = relay(holder, functools.partial(lines, rows), self.mesh)
             yield "" if content is None else content.decode()
 
-    def _line(self, step: int, sample: Sample, row: int, table: GroupTable, plan: Plan) -> str:
+    def _line(self, step: int, sample: Sample, row: int, table: GroupTable, advantage: float | None) -> str:
         scores = table.raw_reward or table.reward
         content: dict[str, Any] = {
             "prompt": sample.prompt.question,
@@ -97,7 +104,7 @@ class RolloutFiles:
             "answer": sample.prompt.answer,
             "score": _finite(scores[row]),
             "reward": _finite(table.reward[row]),
-            "advantage": mean_advantage(plan.advantages[row], table.spans_of(row)),
+            "advantage": advantage,
             "metrics": _finite_values({**sample.reward_metrics, **sample.trajectory_metrics}),
             "texts": sample.reward_texts,
             "failure": sample.reward_failure,
@@ -134,7 +141,7 @@ def build_rollout_files(config: TrainerConfig, mesh: Mesh, tokenizer: Any) -> Ro
     return RolloutFiles(config.rollout_data_dir, config.output_dir, mesh, tokenizer)
 
 
-def parts_of(table: GroupTable, max_tokens: int = TOKENS_PER_PART) -> Iterator[tuple[int, list[int]]]:
+def parts_of(table: GroupTable, max_tokens: int) -> Iterator[tuple[int, list[int]]]:
     """(rank, rows that it holds) of runs of rows with one holder, in the table's order.
 
     A part has at most `max_tokens` tokens, or one row.
