@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     band = RateBand(args.min_rate, args.max_rate, args.drop_all_right, args.drop_all_wrong, args.min_samples)
     with new_folder(args.output) as folder:
         written = _write(folder, args, tally, band, ResponseReader(files))
-        summary = "\n".join([describe_tally(tally, band), "", *written])
+        summary = "\n".join([describe_tally(tally, band), *([""] if written else []), *written])
         write_file(folder / SUMMARY, summary + "\n")
     print(f"{summary}\n\nwrote {args.output}/: {', '.join(sorted(path.name for path in args.output.iterdir()))}")
     return 0
