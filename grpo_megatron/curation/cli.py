@@ -19,11 +19,11 @@ from grpo_megatron.curation.selection import RateBand, kept_problems
 from grpo_megatron.curation.summary import describe_tally
 from grpo_megatron.curation.tally import CountingRules, ProblemTally, Tally, tally_responses
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder, write_file
 
-PASS_RATES, TABLE, SUPERVISED, PAIRS, SUMMARY = (
-    *("pass_rates.jsonl", "pass_rates.csv", "sft.jsonl", "pairs.jsonl", "summary.txt"),
-)
+PASS_RATES = "pass_rates.jsonl"  # by this file a folder is recognised as an output of this command
+SUPERVISED, PAIRS = "sft.jsonl", "pairs.jsonl"
 MAX_STEP = 1 << 40
 
 _EXAMPLES = """
@@ -52,10 +52,13 @@ def main(argv: list[str]) -> int:
             f" {tally.unscorable} have no score"
         )
     band = RateBand(args.min_rate, args.max_rate, args.drop_all_right, args.drop_all_wrong, args.min_samples)
-    with new_folder(args.output) as folder:
-        written = _write(folder, args, tally, band, ResponseReader(files))
-        summary = "\n".join([describe_tally(tally, band), *([""] if written else []), *written])
-        write_file(folder / SUMMARY, summary + "\n")
+    try:
+        with new_folder(args.output) as folder:
+            written = _write(folder, args, tally, band, ResponseReader(files))
+            summary = "\n".join([describe_tally(tally, band), *([""] if written else []), *written])
+            write_file(folder / "summary.txt", summary + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write --output {str(args.output)!r}: {error}") from error
     print(f"{summary}\n\nwrote {args.output}/: {', '.join(sorted(path.name for path in args.output.iterdir()))}")
     return 0
 
@@ -63,13 +66,12 @@ def main(argv: list[str]) -> int:
 def _write(folder: Path, args: argparse.Namespace, tally: Tally, band: RateBand, reader: ResponseReader) -> list[str]:
     """Write all files into `folder`; returns a line on each that depends on the options. Raises ConfigError."""
     write_file(folder / PASS_RATES, outputs.json_lines(outputs.pass_rate_rows(tally, reader)))
-    write_file(folder / TABLE, outputs.csv_lines(outputs.pass_rate_rows(tally, reader)))
+    write_file(folder / "pass_rates.csv", outputs.csv_lines(outputs.pass_rate_rows(tally, reader)))
     lines = []
     for path in args.data:
-        counts: Counter[str] = Counter()
-        rows = outputs.filtered_lines(path, get_task(args.task), tally, band, args.keep_unmeasured, counts)
-        write_file(folder / f"{path.stem}.jsonl", rows)
-        lines.append(_filtered(path, counts))
+        rows = outputs.FilteredRows(path, get_task(args.task), tally, band, args.keep_unmeasured)
+        write_file(folder / f"{path.stem}.jsonl", rows.lines())
+        lines.append(rows.describe())
     kept = kept_problems(tally, band)
     if args.sft is not None:
         lines.append(_write_rows(folder / SUPERVISED, outputs.supervised_rows_of(kept, reader, args.sft), kept, tally))
@@ -77,15 +79,6 @@ def _write(folder: Path, args: argparse.Namespace, tally: Tally, band: RateBand,
         pairs = outputs.preference_rows(kept, reader, args.pairs, args.pairs_per_prompt)
         lines.append(_write_rows(folder / PAIRS, pairs, kept, tally))
     return lines
-
-
-def _filtered(path: Path, counts: Counter[str]) -> str:
-    """Raises ConfigError when no row is left."""
-    kept, total = counts.pop("kept", 0), sum(counts.values()) - counts.pop("measured", 0)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
-    if not kept:
-        raise ConfigError(f"data file {str(path)!r}: no row is left ({reasons}); widen the filters")
-    return f"{path.stem}.jsonl: {kept} of {kept + total} rows" + (f" (left out: {reasons})" if reasons else "")
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]], problems: list[ProblemTally], tally: Tally) -> str:

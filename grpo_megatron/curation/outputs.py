@@ -88,30 +88,52 @@ def _pairs_of(problem: ProblemTally, kind: str, limit: int) -> list[tuple[Respon
     return [(problem.best[1], problem.worst[1])]
 
 
-def filtered_lines(
-    path: Path, task: Task, tally: Tally, band: RateBand, keep_unmeasured: bool, counts: Counter[str]
-) -> Iterator[str]:
-    """The lines of a data file whose problem is kept, unchanged. `counts` gets the number of rows by what was done.
+class FilteredRows:
+    """The rows of a data file whose problem is kept, unchanged. `lines` is read once, and counts them."""
 
-    Raises ConfigError for an unreadable file or row, and if no row of the file was measured.
-    """
-    for place, line, row in raw_rows(path):
+    def __init__(self, path: Path, task: Task, tally: Tally, band: RateBand, keep_unmeasured: bool) -> None:
+        self.path, self.task, self.tally, self.band, self.keep_unmeasured = path, task, tally, band, keep_unmeasured
+        self.kept = self.measured = 0
+        self.left_out: Counter[str] = Counter()  # reason -> rows
+
+    def lines(self) -> Iterator[str]:
+        """Raises ConfigError for an unreadable file or row, and if no row is left."""
+        for place, line, row in raw_rows(self.path):
+            problem = self._problem(place, row)
+            self.measured += problem is not None
+            if reason := self._reason(problem):
+                self.left_out[reason] += 1
+                continue
+            self.kept += 1
+            yield (json.dumps(row) if line is None else line.decode()) + "\n"
+        if not self.measured:
+            raise ConfigError(
+                f"data file {str(self.path)!r}: none of its questions and answers, as --task {self.task.name} reads them,"
+                f" is among the {len(self.tally.problems)} measured ones; give the file and the task that the responses"
+                " belong to"
+            )
+        if not self.kept:
+            raise ConfigError(f"data file {str(self.path)!r}: no row is left ({self._reasons()}); widen the filters")
+
+    def describe(self) -> str:
+        total = self.kept + self.left_out.total()
+        left_out = f" (left out: {self._reasons()})" if self.left_out else ""
+        return f"{self.path.stem}.jsonl: {self.kept} of {total} rows{left_out}"
+
+    def _reasons(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+
+    def _problem(self, place: str, row: Any) -> ProblemTally | None:
         try:
             if isinstance(row, ValueError):
                 raise row
             if not isinstance(row, dict):
                 raise ValueError(f"is {type_name(row)}, not an object")
-            digest = problem_digest(*task.read_row(row))
+            return self.tally.problems.get(problem_digest(*self.task.read_row(row)))
         except ValueError as error:
-            raise ConfigError(f"data file {str(path)!r} {place}: {error}") from error
-        problem = tally.problems.get(digest)
-        reason = ("not measured" if not keep_unmeasured else None) if problem is None else band.reason(problem)
-        counts["measured"] += problem is not None
-        counts[reason or "kept"] += 1
-        if reason is None:
-            yield (json.dumps(row) if line is None else line.decode()) + "\n"
-    if not counts["measured"]:
-        raise ConfigError(
-            f"data file {str(path)!r}: none of its questions and answers, as --task {task.name} reads them, is among the"
-            f" {len(tally.problems)} measured ones; give the file and the task that the responses belong to"
-        )
+            raise ConfigError(f"data file {str(self.path)!r} {place}: {error}") from error
+
+    def _reason(self, problem: ProblemTally | None) -> str | None:
+        if problem is not None:
+            return self.band.reason(problem)
+        return None if self.keep_unmeasured else "not measured"

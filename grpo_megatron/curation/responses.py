@@ -84,7 +84,7 @@ def read_responses(files: Sequence[Path]) -> Iterator[tuple[ResponsePlace, Respo
 
 
 class ResponseReader:
-    """Reads single responses again. Keeps one file open, and the last line."""
+    """Reads single responses again. Keeps the last line."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,22 @@ def test_which_rows_are_kept(folder: Path, prompts: list[Prompt], tmp_path: Path
     assert "data.jsonl: 3 of 6 rows (left out: 3 not measured)" in summary
 
 
+def test_memory_does_not_grow_with_the_responses(prompts: list[Prompt], tmp_path: Path) -> None:
+    """24 MB of responses to one problem, of which two rows are written."""
+    row = {"metrics": {}, "response_tokens": 1, "finish_reason": "stop", "step": 0, "prompt": "q", "answer": "a"}
+    with (tmp_path / "step_000000.jsonl").open("w") as file:
+        for number in range(1200):
+            file.write(json.dumps({**row, "response": f"{number} " + "x" * 20_000, "score": number % 2}) + "\n")
+    tracemalloc.start()
+    try:
+        assert curate(tmp_path, "--output", tmp_path / "out", "--sft", 2) == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(rows(tmp_path / "out" / "sft.jsonl")) == 2
+    assert peak < 4 << 20
+
+
 def test_a_json_list_becomes_lines(folder: Path, tmp_path: Path) -> None:
     listed = [json.loads(line) for line in (folder / "data.jsonl").read_text(encoding="utf-8").splitlines() if line]
     (tmp_path / "listed.json").write_text(json.dumps(listed))
@@ -295,3 +312,9 @@ def test_a_folder_is_replaced_by_force_only(folder: Path, tmp_path: Path) -> Non
     assert (out / "sft.jsonl").exists()
     assert curate(folder / "rollouts", "--output", out, "--force") == 0
     assert not (out / "sft.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert curate(folder / "rollouts", "--output", tmp_path / "file" / "out") == 1
+    assert f"cannot write --output '{tmp_path}/file/out': " in capsys.readouterr().err
