@@ -41,6 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "environments": {"registry", "child", "config", "workers"},
     "algo": {"types", "registry", "config"},
     "data": {"types", "registry", "reading", "config", "rewards"},
+    "curation": {"reading", "config", "storage", "data"},
     "device": {"extensions", "config"},
     "parallel": {"types", "storage", "device"},
     "sync": {"types", "parallel"},
@@ -75,7 +76,7 @@ ROOMS: dict[str, set[str]] = {
     "migration": {"reading", "config", "storage"},
     "cli": {
         *("importing", "child", "reading", "config", "storage", "parallel", "rollout"),
-        *("convert", "evaluation", "checks", "training", "trainer", "migration"),
+        *("convert", "evaluation", "checks", "training", "trainer", "migration", "curation"),
     },
     "__main__": {"cli"},
 }
@@ -93,6 +94,7 @@ WITHOUT_TORCH = {
     "rewards",
     "environments",
     "data",
+    "curation",
     "cli",
     "__main__",
 }
@@ -134,6 +136,7 @@ TORCH_FREE = (
     "checks.resume",
     "rewards",
     "data",
+    "curation",
 )
 
 

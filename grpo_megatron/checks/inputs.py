@@ -16,8 +16,9 @@ from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.scored_rows import read_scored_groups, trains_scores
-from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import (
     OfflineGroup,
     SupervisedExample,
@@ -82,7 +83,10 @@ def only_present(config: Config) -> Config:
         return [file for file in files if file.exists()]
 
     data, sft = config.data, config.sft
-    files = {name: present(getattr(data, name)) for name in ("train_files", "val_files", "val_loss_files")}
+    names = ("train_files", "val_files", "val_loss_files")
+    files: dict[str, Any] = {name: present(getattr(data, name)) for name in names}
+    if data.sampling.pass_rates is not None and not data.sampling.pass_rates.exists():
+        files["sampling"] = SamplingConfig()
     warmup = {"train_files": present(sft.train_files)}
     return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warmup)})
 
@@ -160,8 +164,15 @@ def read_train_prompts(
     """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one."""
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []
+    files = config.data.train_files
     reward = reward_name(config.reward) if config.has_rule else BY_MODEL
-    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment, reward)
+    prompts = _read_prompts(config, "data.train_files", files, tokenizer, None, environment, reward)
+    if config.data.sampling.pass_rates is None:
+        return prompts
+    if not prompts:  # there is no tokenizer, or no file on this machine
+        read_pass_rates(config.data.sampling.pass_rates)
+        return prompts
+    return select_prompts(prompts, config.data.sampling)
 
 
 def read_val_prompts(

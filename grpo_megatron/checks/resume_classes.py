@@ -30,6 +30,8 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("ref", "path", FIXED),
     # A checkpoint holds a position in the prompts. These decide which prompts there are, and their order.
     **_keys("data", "task train_files shuffle seed", FIXED),
+    **_keys("data.sampling", "pass_rates weight uniform_share", FIXED),
+    **_keys("data.sampling", "min_pass_rate max_pass_rate default_pass_rate", FIXED),
     **_keys("data", "max_prompt_length filter_overlong_prompts", FIXED),
     **_keys("data", "apply_chat_template chat_template system_prompt", FIXED),
     **_keys("data", "val_files val_tasks val_data val_loss_files val_max_samples", APPLIES),
@@ -104,6 +106,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("trainer", "total_training_steps total_epochs critic_warmup", SCHEDULE),
     **_keys("trainer", "output_dir save_freq test_freq val_before_train resume_mode verify_checkpoints", APPLIES),
     **_keys("trainer", "stop_file stop_at max_actor_ckpt_to_keep save_hf_at_end logger num_logged_samples", APPLIES),
+    **_keys("trainer", "rollout_data_dir", APPLIES),
     **_keys("trainer", "nnodes n_gpus_per_node device timeout_s stall_timeout_s peak_tflops", APPLIES),
     **_keys("trainer", "seed", FIXED),  # the checkpoint holds the states of the generators
     # What is done about a number, not the number itself.

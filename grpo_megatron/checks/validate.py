@@ -15,6 +15,7 @@ from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
 from grpo_megatron.checks.critic import critic_arch, critic_problems, read_critic
+from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
 from grpo_megatron.checks.epochs import epoch_problems, with_total_steps
 from grpo_megatron.checks.experts import expert_problems
@@ -117,6 +118,7 @@ def validate(
     problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
     problems.add(score_head_problems(config))
+    problems.add(curation_problems(config))
     problems.add(environment_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         from grpo_megatron.convert.cli import main as convert
 
         return convert(argv[1:])
-    args = None if argv[:1] in (["evaluate"], ["replay"], ["import"]) else _parse(argv)
+    args = None if argv[:1] in (["evaluate"], ["replay"], ["curate"], ["import"]) else _parse(argv)
     try:
         code = _train(args, argv) if args is not None else _other(argv)
         if code == 0:
@@ -77,6 +77,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands.add_parser(
         "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
     )
+    commands.add_parser("curate", help="pass rates per prompt, filtered data, rows for SFT and DPO", add_help=False)
     commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
     commands.add_parser("import", help="write a config from one of verl or TRL", add_help=False)
     keys = commands.add_parser("keys", help="list the keys of a config, with their defaults")
@@ -243,13 +244,18 @@ def _run(config: Config, checked: Checked) -> int:
 
 
 def _other(argv: list[str]) -> int:
-    """`evaluate ...`, `replay ...` or `import ...`, which parse their own options."""
+    """`evaluate ...`, `curate ...`, `import ...` or `replay ...`, which parse their own options."""
     if argv[0] == "evaluate":
         return _evaluate(argv)
     if argv[0] == "import":
         from grpo_megatron.migration.cli import main as import_config
 
         return import_config(argv[1:])
+    if argv[0] == "curate":
+        from grpo_megatron.curation.cli import main as curate
+
+        _quieten(is_rank=False, starts_ranks=False)
+        return curate(argv[1:])
     from grpo_megatron.cli.replay import main as replay
 
     _quieten(is_rank=False, starts_ranks=False)

@@ -17,7 +17,7 @@ from grpo_megatron.config.algorithm import (
     RolloutCorrection,
 )
 from grpo_megatron.config.critic import CriticConfig
-from grpo_megatron.config.data import DataConfig, SftConfig
+from grpo_megatron.config.data import DataConfig, SamplingConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
 from grpo_megatron.config.reward_model import RewardModelConfig, ScoringModel
@@ -54,6 +54,7 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrection",
+    "SamplingConfig",
     "ScoringModel",
     "Section",
     "SftConfig",

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from grpo_megatron.config.model import OptimConfig
 from grpo_megatron.config.section import Count, Frequency, Section, Seed
+
+
+class SamplingConfig(Section):
+    """How often each training prompt is drawn. The weight is a function of its pass rate p, which was measured before.
+
+    An epoch is as many draws as there are prompts (data/weighted_sampler.py).
+    """
+
+    pass_rates: Path | None = None  # written by `grpo-megatron curate`; null: every prompt once per epoch
+    # 1-p: Kimi k1.5, arXiv 2501.12599; p(1-p): learnability, arXiv 2502.12272; file: the rows' own "weight"
+    weight: Literal["uniform", "1-p", "p(1-p)", "file"] = "uniform"
+    uniform_share: float = Field(0.0, ge=0, le=1)  # this share of the draws ignores the weights
+    min_pass_rate: float = Field(0.0, ge=0, le=1)  # prompts below it are left out
+    max_pass_rate: float = Field(1.0, ge=0, le=1)  # prompts above it are left out
+    default_pass_rate: float | None = Field(None, ge=0, le=1)  # of prompts that the file lacks; null: an error
 
 
 class DataConfig(Section):
@@ -25,6 +41,7 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = True  # drop prompts above max_prompt_length; false: they are an error
     shuffle: bool = True  # the training prompts, in a new order in each epoch
     seed: Seed = 42  # of the shuffling
+    sampling: SamplingConfig = SamplingConfig()
     apply_chat_template: bool = True  # false: the task's plain text prompt
     chat_template: Path | None = None  # Jinja file; null: the tokenizer's template
     system_prompt: str | None = None  # null: the task's system prompt

@@ -68,6 +68,7 @@ class TrainerConfig(Section):
     save_hf_at_end: bool = True  # write the trained model as a Hugging Face folder, output_dir/hf
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl"]
     num_logged_samples: int = Field(4, ge=0)  # completions written as text per validation
+    rollout_data_dir: Path | None = None  # every training sample, one .jsonl file per step; null: they are not written
     nnodes: int = Field(1, ge=1, le=65536)
     n_gpus_per_node: Processes = 8  # ranks per node, on CPU too
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees one

@@ -93,7 +93,16 @@ def load_prompts(
     texts = [render_prompt(data, task, question, tokenizer, uid, tools) for uid, (question, _, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)
     prompts = [
-        Prompt(uid, tuple(ids), text, answer, task.name, reward, _extra(data, task, question, row) if renderer else {})
+        Prompt(
+            uid,
+            tuple(ids),
+            text,
+            answer,
+            task.name,
+            reward,
+            _extra(data, task, question, row) if renderer else {},
+            question=question,
+        )
         for (uid, (question, answer, row)), text, ids in zip(rows, texts, encoded, strict=True)
     ]
     fits = [len(prompt.prompt_ids) <= data.max_prompt_length for prompt in prompts]

@@ -31,7 +31,7 @@ def read_rows(path: Path | str, parse: Callable[[dict[str, Any]], T]) -> list[T]
     path = Path(path)
     parsed: list[T] = []
     problems: list[str] = []
-    for place, row in _raw_rows(path):
+    for place, _, row in raw_rows(path):
         try:
             if isinstance(row, ValueError):
                 raise row
@@ -90,8 +90,8 @@ def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
     return messages
 
 
-def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, row or ValueError) of every row."""
+def raw_rows(path: Path) -> Iterator[tuple[str, bytes | None, Any]]:
+    """(place, line, row or ValueError) of every row. `line` is None in a .json file. Raises ConfigError."""
     if path.suffix not in (".jsonl", ".json"):
         raise ConfigError(f"data file {str(path)!r}: the name must end with .jsonl or .json")
     try:
@@ -105,21 +105,21 @@ def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"data file {shown(str(path))} {error}") from error
 
 
-def _rows_of_list(path: Path) -> Iterator[tuple[str, Any]]:
+def _rows_of_list(path: Path) -> Iterator[tuple[str, None, Any]]:
     rows = parse_json(read_regular(path, MAX_FILE).removeprefix(BOM))
     if not isinstance(rows, list):
         raise ReadError(f"must be a list of objects, not {type_name(rows)}")
-    yield from ((f"row {number}", row) for number, row in enumerate(rows))
+    yield from ((f"row {number}", None, row) for number, row in enumerate(rows))
 
 
-def _rows_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _rows_of_lines(path: Path) -> Iterator[tuple[str, bytes, Any]]:
     for number, line in enumerate(lines_of(path, MAX_ROW), start=1):
         if isinstance(line, ReadError):
-            yield f"line {number}", line
+            yield f"line {number}", b"", line
             continue
         line = line.removeprefix(BOM) if number == 1 else line
         if line.strip():
-            yield f"line {number}", _parsed(line)
+            yield f"line {number}", line, _parsed(line)
 
 
 def _parsed(line: bytes) -> Any:

@@ -44,6 +44,7 @@ from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import WARMUP_FOLDER, References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
+from grpo_megatron.training.rollout_files import build_rollout_files
 from grpo_megatron.training.score_validation import ScoreValidation
 from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer, Scorer
 from grpo_megatron.training.validation import Validator
@@ -297,6 +298,7 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks,
         sinks,
         guards,
         policy.has_finite_weights,
+        build_rollout_files(config.trainer, policy.mesh, checked.tokenizer),
         shape=shape,
         peaks=peaks(config, policy.device.name, shape.num_layers),
         multiple=policy.multiple,

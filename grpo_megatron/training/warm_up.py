@@ -48,6 +48,7 @@ def stage_config(config: Config) -> Config:
         "output_dir": trainer.output_dir / STAGE_FOLDER,
         "total_training_steps": sft.steps,
         "total_epochs": None,
+        "rollout_data_dir": None,
         "save_freq": -1 if trainer.save_freq == -1 else sft.save_freq,
         "logger": [name for name in trainer.logger if name in ("jsonl", "tensorboard")],  # W&B has the run itself
     }
