@@ -66,7 +66,7 @@ def validate(
     on a row of the data, in a worker process; one process of a run is enough.
     """
     problems = ProblemList()
-    arch = problems.attempt(inputs.read_model, config.model.path)
+    arch = problems.attempt(inputs.read_model, config.model.path, "model.path", config.model.family)
     reward_folder = None
     if config.reward_model.path is not None:
         reward_folder = problems.attempt(read_reward_model, config.reward_model.path)

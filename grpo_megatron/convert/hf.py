@@ -31,14 +31,14 @@ class HFFolder(Source):
 
     kind = "hf"
 
-    def __init__(self, folder: Path, allow_pickle: bool = False) -> None:
+    def __init__(self, folder: Path, allow_pickle: bool = False, family: str | None = None) -> None:
         super().__init__()
         self.folder = self.data_folder = self.hf_folder = folder
         try:
             self.config = read_config(folder)
         except ValueError as error:
             raise ConvertError(str(error)) from error
-        self.arch = architecture_of(self.config)
+        self.arch = architecture_of(self.config, family)
         quantized = self.config.get("quantization_config")
         if quantized:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized

@@ -22,10 +22,10 @@ from grpo_megatron.types import WeightBucket
 EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `weights_sha256`
 
 
-def open_model(path: Path, hf: Path | None) -> Source:
+def open_model(path: Path, hf: Path | None, family: str | None = None) -> Source:
     """The model in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
     try:
-        return open_source(path, hf=hf)
+        return open_source(path, hf=hf, family=family)
     except (ConvertError, UnsupportedModel) as error:
         raise ConfigError(
             f"--model: {error}\n  (a Hugging Face folder with weights, a converted checkpoint, or a training step such as"

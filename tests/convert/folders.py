@@ -40,13 +40,15 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **changes}
 
 
-def write(folder: Path, config: dict[str, Any], dtype: str = "float32", num_files: int = 1) -> Path:
+def write(
+    folder: Path, config: dict[str, Any], dtype: str = "float32", num_files: int = 1, family: str | None = None
+) -> Path:
     """A folder with random tensors of the shapes that the config needs, in `num_files` files."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(3)
     tensors = {
         name: torch.randn(shape, generator=generator).to(DTYPES[dtype])
-        for name, shape in hf_shapes(architecture_of(config)).items()
+        for name, shape in hf_shapes(architecture_of(config, family)).items()
     }
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
     put(folder, tensors, num_files)
