@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 f"--{axis}", type=_positive, default=1, metavar="N", help=f"refuse if {axis} N cannot load it"
             )
     for command in (megatron, hf, verify, inspect):
-        command.add_argument("--family", metavar="MODULE:FAMILY", help="your own model family, as model.family names it")
+        command.add_argument(
+            "--family", metavar="MODULE:FAMILY", help="your own model family, as model.family names it"
+        )
     for command in (megatron, hf, verify):
         command.add_argument("--quiet", action="store_true", help="no progress")
 

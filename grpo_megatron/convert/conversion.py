@@ -56,6 +56,8 @@ def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int 
     wanted = (
         ("tp", tp, "num_attention_heads", arch.num_attention_heads),
         ("tp", tp, "the MLP's intermediate size", arch.ffn_hidden_size),
+        ("tp", tp, "the intermediate size of the dense layers", arch.dense_ffn_hidden_size),
+        ("tp", tp, "the intermediate size of the shared experts", arch.shared_ffn_hidden_size),
         ("pp", pp, "num_hidden_layers", arch.num_layers),
         ("ep", ep, "the number of experts", arch.num_experts or ep),
     )

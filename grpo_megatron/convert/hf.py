@@ -129,7 +129,8 @@ class HFFolder(Source):
         expected = hf_shapes(self.arch)
         allowed = {*expected, *(["lm_head.weight"] if self.arch.tied else [])}
         problems = [f"missing {name}" for name in expected if name not in self.tensors]
-        problems += [f"unexpected {n}" for n in self.tensors if n not in allowed and not n.endswith(IGNORED)]
+        unexpected = [n for n in self.tensors if n not in allowed and not n.endswith(IGNORED)]
+        problems += [f"unexpected {name}" for name in unexpected if not self.arch.is_extra(name)]
         for name, shape in expected.items():
             tensor = self.tensors.get(name)
             if tensor is not None and tensor.shape != shape:

@@ -12,7 +12,12 @@ ENGINE_VOCABULARY_MULTIPLE = 64  # vLLM pads the embedding to it, for every tp (
 def split_problems(arch: Architecture, tp: int) -> list[str]:
     """Why `tp` ranks cannot share a model; empty when they can."""
     mlp = "rows of an expert's MLP" if arch.num_experts else "rows of the MLP"
-    sizes = (("attention heads", arch.num_attention_heads), (mlp, arch.ffn_hidden_size))
+    sizes = (
+        ("attention heads", arch.num_attention_heads),
+        (mlp, arch.ffn_hidden_size),
+        ("rows of a dense layer's MLP", arch.dense_ffn_hidden_size),
+        ("rows of the shared experts' MLP", arch.shared_ffn_hidden_size),
+    )
     problems = [f"{size} {what} over {tp} leave {size % tp}" for what, size in sizes if size % tp]
     groups = arch.num_query_groups
     if groups % tp and tp % groups:

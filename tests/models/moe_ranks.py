@@ -81,6 +81,8 @@ def whole(policy: Any) -> dict[str, torch.Tensor]:
     dist.all_gather_object(gathered, (policy.mesh.tp_rank, policy.mesh.ep_rank, named_gradients(policy)))
     out = {}
     for name, row in model_rows(policy.arch).items():
+        if row.is_constant:
+            continue
         owner = row.ep_rank(policy.arch, policy.mesh.ep)
         shards: dict[int, torch.Tensor] = {}
         for tp_rank, ep_rank, held in gathered:

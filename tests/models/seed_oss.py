@@ -1,6 +1,6 @@
-"""An example of a family of the user's own: Seed-OSS, which this package does not list. `model.family: tests.models.seed_oss:FAMILY`.
+"""An example of a family of the user's own, named by `model.family: tests.models.seed_oss:FAMILY`: Seed-OSS.
 
-A pre-norm decoder like Qwen2, with a head size of its own.
+It is a pre-norm decoder like Qwen2, with a head size of its own.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ def _scaled(root: Path, name: str, rope: dict[str, Any]) -> Path:
         settings["head_dim"] = tiny.COMMON["hidden_size"] // tiny.COMMON["num_attention_heads"]
     if rope:
         settings["rope_parameters"] = rope
-    return tiny.make_model(root / f"{name.partition(':')[0]}-{rope.get('rope_type')}-{len(rope)}", family, std=0.1, **settings)
+    return tiny.make_model(
+        root / f"{name.partition(':')[0]}-{rope.get('rope_type')}-{len(rope)}", family, std=0.1, **settings
+    )
 
 
 @pytest.mark.slow
@@ -72,6 +74,7 @@ def _with_rope(folder: Path, rope: dict[str, Any]) -> Path:
 
 
 COUNTS = {
+    "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a further token
     "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.2-1B": 1_235_814_400,
@@ -102,9 +105,7 @@ def _published(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("name", "feature"), [("DeepSeek-V3", "deepseek_v3"), ("gemma-2-2b", "gemma2"), ("gemma-3-1b-it", "gemma3_text")]
-)
+@pytest.mark.parametrize(("name", "feature"), [("gemma-2-2b", "gemma2"), ("gemma-3-1b-it", "gemma3_text")])
 def test_published_models_of_other_families_are_refused(name: str, feature: str) -> None:
     _refused(_published(name), f"model_type='{feature}' is not supported")
 
@@ -141,7 +142,23 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and probabilities scaled to sum to 1"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: it has 4 experts"),
     ("gemma3_text", {}, "model_type='gemma3_text'"),
-    ("deepseek_v3", {}, "model_type='deepseek_v3'"),
+    (
+        "deepseek_v3",
+        {"topk_method": None},
+        "deepseek_v3 with topk_method=None: vLLM would route other than transformers",
+    ),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': vLLM would route"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported (supported: 1e-06)"),
+    ("deepseek_v3", {"first_k_dense_replace": 4}, "first_k_dense_replace=4 of 4 layers"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "needs mscale and mscale_all_dim, or neither"),
+    ("deepseek_v3", {"rope_parameters": LINEAR}, "latent attention with llama3 or linear RoPE scaling"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has a key head for each of"),
+    ("deepseek_v3", {"kv_lora_rank": 0}, "latent.kv_rank=0, not a positive integer"),
+    ("deepseek_v2", {"n_group": 3}, "8 experts in n_group=3"),
+    ("deepseek_v2", {"topk_group": 1}, "a token cannot select num_experts_per_tok=4 of them"),
+    ("deepseek_v2", {"topk_method": "greedy"}, "topk_method=greedy and n_group=4: vLLM would limit the groups"),
 ]
 
 

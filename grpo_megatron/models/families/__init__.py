@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
-from grpo_megatron.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_megatron.models.families import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from grpo_megatron.models.mapping import WeightRow, expand_table
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown
@@ -25,6 +25,8 @@ SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_wi
 MAX_CONFIG = 1 << 24  # bytes of a config.json
 
 FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
