@@ -64,7 +64,7 @@ def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
     shared = max(arch.shared_ffn_hidden_size, arch.dense_ffn_hidden_size - copies * arch.ffn_hidden_size)
     per_token = 2 * arch.hidden_size * (4 + 2 * itemsize) / _sequence_cut(actor.megatron)
     per_token += itemsize * (6 * queries + 3 * keys + 5 * (copies * arch.ffn_hidden_size + shared)) / tp
-    if arch.qk_norm:
+    if arch.qk_norm or arch.post_norms:
         per_token += (4 + itemsize) * (queries + keys) / tp
     if arch.latent is not None:  # projections, float32 inputs of their norms, results, products
         latents = arch.latent.down_rows + (arch.latent.q_rank or 0)

@@ -56,7 +56,8 @@ class Architecture:
     max_position_embeddings: int
     tied: bool
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # of every head alone
+    post_norms: bool = False  # norms after attention and MLP, none before them; q and k norms over all heads together
     rope_factor: float | None = None
     rope_linear_factor: float | None = None
     rope_yarn: Yarn | None = None
@@ -76,6 +77,11 @@ class Architecture:
         """Input width of the attention's output projection. It may differ from hidden_size."""
         return self.num_attention_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads together."""
+        return self.num_query_groups * self.head_dim
+
     def is_extra(self, tensor_name: str) -> bool:
         """Whether a Hugging Face tensor belongs to a layer after the last."""
         names = [f"model.layers.{self.num_layers + index}." for index in range(self.num_extra_layers)]
@@ -92,6 +98,7 @@ class Architecture:
         qkv = (self.num_attention_heads + 2 * self.num_query_groups) * d
         attention = qkv * h + h * self.attention_size
         attention += (qkv if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
+        attention += self.attention_size + self.key_size if self.post_norms else 0
         if self.latent is not None:
             attention = self.latent.num_parameters(h, self.num_attention_heads)
         mlp = 3 * h * (self.ffn_hidden_size * (self.num_experts or 1) + self.shared_ffn_hidden_size)

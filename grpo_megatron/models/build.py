@@ -202,6 +202,8 @@ def build_model(
 
     `has_gradients` False: the model is frozen, and is never wrapped in DDP.
     """
+    if arch.post_norms:  # Transformer Engine's fused modules have no place for such norms
+        megatron = megatron.model_copy(update={"transformer_impl": "local"})
     kernels = choose_kernels(megatron, device, dtype, has_gradients=has_gradients)
     config = transformer_config(arch, megatron, dtype, device.is_cuda, kernels)
     ep = parallel_state.get_expert_model_parallel_world_size()
@@ -211,7 +213,7 @@ def build_model(
     with device.megatron(), engine_gradients(kernels):
         model = model_class(
             config=config,
-            transformer_layer_spec=block_spec(config, kernels),
+            transformer_layer_spec=block_spec(config, kernels, arch),
             vocab_size=arch.padded_vocab_size(megatron.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),

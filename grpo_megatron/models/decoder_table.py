@@ -8,6 +8,7 @@ from dataclasses import replace
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.mapping import (
     GateUp,
+    HeadsNorm,
     InputSplit,
     OutputSplit,
     Replicated,
@@ -77,6 +78,25 @@ def decoder_table(
     if not tied:
         rows.append(Vocabulary("output_layer.weight", ("lm_head.weight",)))
     return rows
+
+
+def post_norm_table(*, tied: bool) -> list[WeightRow]:
+    """The table of a decoder whose norms follow attention and MLP (models/norms.py)."""
+    hf, mcore = HF_LAYER, MCORE_LAYER
+    rows = [
+        row
+        for row in decoder_table(tied=tied)
+        if not row.megatron.endswith(("input_layernorm.weight", "mlp_layernorm.weight"))
+    ]
+    last = next(place for place, row in enumerate(rows) if row.megatron.startswith("decoder.final"))
+    return [
+        *rows[:last],
+        HeadsNorm(mcore + "self_attention.q_layernorm.weight", (hf + "self_attn.q_norm.weight",)),
+        HeadsNorm(mcore + "self_attention.k_layernorm.weight", (hf + "self_attn.k_norm.weight",), "key_size"),
+        Replicated(mcore + "self_attention.linear_proj.post_norm.weight", (hf + "post_attention_layernorm.weight",)),
+        Replicated(mcore + "mlp.linear_fc2.post_norm.weight", (hf + "post_feedforward_layernorm.weight",)),
+        *rows[last:],
+    ]
 
 
 def latent_table(arch: Architecture) -> list[WeightRow]:

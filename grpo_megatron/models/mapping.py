@@ -136,6 +136,25 @@ class Replicated(WeightRow):
 
 
 @dataclass(frozen=True)
+class HeadsNorm(WeightRow):
+    """The weight of a norm over all heads, cut by heads. An engine has it whole: it gathers the heads before the norm."""
+
+    size: str = "attention_size"
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        return ((getattr(arch, self.size),),)
+
+    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
+        return (getattr(arch, self.size) // tp,)
+
+    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
+        return read_part(read, self.hf[0], tp_rank, tp)
+
+    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        return [torch.cat(list(shards))]
+
+
+@dataclass(frozen=True)
 class ReplicatedMatrix(Replicated):
     """A replicated weight [size, hidden]: a router, whose logits select and weight the experts of a token, and the
     projections to the latents of attention."""

@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,7 +31,9 @@ from torch import Tensor
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.extensions import examine_engine
+from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.latent_attention import LATENT_KEYS, LatentAttention
+from grpo_megatron.models.norms import HeadsRMSNorm, NormedRowParallelLinear, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -123,22 +126,6 @@ def engine_gradients(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (arXiv:1910.07467) in float32. Megatron's wrapper of torch's norm refuses sequence parallelism.
-
-    The weight's attribute `sequence_parallel` makes Megatron sum its gradient over tensor-parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
-
-
 class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences, one fused kernel call per sequence. Values may have another size than keys.
 
@@ -181,14 +168,25 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(out)
 
 
-def block_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) -> TransformerBlockSubmodules:
     """The spec of every layer of this stage and of the final norm."""
-    return te_block_spec(config) if kernels.transformer_engine else local_block_spec(config)
+    if kernels.transformer_engine:
+        assert not arch.post_norms, "checks/families.py refuses it"
+        return te_block_spec(config)
+    return _block(config, post_norm_layer if arch.post_norms else local_layer, RMSNorm)
 
 
-def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The spec with Megatron-Core's local modules."""
-    return _block(config, local_layer, RMSNorm)
+def post_norm_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """The spec of a layer whose norms follow attention and MLP."""
+    layer = local_layer(config, num_experts)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    parts.sharded_state_dict_keys_map = {}
+    attention = parts.self_attention.submodules
+    attention.q_layernorm = ModuleSpec(HeadsRMSNorm, params={"num_heads": config.num_attention_heads})
+    attention.k_layernorm = ModuleSpec(HeadsRMSNorm, params={"num_heads": config.num_query_groups})
+    attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    return layer
 
 
 def local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.mapping import Replicated, Vocabulary, WeightRow, expand_table
+from grpo_megatron.models.mapping import HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
 from grpo_megatron.models.qkv import QKV
 from grpo_megatron.models.tensor_parallel import ENGINE_VOCABULARY_MULTIPLE
 from grpo_megatron.parallel.grid import Grid
@@ -65,12 +65,12 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool) -
 
 
 def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Interval:
-    if isinstance(row, Replicated):
+    if isinstance(row, (Replicated, HeadsNorm)):
         return 0, length
     if isinstance(row, Vocabulary):
         size = -(-length // ENGINE_VOCABULARY_MULTIPLE) * ENGINE_VOCABULARY_MULTIPLE // ranks
         return min(rank * size, length), min((rank + 1) * size, length)
-    if isinstance(row, QKV) and index > 0 and arch.num_query_groups < ranks:
+    if isinstance(row, QKV) and index > 0 and arch.num_query_groups < ranks and not arch.post_norms:
         head = rank // (ranks // arch.num_query_groups)
         return head * arch.head_dim, (head + 1) * arch.head_dim
     size = length // ranks

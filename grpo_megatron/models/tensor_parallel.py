@@ -20,7 +20,9 @@ def split_problems(arch: Architecture, tp: int) -> list[str]:
     )
     problems = [f"{size} {what} over {tp} leave {size % tp}" for what, size in sizes if size % tp]
     groups = arch.num_query_groups
-    if groups % tp and tp % groups:
+    if arch.post_norms and groups % tp:  # their norm is over all heads, and each key head is on one rank
+        problems.append(f"{groups} key-value heads over {tp} leave {groups % tp}")
+    elif groups % tp and tp % groups:
         problems.append(f"{groups} key-value heads and {tp} ranks: neither number divides the other")
     return problems
 

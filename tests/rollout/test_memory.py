@@ -19,6 +19,7 @@ CASES = {
         ("qwen3", "bfloat16", False),
         ("llama-tied", "float32", False),
         ("qwen3-moe", "float32", False),
+        ("deepseek-v3", "bfloat16", False),
     ],
     2: [
         ("qwen3-moe", "bfloat16", True),

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
-from grpo_megatron.models.families import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_megatron.models.families import deepseek, llama, mistral, mixtral, olmo2, qwen2, qwen3, qwen3_moe
 from grpo_megatron.models.mapping import WeightRow, expand_table
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown
@@ -30,6 +30,7 @@ FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "olmo2": olmo2,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
