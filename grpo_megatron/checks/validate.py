@@ -15,6 +15,7 @@ from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
 from grpo_megatron.checks.experts import expert_problems
+from grpo_megatron.checks.families import family_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
 from grpo_megatron.checks.machine import device_problems, output_problems, package_problems
@@ -72,6 +73,7 @@ def validate(
         reward_folder = problems.attempt(read_reward_model, config.reward_model.path)
 
     problems.add(layout_problems(config, world_size, arch))
+    problems.add(family_problems(config, arch))
     problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu"))
     problems.add(batch_problems(config))
     problems.add(sampling_problems(config))

@@ -136,6 +136,9 @@ def vllm_arguments(
             # vLLM's CPU kernel rotates the rows of a slice of a head as if they were contiguous, and latent attention passes
             # such slices: log-probabilities were off by 0.3 (measured, vLLM 0.32). The plain torch code is right.
             fixed["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+            fixed["attention_config"] = {
+                "backend": "CPU_MLA"
+            }  # where the processor has AMX, vLLM would take other kernels
         tunable["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE
     fixed["max_model_len"] = max_model_len
     clash = sorted({"model", "dtype", *fixed} & rollout.engine_kwargs.keys())
