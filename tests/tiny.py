@@ -29,7 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4},  # a key head for each rank of the largest layout
+    # A key head for each rank of the largest layout. By default transformers' embedding of token 1 has no gradient.
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4, "pad_token_id": None},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
 }
 

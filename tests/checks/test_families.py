@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.checks import families
 from grpo_megatron.checks.families import family_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of
+from grpo_megatron.rollout import vllm_versions
 from tests import tiny
 from tests.models.test_moe import MODELS
 
@@ -33,10 +35,23 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("model", "changes", "message"), CASES)
 def test_what_a_part_of_the_run_cannot_compute(
-    model: dict[str, Any], changes: dict[str, Any], message: str | None
+    model: dict[str, Any], changes: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw: dict[str, Any] = {"model": {"path": "m"}, "trainer": {"device": "cpu", "output_dir": "o"}}
-    raw |= {section: {**raw.get(section, {}), **values} for section, values in changes.items()}
-    problems = list(family_problems(Config.model_validate(raw), architecture_of(model)))
+    monkeypatch.setattr(families, "computes_latents_on_cpu", lambda: True)
+    problems = _problems(model, changes)
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
+
+
+def _problems(model: dict[str, Any], changes: dict[str, Any]) -> list[str]:
+    raw: dict[str, Any] = {"model": {"path": "m"}, "trainer": {"device": "cpu", "output_dir": "o"}}
+    raw |= {section: {**raw.get(section, {}), **values} for section, values in changes.items()}
+    return list(family_problems(Config.model_validate(raw), architecture_of(model)))
+
+
+def test_an_older_vllm_has_no_latent_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 raises "MLA is not supported on CPU." while it is built."""
+    monkeypatch.setattr(vllm_versions, "_installed", lambda *names: "0.26.0")
+    [problem] = _problems(V3, {})
+    assert "the installed vLLM has no latent attention there, as this model (deepseek_v3) needs" in problem
+    assert _problems(V3, {"trainer": {"device": "cuda"}}) == _problems(OLMO, {}) == []
