@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "sync": {"types", "parallel"},
     "observability": {"types", "config", "storage", "algo"},
     "models": {
-        *("types", "child", "extensions", "reading", "config", "storage"),
+        *("types", "registry", "child", "extensions", "reading", "config", "storage"),
         *("algo", "device", "parallel", "sync", "observability"),
     },
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},

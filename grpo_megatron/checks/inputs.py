@@ -40,8 +40,8 @@ from grpo_megatron.types import BY_MODEL, Prompt
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def read_model(path: Path, key: str = "model.path") -> Architecture:
-    """The architecture that `path`/config.json describes, of a folder of regular files."""
+def read_model(path: Path, key: str = "model.path", family: str | None = None) -> Architecture:
+    """The architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
     if not path.is_dir():
         name = str(path)
         hub = f"; fetch one with: hf download {name} --local-dir DIR" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
@@ -52,7 +52,7 @@ def read_model(path: Path, key: str = "model.path") -> Architecture:
     try:
         if problem := special_file_in(path):
             raise ReadError(f"it holds {problem}; remove it")
-        return read_architecture(path)
+        return read_architecture(path, family)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{key}={str(path)!r}: {error}; set it to a folder of a supported model") from error
 
@@ -113,7 +113,8 @@ def check_reference(config: Config, arch: Architecture) -> None:
     """`ref.path` holds a model of the policy's architecture: the same computation with other weights."""
     path = config.ref.path
     assert path is not None
-    reference, policy = dataclasses.asdict(read_model(path, "ref.path")), dataclasses.asdict(arch)
+    reference = dataclasses.asdict(read_model(path, "ref.path", config.model.family))
+    policy = dataclasses.asdict(arch)
     different = [
         f"{name} {reference[name]} against {policy[name]}"
         for name in policy

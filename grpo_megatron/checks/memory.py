@@ -95,17 +95,21 @@ def parameters_from_table(
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     layers = stage_layers(arch.num_layers, megatron)
     assert layers is not None, "the layout was checked"
-    rows = table_of(arch)
+    rows = [row for row in table_of(arch) if not row.is_constant]
     embedding = [row for row in rows if row.megatron.startswith("embedding.")]
     ends = [row for row in rows if not is_layered(row) and row not in embedding]
     if arch.tied and len(layers) > 1 and has_output_head:
         ends += embedding
-    dense_layer = _size([row for row in rows if is_layered(row) and not is_expert(row)], arch, tp)
-    one_expert = _size([row for row in rows if is_expert(row)], arch, tp)
-    dense = [number * dense_layer for number in layers]
+    dense, experts, first = [], [], 0
+    for number in layers:
+        own = [
+            row for layer in range(first, first + number) for row in rows if is_layered(row) and row.is_in(layer, arch)
+        ]
+        dense.append(_size([row for row in own if not is_expert(row)], arch, tp))
+        experts.append((arch.num_experts // ep) * _size([row for row in own if is_expert(row)], arch, tp))
+        first += number
     dense[0] += _size(embedding, arch, tp)
     dense[-1] += _size(ends, arch, tp)
-    experts = [number * (arch.num_experts // ep) * one_expert for number in layers]
     return [StageParameters(*stage) for stage in zip(layers, dense, experts, strict=True)]
 
 

@@ -26,7 +26,7 @@ _OPTIMIZER_VALUES = "weight_decay betas eps clip_grad"
 
 RESUME_CLASSES: dict[str, ResumeClass] = {
     # Token ids, weights and the initial reference come from these.
-    **_keys("model", "path tokenizer_path dtype", FIXED),
+    **_keys("model", "path tokenizer_path family dtype", FIXED),
     **_keys("ref", "path", FIXED),
     # A checkpoint holds a position in the prompts. These decide which prompts there are, and their order.
     **_keys("data", "task train_files shuffle seed", FIXED),

@@ -19,6 +19,7 @@ from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
 from grpo_megatron.checks.epochs import epoch_problems, with_total_steps
 from grpo_megatron.checks.experts import expert_problems
+from grpo_megatron.checks.families import family_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
 from grpo_megatron.checks.machine import device_problems, output_problems, package_problems
@@ -102,7 +103,7 @@ def validate(
         scored_folder = problems.attempt(read_scored_model, config)
         arch = scored_folder.arch if scored_folder is not None else None
     else:
-        arch = problems.attempt(inputs.read_model, config.model.path)
+        arch = problems.attempt(inputs.read_model, config.model.path, "model.path", config.model.family)
     reward_folders = {}
     for key, model in scoring_models(config).items():
         if (folder := problems.attempt(read_reward_model, model, key)) is not None:
@@ -112,6 +113,7 @@ def validate(
         critic_folder = problems.attempt(read_critic, config.critic.path)
 
     problems.add(layout_problems(config, world_size, arch))
+    problems.add(family_problems(config, arch))
     problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu"))
     problems.add(batch_problems(config))
     problems.add(sampling_problems(config))

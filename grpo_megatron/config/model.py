@@ -13,6 +13,7 @@ from grpo_megatron.config.section import Beta, Coefficient, Count, Section
 class ModelConfig(Section):
     path: Path  # Hugging Face folder: config.json, *.safetensors, tokenizer
     tokenizer_path: Path | None = None  # null: path
+    family: str | None = None  # null: by model_type of config.json; or my.module:FAMILY of your own
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of policy, reference, reward model and engine
 
 

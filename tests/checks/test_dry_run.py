@@ -36,6 +36,7 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_architecture
 from tests import tiny
+from tests.models.test_moe import MODELS
 from tests.runs import make_run, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,7 @@ MIXTRAL = {
     "max_position_embeddings": 32768,
     "vocab_size": 32000,
 }
+ALL_FAMILIES = {**tiny.FAMILIES, **MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +187,10 @@ def test_the_ends_of_the_pipeline_hold_embedding_and_head(run: Path) -> None:
 
 
 @pytest.mark.parametrize("is_reward_model", [False, True])
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "mixtral", "olmo2", "deepseek_v3"])
 def test_the_weight_table_counts_what_megatron_builds(run: Path, family: str, is_reward_model: bool) -> None:
     """Tied (llama3), not tied, and 8 experts over ep 2: tp 1 x pp 2 on 4 ranks. A reward model has no output head."""
-    changes = {**MIXTRAL, **tiny.COMMON} if family == "mixtral" else {**tiny.COMMON, **tiny.FAMILIES[family]}
+    changes = {**MIXTRAL, **tiny.COMMON} if family == "mixtral" else {**tiny.COMMON, **ALL_FAMILIES[family]}
     arch = dataclasses.replace(architecture_of(changes), max_position_embeddings=128)
     if is_reward_model:
         arch = dataclasses.replace(arch, tied=True)  # as models/reward_folder.py reads it

@@ -19,7 +19,7 @@ from tests.convert.folders import convert, same_bits, tensors_of
 
 LAYOUTS = {
     (1, 1): ["llama2", "qwen2-tied"],
-    (2, 1): ["qwen3", "llama3"],
+    (2, 1): ["qwen3", "llama3", "olmo2"],
     (1, 2): ["mistral", "qwen2-tied"],
     (2, 2): ["qwen2", "llama3", "qwen3"],
     (4, 1): ["qwen2", "llama3"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -10,13 +11,49 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests import worlds
+from tests import tiny, worlds
 from tests.e2e import run_ranks
+
+
+def sentencepiece_folder(folder: Path) -> Path:
+    """A Llama whose only tokenizer file is SentencePiece's tokenizer.model, of the kind that Llama 2 has."""
+    from sentencepiece import SentencePieceTrainer
+
+    tiny.make_model(folder, "llama2", num_hidden_layers=2, vocab_size=304, std=0.05)
+    text, model = io.BytesIO(), folder / "tokenizer.model"
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([f"{a}+{b}= {a + b}" for a in range(30) for b in range(30)]),
+        model_writer=text,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    model.write_bytes(text.getvalue())
+    return folder
 
 
 @pytest.mark.slow
 def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -> None:
-    raw = run_ranks.settings(workspace, tmp_path, 2)
+    """From a folder that has only tokenizer.model. The ids are SentencePiece's own, and the result has that file too."""
+    from sentencepiece import SentencePieceProcessor
+
+    from grpo_megatron.config import DataConfig
+    from grpo_megatron.data.prompts import load_tokenizer
+
+    folder = sentencepiece_folder(tmp_path / "llama")
+    model, tokenizer = (
+        SentencePieceProcessor(model_file=str(folder / "tokenizer.model")),
+        load_tokenizer(folder, DataConfig()),
+    )
+    text = "12+7= 19, 3 +4"
+    assert tokenizer.encode(text, add_special_tokens=False) == model.encode(text)
+    assert tokenizer.decode(model.encode(text)) == text
+    changes = {"model": {"path": str(folder)}, "data": {"max_prompt_length": 64}, "trainer": {"save_hf_at_end": True}}
+    raw = run_ranks.settings(workspace, tmp_path, 2, **changes)
     raw["reward"] = {"function": "tests.e2e.rewards:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
     raw["reward"]["max_failed_ratio"] = 1.0  # half of the samples fail, by chance some more
     raw["actor"] = {**raw["actor"], "use_kl_loss": False}
@@ -31,6 +68,7 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
         assert row["critic/unscorable_ratio"] == pytest.approx(failed)
         assert row["actor/skipped_updates"] == 0
     assert rows[0]["reward/timeout_ratio"] + rows[1]["reward/timeout_ratio"] > 0
+    assert (tmp_path / "hf/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
 
 @pytest.mark.slow
