@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data import arithmetic, feedback, products, two_hops
-from grpo_megatron.data.prompts import load_tokenizer
+from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 

@@ -25,10 +25,10 @@ from grpo_megatron.data.prompts import (
     load_offline_groups,
     load_prompts,
     load_supervised,
-    load_tokenizer,
 )
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import read_written
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import textwrap
@@ -10,6 +11,13 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import ConfigKey, config_keys
 
 WIDTH = 110
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("grpo-megatron keys", description=__doc__)
+    parser.add_argument("section", nargs="?", default="", metavar="SECTION", help="actor, rollout.multi_turn, ...")
+    print(list_keys(parser.parse_args(argv).section), end="")
+    return 0
 
 
 def list_keys(section: str) -> str:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from grpo_megatron.cli import failures, ranks
+from grpo_megatron.cli.arguments import OWN_OPTIONS, parse_arguments
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.cli.key_list import list_keys
 from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
@@ -37,8 +37,6 @@ from grpo_megatron.storage.lock import FolderLock
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
-MAX_PLANNED_RANKS, MAX_GPU_GIB = 1 << 20, 1 << 20  # of --world-size and --gpu-memory
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. In a rank of several, a failure ends the process at once."""
@@ -49,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         from grpo_megatron.convert.cli import main as convert
 
         return convert(argv[1:])
-    args = None if argv[:1] in (["evaluate"], ["replay"], ["curate"], ["import"]) else _parse(argv)
+    args = None if argv[:1] in ([name] for name in OWN_OPTIONS) else parse_arguments(argv)
     try:
         code = _train(args, argv) if args is not None else _other(argv)
         if code == 0:
@@ -70,61 +68,7 @@ def _report(error: Exception) -> int:
     return failures.report_failure(error, launcher_prints=ranks.LAUNCHER_PID in os.environ)
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("convert", help="Hugging Face <-> Megatron-Core checkpoints", add_help=False)
-    commands.add_parser(
-        "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
-    )
-    commands.add_parser("curate", help="pass rates per prompt, filtered data, rows for SFT and DPO", add_help=False)
-    commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
-    commands.add_parser("import", help="write a config from one of verl or TRL", add_help=False)
-    keys = commands.add_parser("keys", help="list the keys of a config, with their defaults")
-    keys.add_argument("section", nargs="?", default="", metavar="SECTION", help="actor, rollout.multi_turn, ...")
-    epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
-    train = commands.add_parser("train", help="train with the settings of a YAML file", epilog=epilog)
-    reward = commands.add_parser(
-        "train-reward", help="train a reward model on pairs, or a process reward model on labelled steps", epilog=epilog
-    )
-    for command in (train, reward):
-        _add_train_arguments(command)
-    args, rest = parser.parse_known_args(argv)
-    if args.command == "keys":
-        return args
-    train = reward if args.command == "train-reward" else train
-    for argument in rest:  # overrides after an option
-        if argument.startswith("-"):
-            train.error(f"unknown option {argument}")
-        args.overrides.append(argument)
-    if args.world_size is not None and not (args.dry_run and 1 <= args.world_size <= MAX_PLANNED_RANKS):
-        train.error(
-            f"--world-size N needs --dry-run and 1 <= N <= {MAX_PLANNED_RANKS:,}; a run has trainer.nnodes x"
-            " n_gpus_per_node ranks"
-        )
-    if args.gpu_memory is not None and not (args.dry_run and 0 < args.gpu_memory <= MAX_GPU_GIB):  # not NaN either
-        train.error(
-            f"--gpu-memory GIB needs --dry-run and 0 < GIB <= {MAX_GPU_GIB:,}; a run reads the memory of its own GPU"
-        )
-    return args
-
-
-def _add_train_arguments(train: argparse.ArgumentParser) -> None:
-    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the file")
-    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
-    train.add_argument(
-        "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
-    )
-    train.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
-    )
-
-
 def _train(args: argparse.Namespace, argv: list[str]) -> int:
-    if args.command == "keys":
-        print(list_keys(args.section), end="")
-        return 0
     find_modules(args.config)
     is_reward = args.command == "train-reward"
     config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
@@ -244,9 +188,13 @@ def _run(config: Config, checked: Checked) -> int:
 
 
 def _other(argv: list[str]) -> int:
-    """`evaluate ...`, `curate ...`, `import ...` or `replay ...`, which parse their own options."""
+    """A command of OWN_OPTIONS."""
     if argv[0] == "evaluate":
         return _evaluate(argv)
+    if argv[0] == "keys":
+        from grpo_megatron.cli.key_list import main as list_keys
+
+        return list_keys(argv[1:])
     if argv[0] == "import":
         from grpo_megatron.migration.cli import main as import_config
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.source import Source
-from grpo_megatron.data.prompts import load_tokenizer
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key

@@ -42,7 +42,7 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
     from sentencepiece import SentencePieceProcessor
 
     from grpo_megatron.config import DataConfig
-    from grpo_megatron.data.prompts import load_tokenizer
+    from grpo_megatron.data.tokenizer import load_tokenizer
 
     folder = sentencepiece_folder(tmp_path / "llama")
     model, tokenizer = (
