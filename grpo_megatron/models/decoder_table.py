@@ -22,12 +22,12 @@ HF_LAYER = "model.layers.{layer}."
 MCORE_LAYER = "decoder.layers.{layer}."
 
 
-def mlp_rows() -> list[WeightRow]:
-    """One SwiGLU MLP per layer."""
+def mlp_rows(size: str = "ffn_hidden_size") -> list[WeightRow]:
+    """One SwiGLU MLP per layer. `size` names the Architecture field with its width."""
     hf, mcore = HF_LAYER + "mlp.", MCORE_LAYER + "mlp."
     return [
-        GateUp(mcore + "linear_fc1.weight", (hf + "gate_proj.weight", hf + "up_proj.weight")),
-        InputSplit(mcore + "linear_fc2.weight", (hf + "down_proj.weight",)),
+        GateUp(mcore + "linear_fc1.weight", (hf + "gate_proj.weight", hf + "up_proj.weight"), size),
+        InputSplit(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), size),
     ]
 
 
@@ -104,8 +104,7 @@ def latent_table(arch: Architecture) -> list[WeightRow]:
     assert arch.latent is not None and arch.routing is not None
     mlp: list[WeightRow] = []
     if arch.num_dense_layers:
-        dense = (replace(row, size="dense_ffn_hidden_size", layers="dense") for row in mlp_rows())
-        mlp += dense
+        mlp += (replace(row, layers="dense") for row in mlp_rows("dense_ffn_hidden_size"))
     experts = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
     if arch.shared_ffn_hidden_size:
         experts += shared_expert_rows()

@@ -18,7 +18,7 @@ from grpo_megatron.models.routing import Routing
 from grpo_megatron.reading.bounds import shown
 
 # Values of config.json that the modules of Megatron-Core, transformers and vLLM all have.
-EXPECTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "moe_layer_freq": (1, None),
     "rope_interleave": (True, None),
@@ -33,7 +33,7 @@ ROUTERS = {  # model_type -> (scoring_func, topk_method): values that vLLM reads
 
 def architecture_from(config: dict[str, Any]) -> Architecture:
     family = config["model_type"]
-    for key, values in EXPECTED.items():
+    for key, values in SUPPORTED_VALUES.items():
         if config.get(key) not in values:
             raise UnsupportedModel(
                 f"{family} with {key}={shown(config[key])} is not supported (supported: {values[0]})"
