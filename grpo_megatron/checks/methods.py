@@ -36,7 +36,8 @@ def _groups(config: Config) -> Problems:
     if facts.needs_greedy_reward and config.algorithm.source == "file":
         yield f"{key} needs a greedy response to every prompt, and algorithm.source=file draws none; set source=policy"
     # an environment may give rewards for single turns, which only a run can tell
-    if facts.needs_step_rewards and config.rollout.multi_turn.environment is None:
+    # those of reward models are checked with the models
+    if facts.needs_step_rewards and config.rollout.multi_turn.environment is None and not config.reward_paths:
         name = reward_name(config.reward) or _task_reward(config)
         # nothing is known about a module:function before it runs: the estimator raises if it returns no steps
         if name in rewards.names() and not rewards.facts(name).gives_steps:

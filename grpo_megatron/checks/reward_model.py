@@ -13,6 +13,8 @@ from grpo_megatron.checks.second_model import second_model_problems
 from grpo_megatron.config import Config, ConfigError, RewardModelConfig, ScoringModel
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.rewards.reward import rewards
 
 MAIN, OTHERS = "reward_model", "reward_models."  # keys of the config
 KEY = f"{MAIN}.path"
@@ -112,7 +114,9 @@ def _estimator_problems(config: Config) -> Problems:
             "algorithm.adv_estimator='remax' needs the reward of a greedy response, and a reward model scores only the"
             " drawn responses; set another estimator, or leave the reward models out"
         )
-    if estimator == "grpo_process" and not has_steps and config.reward_model.combine == "replace":
+    function = config.reward.function or ""
+    rule_steps = config.reward_model.combine == "add" and (":" in function or rewards.facts(function).gives_steps)
+    if estimator == "grpo_process" and not has_steps and not rule_steps:
         yield (
             "algorithm.adv_estimator='grpo_process' needs rewards of single steps, and an outcome reward model scores each"
             " response as a whole; set reward_model.kind=process with such a model, or another estimator"

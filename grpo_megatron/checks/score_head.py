@@ -10,7 +10,7 @@ from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.models.reward_folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
 
-KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder
+HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder
 
 
 def read_scored_model(config: Config) -> RewardFolder:
@@ -18,7 +18,7 @@ def read_scored_model(config: Config) -> RewardFolder:
     path = config.model.path
     inputs.read_model(path)
     try:
-        return read_reward_folder(path, KINDS[policy_losses.facts(config.actor.loss_mode).scores])
+        return read_reward_folder(path, HEAD_KINDS[policy_losses.facts(config.actor.loss_mode).scores])
     except ValueError as error:
         raise ConfigError(
             f"model.path={str(path)!r} with actor.loss_mode={config.actor.loss_mode}: {error}; set it to such a folder"

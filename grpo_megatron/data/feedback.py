@@ -1,9 +1,9 @@
 """Generated feedback on the quickstart's additions: what the examples of reward models learn from.
 
-A worked answer has two steps, units and tens: `<think>8+3=11` and `1+7+1=9</think><answer>91</answer>`, joined by a comma. Half
-of the bad answers are bare and wrong, one step: `<answer>92</answer>`. The others are worked, and the sum of one step is off by
-one. What follows is computed from the wrong sum, so that only the wrong step itself is wrong. (A tiny model learns soon to
-tell the bare ones, and slowly to check the sums.)
+A worked answer has two steps, units and tens: `<think>8+3=11` and `1+7+1=9</think><answer>91</answer>`, joined by a comma.
+Three of four bad answers are bare and wrong, one step: `<answer>92</answer>`. The others are worked, and the sum of one step is
+off by one. What follows is computed from the wrong sum, so that only the wrong step itself is wrong. (A tiny model learns soon
+to tell the bare ones, and slowly to check the sums.)
 
     pairs.jsonl, pairs_val.jsonl    {"prompt", "chosen", "rejected"}: the worked answer, and a bad one
     steps.jsonl, steps_val.jsonl    {"prompt", "completions", "labels"}: the steps of a good answer or, as often, of a bad one
@@ -21,6 +21,7 @@ from typing import Any
 from grpo_megatron.data.arithmetic import bare_response, build_tokenizer, draw_problem, write_data
 
 STEP_SEPARATOR = ","
+BARE_SHARE = 0.75  # of the bad answers
 
 
 def pair_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
@@ -56,7 +57,7 @@ def write_feedback(folder: Path, seed: int, num_train: int = 4096, num_val: int 
 
 def _bad_answer(a: int, b: int, draw: random.Random) -> tuple[list[str], list[bool]]:
     """The steps, and which of them are right."""
-    if draw.random() < 0.5:
+    if draw.random() < BARE_SHARE:
         return [bare_response(a, b + draw.choice((-10, -1, 1, 10)))], [False]
     if draw.random() < 0.5:
         return _worked_steps(a, b, units_error=draw.choice((-1, 1))), [False, True]

@@ -19,12 +19,12 @@ from tests.e2e import run_ranks
 
 STEPS = {"train_batch_size": 16, "max_prompt_length": 32, "max_response_length": 32}
 TRAINED: dict[str, dict[str, Any]] = {
-    "pairs": {"trainer": {"total_training_steps": 24, "save_freq": 10}},
-    "pairs again": {"trainer": {"total_training_steps": 10, "save_freq": 10}},
-    "pairs resumed": {"trainer": {"total_training_steps": 24, "save_freq": 10}},
+    "pairs": {"trainer": {"total_training_steps": 16, "save_freq": 8}},
+    "pairs again": {"trainer": {"total_training_steps": 8, "save_freq": 8}},
+    "pairs resumed": {"trainer": {"total_training_steps": 16, "save_freq": 8}},
     "steps": {
         "reward_model": {"kind": "process", "step_separator": ","},
-        "trainer": {"total_training_steps": 24},
+        "trainer": {"total_training_steps": 16},
     },
 }
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -72,15 +72,18 @@ def column(run: dict[str, Any], name: str) -> list[float]:
 
 
 def test_held_out_accuracy_rises(runs: dict[str, dict[str, Any]]) -> None:
-    """Half of the bad answers are bare, which a tiny model tells from the others soon: 0.75 without checking a sum."""
+    """Three of four bad answers are bare, which a tiny model tells from the others soon: about 0.87 without checking a sum.
+
+    Of the steps, 0.69 are right: that is the accuracy of a constant score.
+    """
     pairs, steps = runs["pairs"], runs["steps"]
     before, after = column(pairs, "val/pair_accuracy/pairs_val")
-    assert before == 0.5 and after > 0.7  # a new head scores every response 0
+    assert before == 0.5 and after > 0.75  # a new head scores every response 0
     before, after = column(steps, "val/step_accuracy/steps_val")
-    assert before == 0.5 and after > 0.7
+    assert before == 0.5 and after > 0.8
     for run, name in ((pairs, "pairs_val"), (steps, "steps_val")):
         losses = column(run, f"val/loss/{name}")
-        assert losses[0] == pytest.approx(0.693147, abs=1e-6) and losses[1] < 0.6
+        assert losses[0] == pytest.approx(0.693147, abs=1e-6) and losses[1] < 0.5
         assert column(run, f"val/brier/{name}")[1] < 0.21 and column(run, f"val/ece/{name}")[0] == pytest.approx(
             0, abs=1e-6
         )
@@ -90,7 +93,7 @@ def test_held_out_accuracy_rises(runs: dict[str, dict[str, Any]]) -> None:
 
 def test_a_stopped_run_goes_on_bit_for_bit(runs: dict[str, dict[str, Any]]) -> None:
     whole, resumed = runs["pairs"]["weights"], runs["pairs resumed"]["weights"]
-    assert runs["pairs resumed"]["first_step"] == 10
+    assert runs["pairs resumed"]["first_step"] == 8
     assert whole.keys() == resumed.keys() and "score.weight" in whole
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     assert not torch.equal(whole["score.weight"], runs["pairs again"]["weights"]["score.weight"])
