@@ -33,17 +33,15 @@ from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.build import (
     build_colocation,
-    build_critic,
     build_generator,
     build_loss,
     build_policy,
-    build_references,
     build_report,
-    build_reward_model,
     build_validation_loss,
     build_validator,
     join_world,
 )
+from grpo_megatron.training.build_models import build_critic, build_references, build_reward_model
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
 from grpo_megatron.training.config_record import record_config

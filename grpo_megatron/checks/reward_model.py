@@ -13,7 +13,6 @@ from grpo_megatron.checks.second_model import second_model_problems
 from grpo_megatron.config import Config, ConfigError, RewardModelConfig, ScoringModel
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights, read_reward_folder
-from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.rewards.reward import rewards
 
 MAIN, OTHERS = "reward_model", "reward_models."  # keys of the config

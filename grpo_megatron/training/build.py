@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 from torch import Tensor
 
-from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.needs import has_kl_loss
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.validate import Checked
-from grpo_megatron.config import ActorConfig, Config, ScoringModel
+from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.build import build_pool
 from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.loss_pass import LossFunction, MetricSums
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
-from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
-from grpo_megatron.models.reward_model import FrozenRewardModel, FrozenStepModel, RewardModel
 from grpo_megatron.models.scored_policy import ScoredPolicy
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
-from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
@@ -37,16 +32,13 @@ from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation, PolicyAlone
-from grpo_megatron.training.critic import Critic, NoCritic
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
-from grpo_megatron.training.references import WARMUP_FOLDER, References
+from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
-from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
 from grpo_megatron.training.rollout_files import build_rollout_files
 from grpo_megatron.training.score_validation import ScoreValidation
-from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer, Scorer
 from grpo_megatron.training.validation import Validator
 from grpo_megatron.training.validation_loss import ValidationLoss
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
@@ -200,74 +192,6 @@ def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitS
     opened.callback(pool.close)
     pool.self_test(sorted({prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)} - {BY_MODEL}))
     return pool
-
-
-def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoRewardModel:
-    """No reward model, frozen ones, or one that is trained after each outer iteration beside frozen ones. Collective."""
-    section, actor = config.reward_model, config.actor
-
-    def frozen(name: str, model: ScoringModel, folder: RewardFolder) -> Scorer:
-        parts = (folder, config.model.dtype, actor, mesh, device)
-        if folder.kind == "process":
-            return ProcessScorer(name, model, FrozenStepModel(*parts), actor, checked.decode)
-        return OutcomeScorer(name, model, FrozenRewardModel(*parts), actor)
-
-    others = [frozen(name, config.reward_models[name], folder) for name, folder in checked.reward_folders.items()]
-    if checked.reward_folder is None:
-        return FrozenReward(section, others) if others else NoRewardModel()
-    if config.algorithm.iteration_steps is None:
-        return FrozenReward(section, [frozen("", section, checked.reward_folder), *others])
-    return LearningReward(
-        section,
-        RewardModel(section, config.model.dtype, actor, mesh, device),
-        actor,
-        others,
-        iteration_steps=config.algorithm.iteration_steps,
-        total_steps=config.trainer.total_training_steps,
-        seed=config.trainer.seed,
-    )
-
-
-def build_critic(config: Config, mesh: Mesh, device: Device) -> NoCritic:
-    """The value model, if the estimator reads values. Collective. Without `critic.path` it starts as the policy does."""
-    section, algorithm, data = config.critic, config.algorithm, config.data
-    if not advantage_estimators.facts(algorithm.adv_estimator).needs_values:
-        return NoCritic()
-    folder = read_reward_folder(section.path or policy_start(config), "value")
-    return Critic(
-        section,
-        ValueModel(section, folder, config.model.dtype, config.actor, mesh, device),
-        algorithm,
-        config.actor,
-        total_steps=config.trainer.total_training_steps,
-        critic_only_steps=config.critic_only_steps,
-        train_batch_size=data.train_batch_size,
-        max_response_length=data.max_response_length,
-    )
-
-
-def policy_start(config: Config) -> Path:
-    """The model that the policy starts from: the warm-up's result, if there is one."""
-    return config.trainer.output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
-
-
-def build_references(
-    config: Config, checked: Checked, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
-) -> References:
-    """Collective. Without `ref.path` the reference starts as the policy does: from the warm-up's result, if any."""
-    return References(
-        config.model,
-        config.actor,
-        config.algorithm,
-        checked.arch,
-        mesh,
-        device,
-        cadence,
-        start=config.ref.path or policy_start(config),
-        folder=config.trainer.output_dir / "iterations",
-        first_step=first_step,
-        temperature=config.rollout.temperature,
-    )
 
 
 def build_validation_loss(
