@@ -239,7 +239,7 @@ def test_the_command_line_starts_light() -> None:
         "cli.main": {
             "config",
             "cli.config_file",
-            "cli.key_list",
+            "cli.arguments",
             "cli.module_path",
             "cli.reward_defaults",
             "importing",

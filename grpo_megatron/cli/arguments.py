@@ -9,7 +9,7 @@ OWN_OPTIONS = ("evaluate", "curate", "replay", "import", "keys")
 MAX_PLANNED_RANKS, MAX_GPU_GIB = 1 << 20, 1 << 20  # of --world-size and --gpu-memory
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
+def parse_command(argv: list[str]) -> argparse.Namespace:
     """The options of `train` or `train-reward`. A mistake ends the process with exit code 2."""
     parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.migration.hints import explained
+from grpo_megatron.migration.hints import explained, known_elsewhere
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown
 from grpo_megatron.reading.regular import read_text
@@ -78,9 +78,10 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
-        hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?" if close else ""
-        if elsewhere := explained(location, error["input"]):
-            hint = f"; {elsewhere}"
+        hint = known_elsewhere(location)
+        if hint is None and close:
+            hint = f"did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
+        hint = f"; {hint or explained(error['input'], location)}".removesuffix("; ")
         return f"unknown key {location!r}{hint} (known here: {', '.join(known)})"
     if error["type"] == "missing":
         return f"missing key {location!r}: it has no default"

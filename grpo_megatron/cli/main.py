@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from grpo_megatron.cli import failures, ranks
-from grpo_megatron.cli.arguments import OWN_OPTIONS, parse_arguments
+from grpo_megatron.cli.arguments import OWN_OPTIONS, parse_command
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.cli.reward_defaults import reward_defaults
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         from grpo_megatron.convert.cli import main as convert
 
         return convert(argv[1:])
-    args = None if argv[:1] in ([name] for name in OWN_OPTIONS) else parse_arguments(argv)
+    args = None if argv[:1] in ([name] for name in OWN_OPTIONS) else parse_command(argv)
     try:
         code = _train(args, argv) if args is not None else _other(argv)
         if code == 0:

@@ -1,21 +1,14 @@
-"""Tally: what is known of each problem after one pass over all responses. It holds places of responses, no texts.
-
-Wilson's interval for the pass rate p of n responses, at 95 % (z = 1.96; Wilson 1927):
-
-    (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-"""
+"""Tally: what is known of each problem after one pass over all responses. It holds places of responses, no texts."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from grpo_megatron.curation.responses import Response, ResponsePlace
 from grpo_megatron.data.questions import problem_digest
-
-Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
+from grpo_megatron.data.wilson import wilson
 
 
 @dataclass
@@ -42,10 +35,7 @@ class ProblemTally:
 
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of the pass rate."""
-        n, p = self.n, self.rate
-        center, root = p + Z * Z / (2 * n), Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
-        scale = 1 + Z * Z / n
-        return max(0.0, (center - root) / scale), min(1.0, (center + root) / scale)
+        return wilson(self.rate, self.n)
 
 
 @dataclass(frozen=True)

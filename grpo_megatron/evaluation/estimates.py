@@ -2,22 +2,22 @@
 
 pass@k = 1 - C(n - c, k) / C(n, k) for c right answers of n: the unbiased estimate of "one of k is right"
 (arXiv:2107.03374). maj@n is the chance that the most frequent of n answers is right. Answers of equal frequency share
-the chance. Samples without a prediction do not vote. Where each problem is right or wrong, the interval is Wilson's (1927,
-JASA 22:209), which has a width at 0 and 100 %, too. Otherwise it is the bootstrap's: percentiles over `RESAMPLES` resamplings
-of the problems, seeded, so that the same numbers give the same interval.
+the chance. Samples without a prediction do not vote. Where each problem is right or
+wrong, the interval is Wilson's. Otherwise it is the bootstrap's: percentiles over `RESAMPLES` resamplings of the problems,
+seeded, so that the same numbers give the same interval.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from grpo_megatron.data.wilson import wilson
+
 RESAMPLES = 2000
-Z = 1.959964  # of 95 %
 RIGHT = 0  # the vote for the right answer, in `majority`
 
 
@@ -64,13 +64,6 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
         return float(values[0]), float(values[0])
     low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5])
     return float(low), float(high)
-
-
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """The 95 % score interval of a share of n problems: no share outside it differs from `share` by 1.96 of its own errors."""
-    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:

@@ -16,11 +16,10 @@ VERL_PREFIX = "actor_rollout_ref."
 SECTIONS = ("data", "algorithm", "critic", "trainer", "reward_model")  # of both programs
 
 
-def explained(key: str, value: Any) -> str:
-    """What is known about an unknown key, and about the keys below it if its value is a table; or nothing."""
+def explained(value: Any, key: str) -> str:
+    """What is known about the keys below an unknown one, if its value is a table; or nothing."""
     below = flat(value, f"{key}.") if isinstance(value, dict) else {}
-    hints = [f"{name}: {hint}" for name in list(below)[:MAX_HINTS] if (hint := known_elsewhere(name))]
-    return "; ".join(filter(None, [known_elsewhere(key), *hints]))
+    return "; ".join(f"{name}: {hint}" for name in list(below)[:MAX_HINTS] if (hint := known_elsewhere(name)))
 
 
 def known_elsewhere(key: str) -> str | None:

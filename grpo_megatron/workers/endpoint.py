@@ -36,7 +36,7 @@ class EndpointTimeout(EndpointError):
 
 
 @dataclass(frozen=True)
-class Response:
+class HttpResponse:
     data: bytes
     headers: Message
     attempts: int
@@ -50,7 +50,7 @@ class _Direct(urllib.request.HTTPRedirectHandler):
 OPENER = urllib.request.build_opener(_Direct, urllib.request.ProxyHandler({}))
 
 
-def post_json(url: str, body: bytes, headers: Mapping[str, str], retries: int, deadline_s: float) -> Response:
+def post_json(url: str, body: bytes, headers: Mapping[str, str], retries: int, deadline_s: float) -> HttpResponse:
     """The response to `body`, which is JSON, within `deadline_s` seconds and `retries` + 1 attempts. Raises EndpointError."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers}, method="POST")
     end = time.monotonic() + deadline_s
@@ -62,7 +62,7 @@ def post_json(url: str, body: bytes, headers: Mapping[str, str], retries: int, d
         time.sleep(pause)
         try:
             with OPENER.open(request, timeout=max(end - time.monotonic(), 0.001)) as response:
-                return Response(_read(response, end), response.headers, attempt + 1)
+                return HttpResponse(_read(response, end), response.headers, attempt + 1)
         except urllib.error.HTTPError as error:
             problem, reason = f"HTTP status {error.code}", _reason(error)
             least_pause = _seconds(error.headers.get("Retry-After"))

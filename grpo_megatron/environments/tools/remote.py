@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from grpo_megatron.environments.tool import ToolError, tools
-from grpo_megatron.workers.endpoint import EndpointError, Response, post_json
+from grpo_megatron.workers.endpoint import EndpointError, HttpResponse, post_json
 
 
 @tools.register("remote")
@@ -28,7 +28,7 @@ def remote(query: str, *, url: str, retries: int = 4, deadline_s: float = 20.0, 
         raise ToolError(str(error)) from error
 
 
-def _text(response: Response) -> str:
+def _text(response: HttpResponse) -> str:
     text = response.data.decode("utf-8", "replace")
     if response.headers.get_content_type() == "application/json":
         value = json.loads(text)
