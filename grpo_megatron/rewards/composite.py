@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.rewards.reward import Kwargs, RewardResult, parse_reward, prompt_argument, rewards
+from grpo_megatron.rewards.reward import Kwargs, RewardResult, parse_reward, preloads, prompt_argument, rewards
 
 COMPOSITE = "composite"
 
@@ -35,7 +35,7 @@ async def composite_reward(
     completion: str, answer: str, *, components: Components, prompt_text: str = ""
 ) -> dict[str, Any]:
     """The weighted sum and the values of all components. `components` has no circle of gates. Raises what a component raises."""
-    import asyncio  # takes as long as the start of a worker
+    import asyncio
 
     values: Values = {}
     results: dict[str, RewardResult] = {}
@@ -54,6 +54,13 @@ async def composite_reward(
         waiting = [part for part in waiting if part["name"] not in values]
     score = math.fsum(part["weight"] * (values[part["name"]] or 0.0) for part in components)
     return {**_entries(components, results), "score": score}
+
+
+def _import_asyncio() -> None:
+    import asyncio  # noqa: F401
+
+
+preloads[COMPOSITE] = _import_asyncio  # takes as long as the start of a worker
 
 
 def _is_open(gate: Mapping[str, Any] | None, values: Values) -> bool:

@@ -1,4 +1,4 @@
-"""A reward function that raises or never returns loses only its samples. Metrics count them. The run continues."""
+"""A reward that raises or never returns loses only its samples. Metrics count them and show each component. The run goes on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
     assert tokenizer.decode(model.encode(text)) == text
     changes = {"model": {"path": str(folder)}, "data": {"max_prompt_length": 64}, "trainer": {"save_hf_at_end": True}}
     raw = run_ranks.settings(workspace, tmp_path, 2, **changes)
-    raw["reward"] = {"function": "tests.e2e.rewards:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
+    component = {"name": "troubled", "function": "tests.e2e.rewards:troubled_reward"}
+    gated = {"name": "tag_count", "weight": 0.0, "gate": {"component": "troubled", "min": 2.0}}
+    raw["reward"] = {"components": [component, gated], "timeout_s": 0.5, "num_workers": 2}
     raw["reward"]["max_failed_ratio"] = 1.0  # half of the samples fail, by chance some more
     raw["actor"] = {**raw["actor"], "use_kl_loss": False}
     results = worlds.run(run_ranks.train, 2, raw=raw)
@@ -64,7 +66,10 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
     assert len(rows) == 2
     for row, step in zip(rows, run_ranks.all_samples(results).values(), strict=True):
         failed = sum(math.isnan(sample[-1]) for sample in step) / len(step)
+        scored = [sample[-1] for sample in step if not math.isnan(sample[-1])]
         assert row["reward/failed_ratio"] == pytest.approx(failed)
+        assert row["reward/troubled/mean"] == pytest.approx(sum(scored) / len(scored))
+        assert row["reward/tag_count/open/mean"] == pytest.approx(sum(value >= 2 for value in scored) / len(scored))
         assert row["critic/unscorable_ratio"] == pytest.approx(failed)
         assert row["actor/skipped_updates"] == 0
     assert rows[0]["reward/timeout_ratio"] + rows[1]["reward/timeout_ratio"] > 0

@@ -61,7 +61,7 @@ def main() -> None:
 
 def _load(name: str, kwargs: dict[str, Any]) -> RewardFunction | str:
     try:
-        for part in functions_of(name, kwargs):
+        for part in {name, *functions_of(name, kwargs)}:
             rewards.get(part)
             if part in preloads:
                 preloads[part]()
