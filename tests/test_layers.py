@@ -232,7 +232,7 @@ def test_models_and_rollout_do_not_know_each_other() -> None:
 def test_the_command_line_starts_light() -> None:
     """`--help` and a misspelt key must not wait for torch: cli/main.py imports no large package at module level."""
     at_the_top = {
-        "cli.main": {"config", "cli.config_file", "importing", "cli"}
+        "cli.main": {"config", "cli.config_file", "cli.reward_defaults", "importing", "cli"}
         | {"storage", "storage.leftovers", "storage.lock"},  # standard library only
         "cli.failures": {"reading.bounds", "config"},
         "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers"},

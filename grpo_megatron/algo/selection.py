@@ -2,6 +2,8 @@
 
     constant    1 for every sample                                                          SFT
     rft         1 where reward >= algorithm.rft_threshold; None elsewhere                   RFT, online RFT (2308.01825)
+    preference  1 + margin for the chosen, -(1 + margin) for the rejected response          pairs for bradley_terry
+    step_labels 1 at the last token of a right step, -1 at that of a wrong one              labels for step_labels
     best_worst  +1 for the best and -1 for the worst sample of a prompt; None elsewhere     pairs for DPO (2305.18290)
 
 The methods differ in the source of the responses, in the reward, and in the coefficient of each log-probability's
@@ -41,4 +43,37 @@ def best_worst(table: GroupTable, config: AlgorithmConfig) -> Advantages:
         if is_informative([table.reward[row] for row in rows]):
             advantages[min(rows, key=lambda row: (-table.reward[row], table.index[row]))] = 1.0
             advantages[min(rows, key=lambda row: (table.reward[row], table.index[row]))] = -1.0
+    return advantages
+
+
+@advantage_estimators.register(
+    "preference", needs_rewards=False, makes_pairs=True, ignores_token_penalties=True, scores="response"
+)
+def preference(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """One pair per prompt of two samples. The rewards are 1 + margin (chosen) and 0 (rejected).
+
+    Raises ValueError for anything else: such rows come from a file only (data/scored.py).
+    """
+    advantages: Advantages = [None] * len(table)
+    for group in table.groups():
+        rewards = sorted(table.reward[row] for row in group)
+        if len(rewards) != 2 or rewards[0] != 0 or not rewards[1] >= 1:
+            raise ValueError(
+                f"algorithm.adv_estimator='preference' needs pairs with rewards 1 + margin and 0, not {rewards}; it is for"
+                " algorithm.source=file with actor.loss_mode=bradley_terry"
+            )
+        for row in group:
+            advantages[row] = rewards[1] if table.reward[row] else -rewards[1]
+    return advantages
+
+
+@advantage_estimators.register("step_labels", needs_rewards=False, ignores_token_penalties=True, scores="step")
+def step_labels(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """One number per response token, from step rewards of 1 (right) and 0 (wrong)."""
+    advantages: Advantages = []
+    for row, length in enumerate(table.response_length):
+        values = [0.0] * length
+        for token, label in table.step_rewards[row] if table.step_rewards else []:
+            values[token] = 2.0 * label - 1.0
+        advantages.append(values)
     return advantages

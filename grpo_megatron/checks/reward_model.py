@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.second_model import second_model_problems
 from grpo_megatron.config import Config, ConfigError, RewardModelConfig, ScoringModel
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.rewards.reward import rewards
 
 MAIN, OTHERS = "reward_model", "reward_models."  # keys of the config
 KEY = f"{MAIN}.path"
@@ -67,7 +69,10 @@ def reward_model_problems(
     yield from _name_problems(config)
     if section.path is None:
         changed = [key for key in RewardModelConfig.model_fields if getattr(section, key) != _DEFAULT[key]]
-        changed = [key for key in changed if key != "combine" or not config.reward_models]
+        used = {"combine"} if config.reward_models else set()
+        if policy_losses.facts(config.actor.loss_mode).scores == "step":
+            used |= {"step_separator", "kind"}
+        changed = [key for key in changed if key not in used]
         if changed:
             yield f"reward_model.{changed[0]} has no effect without a reward model; set {KEY}, or leave it out"
     if not scoring_models(config):
@@ -108,7 +113,9 @@ def _estimator_problems(config: Config) -> Problems:
             "algorithm.adv_estimator='remax' needs the reward of a greedy response, and a reward model scores only the"
             " drawn responses; set another estimator, or leave the reward models out"
         )
-    if estimator == "grpo_process" and not has_steps and config.reward_model.combine == "replace":
+    function = config.reward.function or ""
+    rule_steps = config.reward_model.combine == "add" and (":" in function or rewards.facts(function).gives_steps)
+    if estimator == "grpo_process" and not has_steps and not rule_steps:
         yield (
             "algorithm.adv_estimator='grpo_process' needs rewards of single steps, and an outcome reward model scores each"
             " response as a whole; set reward_model.kind=process with such a model, or another estimator"

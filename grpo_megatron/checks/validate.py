@@ -16,6 +16,7 @@ from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
 from grpo_megatron.checks.critic import critic_arch, critic_problems, read_critic
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
+from grpo_megatron.checks.epochs import epoch_problems, with_total_steps
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
@@ -36,6 +37,8 @@ from grpo_megatron.checks.reward_model import (
     reward_model_problems,
     scoring_models,
 )
+from grpo_megatron.checks.score_head import check_scored_weights, read_scored_model, score_head_problems
+from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
@@ -61,9 +64,15 @@ class Checked:
     offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
     reward_folders: dict[str, RewardFolder] = field(default_factory=dict)  # reward_models
+    scored_folder: RewardFolder | None = field(default=None, kw_only=True)  # model.path, where a scalar head is trained
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
-    critic_folder: RewardFolder | None = None  # critic.path
+    critic_folder: RewardFolder | None = field(default=None, kw_only=True)  # critic.path
+    val_loss_groups: list[OfflineGroup] = field(default_factory=list)  # data.val_loss_files
+
+    def resolved(self, config: Config) -> Config:
+        """The config with the training steps that `trainer.total_epochs` means."""
+        return with_total_steps(config, len(self.train_prompts or self.offline_groups))
 
     @property
     def all_reward_folders(self) -> list[RewardFolder]:
@@ -86,7 +95,12 @@ def validate(
     on a row of the data, in a worker process; one process of a run is enough.
     """
     problems = ProblemList()
-    arch = problems.attempt(inputs.read_model, config.model.path)
+    scored_folder = None
+    if trains_scores(config):
+        scored_folder = problems.attempt(read_scored_model, config)
+        arch = scored_folder.arch if scored_folder is not None else None
+    else:
+        arch = problems.attempt(inputs.read_model, config.model.path)
     reward_folders = {}
     for key, model in scoring_models(config).items():
         if (folder := problems.attempt(read_reward_model, model, key)) is not None:
@@ -101,27 +115,27 @@ def validate(
     problems.add(sampling_problems(config))
     problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
-    problems.add(method_problems(config))
+    problems.add(score_head_problems(config))
     problems.add(environment_problems(config))
-    problems.add(schedule_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))
     problems.add(reward_model_problems(config, world_size, arch, reward_folders))
     problems.add(critic_problems(config, world_size, arch, critic_folder))
     problems.add(transformer_problems(config.actor.megatron.override_transformer_config))
-    problems.add(engine_problems(config.rollout))
+    if config.draws:
+        problems.add(engine_problems(config.rollout))
     problems.add(length_problems(config, arch))
     problems.add(inputs.missing_keys(config))
-    if not elsewhere:
-        problems.add(resume_problems(config))
     if not dry_run:
-        problems.add(package_problems(config.rollout))
+        problems.add(package_problems(config))
         problems.add(device_problems(config, world_size))
         problems.add(hardware_problems(config))
 
     has_weights = inputs.has_weights(config.model.path)
     if arch is not None:
-        if has_weights or not dry_run:
+        if (has_weights or not dry_run) and scored_folder is not None:
+            problems.attempt(check_scored_weights, scored_folder)
+        elif has_weights or not dry_run:
             problems.attempt(inputs.check_weights, config.model.path, arch)
         if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
             problems.attempt(inputs.check_reference, config, arch)
@@ -138,7 +152,7 @@ def validate(
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
         environment = problems.attempt(check_environment, config, tokenizer)
     renderer = environment.renderer if environment else None
-    train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = None
+    train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = val_loss_groups = None
     if task_problem(config) is None:  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
         train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer, environment)
@@ -147,7 +161,15 @@ def validate(
         if config.data.val_tasks:
             task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
         supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
+        val_loss_groups = problems.attempt(inputs.read_val_loss_groups, config, tokenizer, renderer)
 
+    num_rows = len(train_prompts or offline_groups or [])
+    problems.add(epoch_problems(config, num_rows))
+    config = with_total_steps(config, num_rows)
+    problems.add(method_problems(config))
+    if num_rows or config.trainer.total_epochs is None:  # else nobody knows the number of steps
+        problems.add(schedule_problems(config))
+        problems.add(resume_problems(config) if not elsewhere else [])
     problems.raise_if_any()
     assert arch is not None
     messages = None
@@ -171,7 +193,9 @@ def validate(
         {key.removeprefix(OTHERS): folder for key, folder in reward_folders.items()},
         environment,
         messages or [],
-        critic_folder,
+        val_loss_groups or [],
+        scored_folder=scored_folder,
+        critic_folder=critic_folder,
     )
 
 

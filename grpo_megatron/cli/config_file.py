@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,11 +15,15 @@ from grpo_megatron.reading.bounds import cut, shown
 from grpo_megatron.reading.regular import read_text
 from grpo_megatron.reading.yaml_text import MAX_LEVELS, MAX_YAML, parse_yaml
 
+Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown
 
 
-def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
-    """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError."""
+def load_config(path: Path | str, overrides: list[str] | None = None, defaults: Defaults | None = None) -> Config:
+    """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError.
+
+    `defaults` makes the values of keys that are set nowhere, from the file's content with the overrides.
+    """
     try:
         text = read_text(path, MAX_YAML)
     except OSError as error:
@@ -33,6 +38,10 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"config {shown(str(path))} must be a mapping of sections, not {type(raw).__name__}")
     for override in overrides or []:
         _apply_override(raw, override)
+    for section, values in (defaults(raw) if defaults else {}).items():
+        given = raw.setdefault(section, {})
+        if isinstance(given, dict):
+            raw[section] = {**values, **given}
     try:
         return Config.model_validate(raw)
     except ValidationError as error:

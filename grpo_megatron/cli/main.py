@@ -1,5 +1,7 @@
 """The command line, and how a run starts and ends: `python -m grpo_megatron train CONFIG [section.key=value ...]`.
 
+`train-reward` is `train` with other defaults: a reward model from a file of pairs, or of labelled steps (reward_defaults).
+
 A process that is started by hand checks the config. It then starts one rank per device of the machine through torchrun's
 own agent (ranks.py). A world of one rank stays in that process, so that a debugger works. Under torchrun or srun, which
 set RANK, the process is a rank itself. A failure is reported once (failures.py).
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
 from grpo_megatron.storage import StorageError
@@ -73,21 +76,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
     )
     commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
-    train = commands.add_parser(
-        "train",
-        help="train with the settings of a YAML file",
-        epilog="GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch.",
+    epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
+    train = commands.add_parser("train", help="train with the settings of a YAML file", epilog=epilog)
+    reward = commands.add_parser(
+        "train-reward", help="train a reward model on pairs, or a process reward model on labelled steps", epilog=epilog
     )
-    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the file")
-    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
-    train.add_argument(
-        "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
-    )
-    train.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
-    )
+    for command in (train, reward):
+        _add_train_arguments(command)
     args, rest = parser.parse_known_args(argv)
+    train = reward if args.command == "train-reward" else train
     for argument in rest:  # overrides after an option
         if argument.startswith("-"):
             train.error(f"unknown option {argument}")
@@ -104,10 +101,23 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def _add_train_arguments(train: argparse.ArgumentParser) -> None:
+    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the file")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    train.add_argument(
+        "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
+    )
+    train.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
+    )
+
+
 def _train(args: argparse.Namespace, argv: list[str]) -> int:
-    config = load_config(args.config, args.overrides)
+    is_reward = args.command == "train-reward"
+    config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
     is_rank = "RANK" in os.environ
-    if not args.dry_run and _has_nothing_to_do(config):
+    if not args.dry_run and config.trainer.total_epochs is None and _has_nothing_to_do(config):
         return 0
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
@@ -115,7 +125,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.dry_run and (not is_rank or _is_first_of_machine()):
         remove_leftovers()
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
-        ranks.start_fork_server()
+        ranks.start_fork_server(config.draws)
     with large_imports():  # torch too: only once the file is known to be well-formed
         if not starts_ranks and not args.dry_run:
             _join_run(is_rank)
@@ -125,6 +135,15 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(
         config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
     )
+    if config.trainer.total_epochs is not None:
+        config = checked.resolved(config)
+        if not args.dry_run and _has_nothing_to_do(config):
+            return 0
+    if is_reward and checked.scored_folder is None:
+        raise ConfigError(
+            f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"
+            " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
+        )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             _print_plan(config, checked, world_size, args.gpu_memory)
@@ -134,7 +153,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if starts_ranks:
         del checked  # the ranks read the files themselves
         _check_unused(config.trainer.output_dir)
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True)
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
     return _run(config, checked)
 
 

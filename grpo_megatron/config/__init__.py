@@ -97,3 +97,11 @@ class Config(Section):
         learns = self.reward_model.path is not None and self.algorithm.iteration_steps is not None
         is_replaced = bool(self.reward_paths) and self.reward_model.combine == "replace" and not learns
         return self.reward.function is not None or not is_replaced
+
+    @property
+    def draws(self) -> bool:
+        """Whether the run draws responses, to train on them or to validate. Otherwise it has no engine."""
+        data, trainer = self.data, self.trainer
+        validates = trainer.val_before_train or trainer.test_freq > 0
+        trains_on_drawn = trainer.total_training_steps > 0 and self.algorithm.source != "file"
+        return trains_on_drawn or (validates and bool(data.val_files or data.val_tasks))

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from grpo_megatron.config.model import OptimConfig
-from grpo_megatron.config.section import Count, Section, Seed
+from grpo_megatron.config.section import Count, Frequency, Section, Seed
 
 
 class DataConfig(Section):
@@ -18,6 +18,7 @@ class DataConfig(Section):
     gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
     val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
     val_data: Path | None = None  # folder with the files of val_tasks
+    val_loss_files: list[Path] = []  # responses, or pairs for a loss of pairs: their loss is part of each validation
     val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
     max_prompt_length: int = Field(1024, ge=1)
     max_response_length: int = Field(2048, ge=1)
@@ -35,4 +36,5 @@ class SftConfig(Section):
     steps: int = Field(0, ge=0)  # optimizer steps
     train_files: list[Path] = []  # rows {"prompt": ..., "response": ...}
     train_batch_size: Count = 32  # rows per optimizer step
+    save_freq: Frequency = 100  # steps between its checkpoints; -1, or trainer.save_freq=-1: none
     optim: OptimConfig = OptimConfig()

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
 MAX_TEMPLATE = 1 << 20  # bytes of a chat template
+WrittenGroup = tuple[Question, list[Written], Sequence[Any]]  # a question, its responses, a reward (or labels) of each
 OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
 
 
@@ -129,16 +130,43 @@ def load_offline_groups(
     `fields` is {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
     `load_supervised`.
     """
+    rewards = list(fields.values())
+    return load_written_groups(
+        data, files, tokenizer, lambda row: [(*read_written(row, list(fields)), rewards)], None, renderer
+    )
+
+
+def load_written_groups(
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    read: Callable[[dict[str, Any]], list[WrittenGroup]],
+    label: Callable[[WrittenResponse, Any], WrittenResponse] | None,
+    renderer: TurnRenderer | None = None,
+) -> list[OfflineGroup]:
+    """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
+
+    `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
+    """
     task = get_task(data.task)
-    rows = _read_files(files, task, lambda row: read_written(row, list(fields)))
+    per_row = _read_files(files, task, read)
+    rows = [(uid, group) for uid, row_groups in per_row for group in row_groups]
     tools = renderer.tools if renderer else ()
-    texts = [render_prompt(data, task, question, tokenizer, f"row {uid}", tools) for uid, (question, _) in rows]
+    texts = [render_prompt(data, task, question, tokenizer, f"row {uid}", tools) for uid, (question, _, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)
-    responses = _render_responses([one for _, (_, written) in rows for one in written], data, tokenizer, renderer)
+    responses = iter(
+        _render_responses([one for _, (_, written, _) in rows for one in written], data, tokenizer, renderer)
+    )
     groups: list[OfflineGroup] = []
-    for number, ((uid, _), text, ids) in enumerate(zip(rows, texts, encoded, strict=True)):
-        row_responses = responses[number * len(fields) : (number + 1) * len(fields)]
-        groups.append((Prompt(uid, tuple(ids), text, "", task.name, ""), row_responses, list(fields.values())))
+    for (uid, (_, written, rewards)), text, ids in zip(rows, texts, encoded, strict=True):
+        row_responses = [next(responses) for _ in written]
+        if label is not None:
+            try:
+                row_responses = [label(one, reward) for one, reward in zip(row_responses, rewards, strict=True)]
+            except ValueError as error:
+                raise ConfigError(f"row {uid}: {error}") from error
+            rewards = [sum(value for _, value in one.labels) / len(one.labels) for one in row_responses]
+        groups.append((Prompt(uid, tuple(ids), text, "", task.name, ""), row_responses, list(rewards)))
     fits = [
         len(prompt.prompt_ids) <= data.max_prompt_length
         and all(len(response) <= data.max_response_length for response in row_responses)

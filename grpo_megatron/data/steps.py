@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from grpo_megatron.reading.bounds import cut
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -52,7 +54,8 @@ def step_labels(ids: Sequence[int], labels: Sequence[bool], decode: Decode, sepa
     ends = step_ends(ids, decode, separator)
     if len(ends) != len(labels):
         raise ValueError(
-            f"the response has {len(ends)} steps that end on a token of their own, and the row {len(labels)} labels; a step may"
-            f" not contain the separator {separator!r}, be blank, or end within the token of the next one"
+            f"the response's tokens have {len(ends)} steps, and the row {len(labels)} labels; a step may not contain the"
+            f" separator {separator!r}, be blank, or end within the token of the next one, and the tokenizer must keep the"
+            f" separator (here the tokens read {cut(decode(ids), 80)!r})"
         )
     return [(end, float(label)) for end, label in zip(ends, labels, strict=True)]

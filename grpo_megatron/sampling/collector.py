@@ -173,6 +173,7 @@ class FileCollector:
                     reward=reward,
                     loss_mask=response.loss_mask(),
                     turns=response.turns,
+                    steps=response.labels,
                 )
                 for i, (response, reward) in enumerate(zip(responses, rewards, strict=True))
             )

@@ -20,6 +20,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
 from grpo_megatron.models.reward_model import FrozenRewardModel, FrozenStepModel, RewardModel
+from grpo_megatron.models.scored_policy import ScoredPolicy
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.models.value_model import ValueModel
@@ -33,16 +34,18 @@ from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.colocation import Colocation
+from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.critic import Critic, NoCritic
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
-from grpo_megatron.training.references import References
+from grpo_megatron.training.references import References, policy_start
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
+from grpo_megatron.training.score_validation import ScoreValidation
 from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer, Scorer
-from grpo_megatron.training.warm_up import WARMUP_FOLDER
+from grpo_megatron.training.validation import Validator
+from grpo_megatron.training.validation_loss import ValidationLoss
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
 from grpo_megatron.types import BY_MODEL
 
@@ -62,6 +65,13 @@ def join_world(config: Config, device: Device) -> Mesh:
     )
     device.seed(config.trainer.seed, mesh.rank)
     return mesh
+
+
+def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:
+    """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
+    if checked.scored_folder is not None:
+        return ScoredPolicy(checked.scored_folder, config.model.dtype, config.actor, mesh, device)
+    return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
@@ -111,14 +121,21 @@ def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
     )
 
 
-def build_colocation(config: Config, checked: Checked, policy: Policy) -> Colocation:
-    """The policy with a sleeping engine beside it. Collective. Raises RankError if too little memory is free.
+def build_colocation(config: Config, checked: Checked, policy: Policy) -> PolicyAlone:
+    """The policy, with a sleeping engine beside it if the run draws. Collective. Raises RankError if too little memory is free.
 
     The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
     buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
     """
     max_length = config.data.max_prompt_length + config.data.max_response_length
     algorithm = config.algorithm
+    provenance = Provenance(
+        policy.mesh,
+        max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
+        is_drawn=algorithm.source != "file",
+    )
+    if not config.draws:
+        return PolicyAlone(provenance)
     policy.offload()
     policy.device.empty_cache()
     engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
@@ -130,11 +147,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
         probe=Probe(
             policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
         ),
-        provenance=Provenance(
-            policy.mesh,
-            max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
-            is_drawn=algorithm.source != "file",
-        ),
+        provenance=provenance,
     )
     policy.device.empty_cache()
     policy.onload()
@@ -142,12 +155,14 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
 
 
 def build_generator(
-    config: Config, checked: Checked, colocation: Colocation, opened: contextlib.ExitStack
-) -> Generator:
-    """What draws and rewards samples, of one turn or of several. `opened` will close its worker processes.
+    config: Config, checked: Checked, colocation: PolicyAlone, opened: contextlib.ExitStack
+) -> Generator | None:
+    """What draws and rewards samples, of one turn or of several; None without an engine.
 
-    Raises RuntimeError when reward workers fail their test.
+    `opened` will close its worker processes. Raises RuntimeError when reward workers fail their test.
     """
+    if not isinstance(colocation, Colocation):
+        return None
     mesh, rollout, environment = colocation.mesh, config.rollout, checked.environment
     rewards = None
     if mesh.is_block_leader and not (environment and environment.gives_rewards):
@@ -164,6 +179,12 @@ def build_generator(
         max_prompt_length=config.data.max_prompt_length,
         max_failed_ratio=max_failed_ratio,
     )
+
+
+def build_validator(config: Config, checked: Checked, generator: Generator | None, mesh: Mesh) -> Validator:
+    """What answers the held-out problems."""
+    folder, num_logged = config.trainer.output_dir, config.trainer.num_logged_samples
+    return Validator(generator, checked.val_prompts, config.data, config.rollout, mesh, folder, num_logged)
 
 
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:
@@ -222,11 +243,6 @@ def build_critic(config: Config, mesh: Mesh, device: Device) -> NoCritic:
     )
 
 
-def policy_start(config: Config) -> Path:
-    """The model that the policy starts from: the warm-up's result, if there is one."""
-    return config.trainer.output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
-
-
 def build_references(
     config: Config, checked: Checked, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
 ) -> References:
@@ -244,6 +260,14 @@ def build_references(
         first_step=first_step,
         temperature=config.rollout.temperature,
     )
+
+
+def build_validation_loss(
+    config: Config, checked: Checked, policy: Policy, references: References, cadence: Cadence
+) -> ValidationLoss:
+    """The loss of held-out rows; with a scalar head, its calibration too."""
+    kind = ValidationLoss if checked.scored_folder is None else ScoreValidation
+    return kind(checked.val_loss_groups, config, policy, references, cadence)
 
 
 def build_loss(actor: ActorConfig) -> LossFunction:

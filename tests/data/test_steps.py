@@ -41,5 +41,5 @@ def test_a_longer_separator() -> None:
 def test_labels_need_a_step_each() -> None:
     ids = [PIECES.index(piece) for piece in ("a", "\n", "b", "<eos>")]
     assert step_labels(ids, [True, False], decode, "\n") == [(1, 1.0), (3, 0.0)]
-    with pytest.raises(ValueError, match="has 2 steps that end on a token of their own, and the row 3 labels"):
+    with pytest.raises(ValueError, match="tokens have 2 steps, and the row 3 labels"):
         step_labels(ids, [True, False, True], decode, "\n")

@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 
 from grpo_megatron.checks.critic import read_critic
 from grpo_megatron.checks.reward_model import check_reward_folder
+from grpo_megatron.data.arithmetic import build_tokenizer
 from tests import worlds
 from tests.e2e import run_ranks
+from tests.models.test_reward_model import make_classifier, make_step_classifier
 
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
@@ -76,6 +78,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": SFT},
     "dpo": {"algorithm": {"source": "initial", "adv_estimator": "best_worst"}, "actor": DPO},
     "dpo from a file": {"algorithm": {"source": "file", "adv_estimator": "best_worst"}, "actor": DPO},
+    "frozen models": {  # rows without an answer, and no reward function
+        "algorithm": {"adv_estimator": "grpo_process"},
+        "reward": {"function": None},
+        "reward_model": {"kind": "process", "step_separator": "3", "coefficient": 2.0},
+        "actor": {"megatron": {"offload_reference": True}},
+    },
     "iterative": {"algorithm": {"iteration_steps": 2}, "trainer": {"total_training_steps": 3, "save_freq": 1}},
 }
 
@@ -90,6 +98,8 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         if sections.get("algorithm", {}).get("source") == "file":
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
+        if name == "frozen models":
+            use_frozen_models(raw, workspace, folder)
         raws.append(raw)
     results, other_rank = worlds.run(run_ranks.train_many, 2, timeout_s=2300, raws=raws)
     for raw, result, other in zip(raws, results, other_rank, strict=True):
@@ -98,6 +108,18 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         result["output_dir"] = Path(raw["trainer"]["output_dir"])
         result["metrics"] = [json.loads(line) for line in lines]
     return dict(zip(METHODS, results, strict=True))
+
+
+def use_frozen_models(raw: dict[str, Any], workspace: Path, folder: Path) -> None:
+    """A process reward model and an outcome one of random weights, and prompts without answers."""
+    sizes = {"vocab_size": 80, "num_hidden_layers": 2}
+    raw["reward_model"]["path"] = str(make_step_classifier(folder / "steps", **sizes))
+    raw["reward_models"] = {"outcome": {"path": str(make_classifier(folder / "outcome", "qwen2", **sizes))}}
+    for name in ("steps", "outcome"):
+        build_tokenizer().save_pretrained(folder / name)
+    rows = [json.loads(line) for line in (workspace / "data/train.jsonl").read_text().splitlines()]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    raw["data"] |= {"train_files": [str(folder / "prompts.jsonl")], "val_files": []}
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # one fixture does all the runs
@@ -156,6 +178,21 @@ def test_step_rewards_reach_their_tokens(runs: dict[str, dict[str, Any]]) -> Non
             assert all(0 <= token < length for token, _ in steps)
             assert advantage == 0 or (isinstance(advantage, list) and len(advantage) == length)
         assert any(len(set(advantage)) > 1 for advantage in plan.advantages if isinstance(advantage, list))
+
+
+def test_frozen_models_need_no_rule(runs: dict[str, dict[str, Any]]) -> None:
+    """Step rewards: 2 x the probability of the step, and at the last one also the outcome model's score."""
+    run = runs["frozen models"]
+    for number, table in enumerate(run["tables"]):
+        assert all(math.isfinite(reward) for reward in table.reward)
+        steps = [value for row in table.step_rewards for _, value in row]
+        not_last = [value for row in table.step_rewards for _, value in row[:-1]]
+        assert not_last and all(0 < value < 2 for value in not_last)
+        outcome = column(run, "reward_model/outcome/score/mean")[number]
+        mean_step = column(run, "reward_model/step_score/mean")[number]
+        assert sum(steps) == pytest.approx(2 * mean_step * len(steps) + outcome * len(table), abs=1e-4)
+    names = {name for row in run["metrics"] for name in row}
+    assert not {"reward/failed_ratio", "reward_model/rule_reward/mean", "reward_model/agreement"} & names
 
 
 def test_kl_in_the_reward_moves_advantages_and_its_coefficient(runs: dict[str, dict[str, Any]]) -> None:
