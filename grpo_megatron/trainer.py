@@ -20,6 +20,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
 from grpo_megatron.models.scalar_head import ScalarPolicy
+from grpo_megatron.models.shape import sequence_cost
 from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
@@ -83,7 +84,7 @@ class Trainer:
             self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
-        checkpoint = self._checkpoint_to_resume()
+        checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
         changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
@@ -139,10 +140,6 @@ class Trainer:
         self.stopping = Stopping(trainer, self.mesh)
         if checkpoint is not None:
             self._restore_run(checkpoint)
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        """Collective: the newest undamaged one. Raises ConfigError when all are damaged."""
-        return self.checkpoints.newest() if self.config.trainer.resume_mode == "auto" else None
 
     def _restore_run(self, checkpoint: Path) -> None:
         """Restore what a checkpoint holds besides models and optimizers."""
@@ -224,6 +221,7 @@ class Trainer:
                 dp=self.mesh.dp,
                 train_batch_size=self.data.train_batch_size,
                 max_response_length=self.data.max_response_length,
+                cost=sequence_cost(self.policy.arch),
             )
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:

@@ -156,13 +156,25 @@ class Plan:
     `advantages[row]` is one float for the sample, one float per response token, or None: the row is not in the loss.
     `token_weights[row]` is the weight of each of the row's loss tokens in the loss of its mini-batch.
     `mini_batches[dp_rank]` holds table rows. Every data-parallel rank has the same number of mini-batches, and of
-    micro-batches in each; an empty list is a micro-batch without a row.
+    micro-batches in each; an empty list is a micro-batch without a row. The last `num_forward_only[i]` micro-batches of
+    mini-batch i have rows without a gradient, which need no backward pass; an empty list: there are none.
     """
 
     advantages: list[float | list[float] | None]
     token_weights: list[float]
     mini_batches: list[MiniBatches]
     metrics: dict[str, float] = field(default_factory=dict)
+    num_forward_only: list[int] = field(default_factory=list)
+
+    def rows_without_backward(self) -> list[int]:
+        """The table rows of all ranks that need no backward pass, in increasing order."""
+        last = [
+            micro
+            for per_rank in self.mini_batches
+            for mini, count in zip(per_rank, self.num_forward_only, strict=False)
+            for micro in mini[len(mini) - count :]
+        ]
+        return sorted(rows_of_mini_batch(last))
 
     def owner(self) -> dict[int, int]:
         """Table row -> dp rank that trains on it. Dropped rows are absent."""
@@ -194,6 +206,7 @@ class Batch:
     advantages: Tensor  # float32 [B, R], 0 outside the loss mask
     token_weights: Tensor  # float32 [B, R], 0 outside the loss mask
     mini_batches: MiniBatches  # rows of this batch
+    num_forward_only: list[int] = field(default_factory=list)  # of each mini-batch; see Plan
     rows: list[int] = field(default_factory=list)  # the table row of each sequence
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

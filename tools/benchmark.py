@@ -1,9 +1,10 @@
-"""Benchmarks of conversion, grading, the weight sync and rollouts, beside what they are compared with.
+"""Benchmarks of conversion, grading, the weight sync, rollouts and training passes, beside what they are compared with.
 
     python tools/benchmark.py convert [--gigabytes 2] [--repeats 5] [--cold] [--folder DIR]
     python tools/benchmark.py grade --data DIR [--problems 200]
     python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER] [--delta]
     python tools/benchmark.py overlap [--milliseconds 20] [--workers 1]
+    python tools/benchmark.py passes [--workload "26 M"]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -17,6 +18,8 @@ every rank. --engine: into vLLM. --network: between two network namespaces (root
 ones, also with --network. --preset, --plan: large layouts, only planned.
 
 overlap: rewards graded while the engine generates, beside rewards graded afterwards.
+
+passes: the training part of a step with and without passes that it can do without.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmark_overlap
+import benchmark_passes
 import benchmark_sync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
@@ -249,6 +253,9 @@ def main(arguments: list[str] | None = None) -> int:
     overlap_parser = commands.add_parser("overlap", help="rewards graded during and after generation")
     benchmark_overlap.add_arguments(overlap_parser)
     overlap_parser.set_defaults(run=benchmark_overlap.overlap)
+    passes_parser = commands.add_parser("passes", help="training with and without passes that can be left out")
+    benchmark_passes.add_arguments(passes_parser)
+    passes_parser.set_defaults(run=benchmark_passes.passes)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 

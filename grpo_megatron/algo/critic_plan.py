@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from grpo_megatron.algo.plan import add_packed, groups_of_mini_batches, row_weights
+from grpo_megatron.algo.packing import add_packed
+from grpo_megatron.algo.plan import groups_of_mini_batches, row_weights
 from grpo_megatron.algo.shaping import dupo_copies
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.types import GroupTable, Plan
@@ -36,4 +37,4 @@ def critic_plan(
             add_packed(mini_batches, of_ranks, lengths, actor)
     weighting = actor.model_copy(update={"loss_agg_mode": critic.loss_agg_mode})
     weights = row_weights(mini_batches, table, copies, weighting, max_response_length)
-    return replace(plan, token_weights=weights, mini_batches=mini_batches)
+    return replace(plan, token_weights=weights, mini_batches=mini_batches, num_forward_only=[])

@@ -102,6 +102,7 @@ class LossFacts:
     needs_reference: bool = False  # reads ref_logprobs, with a KL penalty or without
     aggregation: tuple[str, ...] = ()  # the loss_agg_mode values under which it is its paper's loss; empty: any
     scores: Literal["", "response", "step"] = ""  # what the model scores: it has a scalar head instead of a vocabulary
+    is_proportional: bool = False  # to the advantage of its row: where that is 0, so are the loss and its gradient
     geometric_correction: bool = False  # one value per sequence, corrected by the geometric mean of its tokens' weights
 
     def __post_init__(self) -> None:
@@ -122,7 +123,7 @@ def ratio_metrics(log_ratio: Tensor, clipped: Tensor, lower: Tensor | None = Non
     }
 
 
-@policy_losses.register("vanilla")
+@policy_losses.register("vanilla", is_proportional=True)
 def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """PPO's clipped surrogate with asymmetric bounds and the dual clip; the loss of GRPO and DAPO.
 
@@ -143,7 +144,7 @@ def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetric
     return loss, ratio_metrics(log_ratio, clipped > unclipped, dual_active)
 
 
-@policy_losses.register("cispo")
+@policy_losses.register("cispo", is_proportional=True)
 def cispo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """REINFORCE with a clipped importance weight: a clipped token keeps its gradient, at a bounded weight.
 
@@ -155,7 +156,7 @@ def cispo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]
     return -weight * inputs.advantages * inputs.logprobs, ratio_metrics(log_ratio, weight != ratio)
 
 
-@policy_losses.register("sapo", aggregation=("seq-mean-token-mean",))
+@policy_losses.register("sapo", is_proportional=True, aggregation=("seq-mean-token-mean",))
 def sapo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """A sigmoid gate in place of the clip. Its slope is 1 at ratio 1 and decreases smoothly on both sides."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
@@ -164,13 +165,13 @@ def sapo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     return -inputs.advantages * gate, ratio_metrics(log_ratio, torch.zeros_like(inputs.mask))
 
 
-@policy_losses.register("gpg")
+@policy_losses.register("gpg", is_proportional=True)
 def policy_gradient(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """The plain policy gradient on the policy's own samples."""
     return -inputs.advantages * inputs.logprobs, {}
 
 
-@policy_losses.register("sft", is_likelihood=True)
+@policy_losses.register("sft", is_proportional=True, is_likelihood=True)
 def log_likelihood(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """The same formula on samples from any source. Where the advantage is 1, it is supervised learning."""
     return policy_gradient(inputs, config)

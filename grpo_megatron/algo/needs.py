@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 
@@ -15,7 +16,7 @@ def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
 
 def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether the loss or the reward reads the policy's log-probabilities from before the update. Likelihood losses do not."""
-    return not policy_losses.facts(actor.loss_mode).is_likelihood or algorithm.use_kl_in_reward
+    return not policy_losses.facts(actor.loss_mode).is_likelihood or has_kl_in_reward(algorithm)
 
 
 def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_batch_size: int) -> list[str]:
@@ -26,7 +27,7 @@ def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_b
     num_updates = actor.num_updates(1, train_batch_size)
     if num_updates > 1:
         reasons.append(f"{num_updates} optimizer steps per rollout read the first one's")
-    if algorithm.use_kl_in_reward:
+    if has_kl_in_reward(algorithm):
         reasons.append("the KL in the reward changes the advantages")
     rejection = algorithm.rollout_correction.rollout_rs
     if rejection is not None and is_corrected(algorithm, actor):
@@ -43,9 +44,29 @@ def folds_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig, train_bat
     return is_read and not reasons_for_old_pass(algorithm, actor, train_batch_size)
 
 
+def forward_only_at_zero_advantage(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
+    """Whether a row whose advantage is 0 has no gradient, and the advantages of the plan are final.
+
+    The loss is then weight x policy loss alone, and the policy loss is a multiple of the advantage.
+    """
+    is_proportional = policy_losses.facts(actor.loss_mode).is_proportional
+    is_final = not has_kl_in_reward(algorithm) and not advantage_estimators.facts(algorithm.adv_estimator).needs_values
+    return is_proportional and is_final and not has_kl_loss(actor) and actor.entropy_coeff == 0.0
+
+
+def has_kl_loss(actor: ActorConfig) -> bool:
+    """Whether the loss has a KL to the reference. With a coefficient of 0 it is not computed either."""
+    return actor.use_kl_loss and actor.kl_loss_coef != 0.0
+
+
+def has_kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    """Whether a KL is subtracted from the rewards. A coefficient of 0 stays 0, also if it is adaptive."""
+    return algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef != 0.0
+
+
 def reads_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether a loss or a reward reads the reference's log-probabilities."""
-    return actor.use_kl_loss or policy_losses.facts(actor.loss_mode).needs_reference or algorithm.use_kl_in_reward
+    return has_kl_loss(actor) or policy_losses.facts(actor.loss_mode).needs_reference or has_kl_in_reward(algorithm)
 
 
 def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:

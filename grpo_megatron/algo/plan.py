@@ -7,8 +7,8 @@ Every rank computes the same plan from the same table: integers, float64, no com
    cut-off responses if `mask_truncated_samples`, rows with None from the estimator. They stay in the group's statistics.
 3. Mini-batches (one optimizer step each) of `ppo_mini_batch_size` prompts in prompt order; a group is never split. A
    mini-batch without a row is dropped: a step on a zero gradient would still move weights by momentum and decay.
-4. Rows (for DPO: pairs) to data-parallel ranks, longest first to the lightest rank (Graham's LPT rule). Lengths are
-   prompt + response tokens, in the loss or not. The heaviest rank exceeds the lightest by at most one sequence.
+4. Rows (for DPO: pairs) to data-parallel ranks, longest first to the lightest rank (packing.py). Lengths are prompt +
+   response tokens, in the loss or not. The heaviest rank exceeds the lightest by at most one sequence.
 5. Each rank's rows into micro-batches, longest first into the first that has room. A sequence longer than the cap gets
    a micro-batch of its own. Ranks with fewer micro-batches get empty ones: pipeline and gradient collectives need equal
    counts. The largest micro-batch comes first, so that a lack of memory shows at once.
@@ -21,19 +21,18 @@ places. A copy is an integer weight, which counts in the denominators as well.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
+from collections.abc import Iterable
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
 from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.needs import forward_only_at_zero_advantage
+from grpo_megatron.algo.packing import SequenceCost, Unit, add_mini_batch, imbalance
 from grpo_megatron.algo.shaping import dupo_copies
 from grpo_megatron.algo.token_weights import token_weights
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
-
-# What must stay in one micro-batch, in this order: a row, or a pair of rows.
-Unit = list[int]
 
 
 def make_plan(
@@ -44,8 +43,9 @@ def make_plan(
     dp: int,
     train_batch_size: int,
     max_response_length: int,
+    cost: SequenceCost | None = None,
 ) -> Plan:
-    """The plan for one step of GRPO over `dp` data-parallel ranks.
+    """The plan for one step of GRPO over `dp` data-parallel ranks, which are balanced by `cost` (None: tokens).
 
     `train_batch_size` is in prompts and is the mini-batch when `ppo_mini_batch_size` is null; `max_response_length` is
     in tokens and is L of seq-mean-token-sum-norm when `loss_scale_factor` is null. The last mini-batch may be short and
@@ -63,16 +63,23 @@ def make_plan(
 
     paired = policy_losses.facts(actor.loss_mode).paired
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
+    num_forward_only: list[int] = []
+    costs = cost.of(lengths, table.response_length) if cost else lengths
+    silent = _rows_of_zero_advantage(advantages) if forward_only_at_zero_advantage(algorithm, actor) else set()
     for groups in groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
         units: list[Unit] = []
         for group in groups:
             rows = [row for row in group if in_loss[row]]
             units += _pairs(rows, advantages) if paired else [[row] for row in rows]
-        _add_mini_batch(mini_batches, units, lengths, actor)
+        if units:
+            num_forward_only.append(add_mini_batch(mini_batches, units, lengths, actor, costs, silent))
 
     weights = row_weights(mini_batches, table, copies, actor, max_response_length)
     metrics = _group_metrics(table) | _balance_metrics(mini_batches, lengths)
-    return Plan(advantages=advantages, token_weights=weights, mini_batches=mini_batches, metrics=metrics)
+    metrics["perf/dp_imbalance_flops"] = imbalance(mini_batches, costs)
+    plan = Plan(advantages, weights, mini_batches, metrics, num_forward_only)
+    metrics["perf/forward_only_ratio"] = _share(plan.rows_without_backward(), lengths, plan.owner())
+    return plan
 
 
 def revise_plan(
@@ -89,7 +96,11 @@ def revise_plan(
     num_mini_batches = len(plan.mini_batches[0])
     kept = [i for i in range(num_mini_batches) if any(weights[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
     mini_batches = [[rank_mini_batches[i] for i in kept] for rank_mini_batches in plan.mini_batches]
-    return Plan(advantages=advantages, token_weights=weights, mini_batches=mini_batches, metrics=plan.metrics)
+    num_forward_only = [plan.num_forward_only[i] for i in kept] if plan.num_forward_only else []
+    revised = Plan(advantages, weights, mini_batches, plan.metrics, num_forward_only)
+    wrong = set(revised.rows_without_backward()) - _rows_of_zero_advantage(advantages)
+    assert not wrong, f"rows {sorted(wrong)[:10]} got an advantage, and the plan gives them no backward pass"
+    return revised
 
 
 def supervised_plan(
@@ -103,7 +114,7 @@ def supervised_plan(
     totals = [prompt + response for prompt, response in lengths]
     counts = [response for _, response in lengths] if num_loss_tokens is None else num_loss_tokens
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
-    _add_mini_batch(mini_batches, [[row] for row, (_, response) in enumerate(lengths) if response], totals, actor)
+    add_mini_batch(mini_batches, [[row] for row, (_, response) in enumerate(lengths) if response], totals, actor)
     return Plan(
         advantages=[1.0] * len(lengths),
         token_weights=token_weights("token-mean", counts, [True] * len(lengths), 1.0),
@@ -142,6 +153,20 @@ def _pairs(rows: list[int], advantages: Advantages) -> list[Unit]:
         if isinstance(advantage, float) and advantage < 0:
             rejected.append(row)
     return [[chosen[0], rejected[0]]] if chosen and rejected else []
+
+
+def _rows_of_zero_advantage(advantages: Advantages) -> set[int]:
+    """The rows that have an advantage, and it is 0 at every token."""
+    return {row for row, value in enumerate(advantages) if value is not None and not _any_nonzero(value)}
+
+
+def _any_nonzero(value: float | list[float]) -> bool:
+    return any(value) if isinstance(value, list) else value != 0.0
+
+
+def _share(rows: Iterable[int], lengths: list[int], of_rows: Iterable[int]) -> float:
+    """The tokens of `rows` in those of `of_rows`."""
+    return sum(lengths[row] for row in rows) / max(1, sum(lengths[row] for row in of_rows))
 
 
 def _rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
@@ -193,58 +218,6 @@ def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[b
     return advantages
 
 
-def _add_mini_batch(mini_batches: list[MiniBatches], units: list[Unit], lengths: list[int], actor: ActorConfig) -> None:
-    """Append one mini-batch made of `units` to the mini-batches of every rank. No units: no mini-batch."""
-    add_packed(mini_batches, _balance(units, lengths, len(mini_batches)), lengths, actor)
-
-
-def add_packed(
-    mini_batches: list[MiniBatches], units_of_rank: list[list[Unit]], lengths: list[int], actor: ActorConfig
-) -> None:
-    """The same with the units of each rank."""
-    if not any(units_of_rank):
-        return
-    micro_batches = [_pack(units, lengths, actor) for units in units_of_rank]
-    count = max(len(packed) for packed in micro_batches)
-    for rank_mini_batches, packed in zip(mini_batches, micro_batches, strict=True):
-        rank_mini_batches.append(packed + [[] for _ in range(count - len(packed))])
-
-
-def _longest_first(units: list[Unit], lengths: list[int]) -> list[tuple[int, Unit]]:
-    """(tokens, unit), longest first."""
-    sized = [(sum(lengths[row] for row in unit), unit) for unit in units]
-    return sorted(sized, key=lambda entry: (-entry[0], entry[1]))
-
-
-def _balance(units: list[Unit], lengths: list[int], dp: int) -> list[list[Unit]]:
-    """The units of each rank. Ties go to the lower row and the lower rank."""
-    units_of_rank: list[list[Unit]] = [[] for _ in range(dp)]
-    loads = [(0, rank) for rank in range(dp)]  # sorted, hence a heap
-    for size, unit in _longest_first(units, lengths):
-        load, rank = loads[0]
-        units_of_rank[rank].append(unit)
-        heapq.heapreplace(loads, (load + size, rank))
-    return units_of_rank
-
-
-def _pack(units: list[Unit], lengths: list[int], actor: ActorConfig) -> list[list[int]]:
-    """First-fit decreasing into micro-batches under both caps."""
-    max_sequences = actor.ppo_micro_batch_size_per_gpu or sum(map(len, units))
-    packed: list[list[int]] = []
-    room: list[int] = []  # tokens left in each; may be negative for a unit above the cap
-    for size, unit in _longest_first(units, lengths):
-        for i, micro in enumerate(packed):
-            if size <= room[i] and len(micro) + len(unit) <= max_sequences:
-                break
-        else:
-            i = len(packed)
-            packed.append([])
-            room.append(actor.ppo_max_token_len_per_gpu)
-        packed[i].extend(unit)
-        room[i] -= size
-    return packed
-
-
 def _group_metrics(table: GroupTable) -> dict[str, float]:
     """Shares of prompts without a gradient, and of samples without a reward.
 
@@ -280,4 +253,5 @@ def _balance_metrics(mini_batches: list[MiniBatches], lengths: list[int]) -> dic
         "global_seqlen/balanced_min": float(min(balanced)),
         "global_seqlen/balanced_max": float(max(balanced)),
         "global_seqlen/mean": sum(balanced) / dp,
+        "perf/dp_imbalance_tokens": imbalance(mini_batches, lengths),
     }

@@ -43,7 +43,7 @@ def _clip_form(inputs: LossInputs, config: ActorConfig, ratio: Tensor, log_ratio
     return torch.maximum(unclipped, clipped), ratio_metrics(log_ratio, clipped > unclipped)
 
 
-@policy_losses.register("gspo", aggregation=SEQUENCE_MEAN)
+@policy_losses.register("gspo", is_proportional=True, aggregation=SEQUENCE_MEAN)
 def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """One ratio per sequence, which is clipped as a whole."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
@@ -51,7 +51,7 @@ def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     return _clip_form(inputs, config, ratio, log_ratio)
 
 
-@policy_losses.register("gspo_token", aggregation=SEQUENCE_MEAN)
+@policy_losses.register("gspo_token", is_proportional=True, aggregation=SEQUENCE_MEAN)
 def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """The sequence's ratio with each token's own gradient."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
@@ -59,7 +59,7 @@ def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMet
     return _clip_form(inputs, config, ratio * (inputs.logprobs - inputs.logprobs.detach()).exp(), log_ratio)
 
 
-@policy_losses.register("gmpo", "geo_mean", aggregation=SEQUENCE_MEAN, geometric_correction=True)
+@policy_losses.register("gmpo", "geo_mean", is_proportional=True, aggregation=SEQUENCE_MEAN, geometric_correction=True)
 def gmpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """Geometric mean of token ratios that are clipped in log space. The advantage is the mean over the tokens.
 

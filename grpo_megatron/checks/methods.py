@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import needs_old_logprobs, needs_reference
+from grpo_megatron.algo.needs import has_kl_loss, needs_old_logprobs, needs_reference
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, FilterGroups
 from grpo_megatron.data.tasks import get_task
@@ -195,8 +195,11 @@ def _iterations(config: Config) -> Problems:
 def _guards(config: Config) -> Problems:
     """Guards of numbers that the method does not compute."""
     guards = config.guards
-    if guards.kl.is_on and not config.actor.use_kl_loss:
-        yield "guards.kl has a bound, and actor.use_kl_loss=false computes no KL; leave guards.kl out, or set use_kl_loss=true"
+    if guards.kl.is_on and not has_kl_loss(config.actor):
+        cause, remedy = ("use_kl_loss=false", "use_kl_loss=true")
+        if config.actor.use_kl_loss:
+            cause, remedy = "kl_loss_coef=0", "kl_loss_coef > 0"
+        yield f"guards.kl has a bound, and actor.{cause} computes no KL; leave guards.kl out, or set {remedy}"
     if guards.rollout_gap.is_on and not needs_old_logprobs(config.algorithm, config.actor):
         yield (
             "guards.rollout_gap has a bound, and the policy's log-probabilities of the samples are not computed with"

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_megatron.algo.needs import folds_old_logprobs, needs_old_logprobs, needs_reference, reasons_for_old_pass
+from grpo_megatron.algo.needs import (
+    folds_old_logprobs,
+    has_kl_in_reward,
+    has_kl_loss,
+    needs_old_logprobs,
+    needs_reference,
+    reasons_for_old_pass,
+)
 from grpo_megatron.config import Config
 
 
@@ -25,13 +32,13 @@ def _uses_of_reference(config: Config) -> Iterator[str]:
     """What the reference model is used for."""
     actor, algorithm = config.actor, config.algorithm
     if not needs_reference(algorithm, actor):
-        yield "no reference model"
+        yield "no reference model" + (", as actor.kl_loss_coef=0" if actor.use_kl_loss else "")
         return
-    if actor.use_kl_loss:
+    if has_kl_loss(actor):
         yield f"{actor.kl_loss_coef:g} x {actor.kl_loss_type} in the loss"
-    if algorithm.use_kl_in_reward:
+    if has_kl_in_reward(algorithm):
         yield f"{algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty} in the reward"
     if algorithm.source == "initial":
         yield "draws the responses"
-    if not (actor.use_kl_loss or algorithm.use_kl_in_reward or algorithm.source == "initial"):
+    if not (has_kl_loss(actor) or has_kl_in_reward(algorithm) or algorithm.source == "initial"):
         yield f"read by {actor.loss_mode}"

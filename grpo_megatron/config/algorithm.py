@@ -45,7 +45,7 @@ class KlCtrl(Section):
     """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/kl.py)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: Coefficient = 0.001  # adaptive: its value at the start
+    kl_coef: Coefficient = 0.001  # adaptive: its value at the start; 0: no KL, and no reference
     target_kl: float = Field(0.1, gt=0)  # adaptive: nats per token
     horizon: int = Field(10000, ge=1)  # adaptive: n samples change it by at most 20 % * n / horizon
 

@@ -98,6 +98,12 @@ def pack(
     )
 
 
+def num_padding_tokens(lengths: list[int], multiple: int, cp: int = 1) -> int:
+    """How many tokens `pack` adds to sequences of these lengths; none at all is a pack of padding."""
+    aligned = sum(n + (-n % (2 * cp) if cp > 1 else 0) for n in lengths)
+    return max(aligned + (-aligned % multiple), multiple) - sum(lengths)
+
+
 def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
     """[N] in pack order -> [len(lengths), width], zeros after each row's end. Differentiable."""
     columns = torch.arange(width, device=flat.device)

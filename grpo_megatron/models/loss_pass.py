@@ -28,9 +28,15 @@ class LossPass:
         self.sums: MetricSums = {}
         self.logprobs: list[tuple[list[int], Tensor]] = []
 
-    def run(self, model: torch.nn.Module, packs: list[Pack], device: Device) -> None:
-        """Add the gradients of `packs` to the model's buffers. Collective over the replica."""
-        forward_backward(model, packs, self._consume, device=device, forward_only=False)
+    def run(self, model: torch.nn.Module, packs: list[Pack], device: Device, num_forward_only: int = 0) -> None:
+        """Add the gradients of `packs` to the model's buffers. Collective over the replica.
+
+        The last `num_forward_only` packs have no gradient. They get a forward pass, for metrics and log-probabilities.
+        """
+        cut = len(packs) - num_forward_only
+        if num_forward_only:
+            forward_backward(model, packs[cut:], self._consume, device=device, forward_only=True)
+        forward_backward(model, packs[:cut], self._consume, device=device, forward_only=False)
 
     def host_logprobs(self) -> Tensor:
         """Log-probability of every response token [B, R], float32 on the host; 0 in rows that were not in a pack."""

@@ -192,8 +192,9 @@ class Policy(LanguageModel):
         sums: list[MetricSums] = []
         norms: list[float] = []
         for _ in range(epochs):
-            for micro_batches in batch.mini_batches:
-                loss_pass = self.backward(batch, micro_batches, loss, sums)
+            for i, micro_batches in enumerate(batch.mini_batches):
+                num_forward_only = batch.num_forward_only[i] if batch.num_forward_only else 0
+                loss_pass = self.backward(batch, micro_batches, loss, sums, num_forward_only)
                 if complete is not None:
                     batch.old_logprobs = self.from_last_stage(loss_pass.host_logprobs())
                     complete(batch)
@@ -213,13 +214,21 @@ class Policy(LanguageModel):
         return float(groups[0]["lr"]) if groups else float(self.lr_scheduler.max_lr)
 
     def backward(
-        self, batch: Batch, micro_batches: list[list[int]], loss: LossFunction, sums: list[MetricSums]
+        self,
+        batch: Batch,
+        micro_batches: list[list[int]],
+        loss: LossFunction,
+        sums: list[MetricSums],
+        num_forward_only: int = 0,
     ) -> LossPass:
-        """Gradients of one mini-batch into the model's buffers, summed over all ranks. Appends its metric sums."""
+        """Gradients of one mini-batch into the model's buffers, summed over all ranks. Appends its metric sums.
+
+        Rows of the last `num_forward_only` micro-batches have no gradient.
+        """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_pass = LossPass(batch, loss)
-        loss_pass.run(self.model, self.packs(batch, micro_batches), self.device)
+        loss_pass.run(self.model, self.packs(batch, micro_batches), self.device, num_forward_only)
         sums.append(loss_pass.sums)
         return loss_pass
 

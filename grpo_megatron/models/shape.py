@@ -1,7 +1,8 @@
-"""The shape of a model for counting its FLOP."""
+"""The shape of a model for counting its FLOP, and what one sequence costs."""
 
 from __future__ import annotations
 
+from grpo_megatron.algo.packing import SequenceCost
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.observability.flops import ModelShape
 
@@ -17,4 +18,15 @@ def model_shape(arch: Architecture) -> ModelShape:
         vocab_size=arch.vocab_size,
         num_experts=arch.num_experts,
         experts_per_token=arch.experts_per_token,
+    )
+
+
+def sequence_cost(arch: Architecture) -> SequenceCost:
+    """The multiply-adds by which rows are balanced over data-parallel ranks."""
+    shape = model_shape(arch)
+    head = shape.vocab_size * shape.hidden_size
+    return SequenceCost(
+        per_token=shape.active_parameters - 2 * head,  # without embedding and head
+        per_response_token=head,
+        per_square=round(shape.head_dim * shape.num_heads * shape.num_layers),
     )

@@ -143,12 +143,14 @@ def mfu_metrics(
     fp8_peak: float | None = None,
     fp8_share: float = 1.0,
     num_epochs: int = 1,
+    forward_only_lengths: Sequence[int] = (),
 ) -> dict[str, float]:
     """`perf/tflops/*` (TFLOP/s per device) and, if `peak` is known, `perf/mfu/*` with `perf/peak_tflops`.
 
     `actor` is the update: `num_epochs` passes in `timing_s/update_actor` seconds. `actor_infer` is the forward pass for
     the old log-probabilities: one pass in `timing_s/old_log_prob` seconds. A phase that took no time is left out.
-    `sequence_lengths`: prompt + response tokens of all trained samples of all ranks. With `fp8_peak` (reported as
+    `sequence_lengths`: prompt + response tokens of all trained samples of all ranks; `forward_only_lengths`: of those
+    among them that the update gives no backward pass. With `fp8_peak` (reported as
     `perf/peak_tflops_fp8`), `fp8_share` of the layers have their linear products in FP8.
     """
     result: dict[str, float] = {}
@@ -158,6 +160,9 @@ def mfu_metrics(
     ):
         flops = passes * flops_per_pass(shape, sequence_lengths, forward_only)
         linear = passes * linear_flops_per_pass(shape, sequence_lengths, forward_only)
+        if not forward_only:  # a backward pass costs two forward passes
+            flops -= 2 * passes * flops_per_pass(shape, forward_only_lengths, forward_only=True)
+            linear -= 2 * passes * linear_flops_per_pass(shape, forward_only_lengths, forward_only=True)
         seconds = reduced.get(f"timing_s/{phase}", 0.0)
         if seconds > 0:
             result[f"perf/tflops/{name}"] = flops / (1e12 * seconds * num_devices)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 from torch import Tensor
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
+from grpo_megatron.algo.needs import has_kl_loss
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config, ScoringModel
 from grpo_megatron.device import Device, DeviceMemory
@@ -272,7 +272,7 @@ def build_validation_loss(
 
 def build_loss(actor: ActorConfig) -> LossFunction:
     policy_loss = policy_losses.get(actor.loss_mode)
-    penalty = kl_penalties.get(actor.kl_loss_type) if actor.use_kl_loss else None
+    penalty = kl_penalties.get(actor.kl_loss_type) if has_kl_loss(actor) else None
 
     def loss(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
         return total_loss(inputs, actor, policy_loss, penalty)

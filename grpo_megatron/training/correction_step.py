@@ -24,7 +24,7 @@ from torch import Tensor
 from grpo_megatron.algo.correction import MetricRecords, correction_weights, importance_weights, rejection_mask
 from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
 from grpo_megatron.algo.losses import LossInputs
-from grpo_megatron.algo.needs import folds_old_logprobs, is_corrected
+from grpo_megatron.algo.needs import folds_old_logprobs, has_kl_in_reward, is_corrected
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
 from grpo_megatron.models.loss_pass import LossFunction, MetricSums
@@ -53,7 +53,7 @@ class CorrectionStep:
         columns: dict[str, list[Any]] = {}
         if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
             columns["num_kept_tokens"] = self._column(num_kept_tokens, [0] * len(table))
-        if self.algorithm.use_kl_in_reward:
+        if has_kl_in_reward(self.algorithm):
             no_penalties = [[0.0] * length for length in table.response_length]
             columns["token_penalties"] = self._column(self._penalise(batch, len(table), metrics), no_penalties)
         if not columns:

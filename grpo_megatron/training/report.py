@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_megatron.config import ActorConfig, DataConfig
 from grpo_megatron.device import Device
+from grpo_megatron.models.forward import num_padding_tokens
 from grpo_megatron.observability.flops import ModelShape, mfu_metrics
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics, throughput
 from grpo_megatron.observability.sinks import Sinks
@@ -69,20 +70,30 @@ class StepReport:
         metrics.constant("actor/kl_coef", self.kl_coef)
         self.guards.record(metrics, self.has_finite_weights())
         reduced = metrics.reduce(self.mesh.all_gather)
-        self.sinks.log(step, reduced | self._speed(reduced, table))
+        self.sinks.log(step, reduced | self._speed(reduced, table, plan))
         self.guards.check_weights(reduced)
         return reduced
 
     def _record_batch(self, metrics: Metrics, batch: Batch) -> None:
         metrics.mean_of("critic/advantages/mean", batch.advantages[batch.loss_mask])
-        micro_batches = [rows for mini in batch.mini_batches for rows in mini]
-        padding = sum(-sum(batch.lengths[row] for row in rows) % self.multiple for rows in micro_batches)
-        metrics.mean("perf/padding_ratio", padding, padding + sum(batch.lengths))
+        lengths = batch.lengths
+        padding = sum(
+            num_padding_tokens([lengths[row] for row in rows], self.multiple, self.mesh.cp)
+            for mini in batch.mini_batches
+            for rows in mini
+        )
+        metrics.mean("perf/padding_ratio", padding, padding + sum(lengths))
 
-    def _speed(self, reduced: Mapping[str, float], table: GroupTable) -> dict[str, float]:
+    def _speed(self, reduced: Mapping[str, float], table: GroupTable, plan: Plan) -> dict[str, float]:
         lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
         num_devices = self.mesh.world_size
         tokens = throughput(reduced, sum(lengths), num_devices)
         return tokens | mfu_metrics(
-            reduced, self.shape, lengths, num_devices=num_devices, num_epochs=self.num_epochs, **self.peaks
+            reduced,
+            self.shape,
+            lengths,
+            num_devices=num_devices,
+            num_epochs=self.num_epochs,
+            forward_only_lengths=[lengths[row] for row in plan.rows_without_backward()],
+            **self.peaks,
         )

@@ -122,28 +122,69 @@ def update(
     policy._step = record_and_step
     sums, metrics = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+    policy._step = step
     return {
         "gradients": gradients,
         "weights": weights,
         "norm": metrics["actor/grad_norm"],
         "sums": sums,
         "folded": folded(policy, make_batch(pairs, [micros], rows, masked=True)),
+        "without backward": without_backward(policy, make_batch(pairs, [micros], rows, masked=True)),
     }
 
 
 def folded(policy: Any, batch: Any) -> dict[str, bool]:
-    """Old log-probabilities of a pass before the update, and of the update's own forward pass: are their bits the same?"""
+    """Old log-probabilities of a pass before the update, and of the update's own forward pass: are their bits the same?
+
+    `update` must have them before its guard, and of the weights before its step.
+    """
     (micros,) = batch.mini_batches
     batch.old_logprobs = before = policy.logprobs(batch)
     separate = policy.backward(batch, micros, loss, [])
     gradients = named_gradients(policy)
     batch.old_logprobs = None
     own = policy.backward(batch, micros, loss, [])
+    gradients_equal = all(torch.equal(g, gradients[name]) for name, g in named_gradients(policy).items())
+    seen: list[tuple[str, torch.Tensor]] = []
+
+    def guard(batch: Any, *_: Any) -> bool:
+        seen.append(("guard", batch.old_logprobs.clone()))
+        return True
+
+    policy.update(batch, loss, guard=guard, complete=lambda batch: seen.append(("complete", batch.old_logprobs)))
     return {
+        "update": [name for name, _ in seen] == ["complete", "guard"]
+        and all(torch.equal(logprobs, before) for _, logprobs in seen),
+        "step": not torch.equal(policy.logprobs(batch), before),
         "logprobs": torch.equal(policy.from_last_stage(own.host_logprobs()), before),
-        "gradients": all(torch.equal(g, gradients[name]) for name, g in named_gradients(policy).items()),
+        "gradients": gradients_equal,
         "metrics": all(torch.equal(part.total, separate.sums[name].total) for name, part in own.sums.items()),
     }
+
+
+def without_backward(policy: Any, batch: Any) -> dict[str, bool]:
+    """The last micro-batch has no advantage, and no backward pass: do gradients, metrics, log-probabilities stay?"""
+    (micros,) = batch.mini_batches
+    batch.advantages[micros[-1]] = 0.0
+    results = []
+    for count in (0, 1):
+        sums: list[Any] = []
+        own = policy.backward(batch, micros, policy_loss, sums, count)
+        results.append((named_gradients(policy), sums[0], policy.from_last_stage(own.host_logprobs())))
+    (gradients, metrics, before), (fewer, same, after) = results
+    return {
+        "gradients": all(torch.equal(g, fewer[name]) for name, g in gradients.items()),
+        "metrics": all(torch.allclose(part.total, same[name].total, rtol=1e-6) for name, part in metrics.items()),
+        "counts": [part.num_tokens for part in metrics.values()] == [same[name].num_tokens for name in metrics],
+        "logprobs": torch.equal(before, after),
+    }
+
+
+def policy_loss(inputs: Any) -> Any:
+    from grpo_megatron.algo.losses import policy_losses, total_loss
+    from grpo_megatron.config import ActorConfig
+
+    return total_loss(inputs, ActorConfig(), policy_losses.get("vanilla"), None)
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -125,7 +125,7 @@ def test_gradients_and_weights_do_not_depend_on_the_layout(
                 near(got["gradients"], by_hand[family])
             close(got["weights"], want["weights"], 1e-5)
             assert got["norm"] == pytest.approx(want["norm"], rel=2 * EXACT)
-            assert got["folded"] == {"logprobs": True, "gradients": True, "metrics": True}
+            assert all(got["folded"].values()) and all(got["without backward"].values()), (family, distributed)
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,10 @@ def test_mfu_metrics() -> None:
         "perf/tflops/actor",
         "perf/tflops/actor_infer",
     }
+    # A second sequence without a backward pass adds a third; the pass for old log-probabilities has both.
+    two = mfu_metrics(timings, SHAPE, [1000] * 2, num_devices=2, peak=None, num_epochs=2, forward_only_lengths=[1000])
+    assert two["perf/tflops/actor"] == pytest.approx(231.469056 * 4 / 3)
+    assert two["perf/tflops/actor_infer"] == pytest.approx(154.312704 * 2)
     fp8 = mfu_metrics(timings, SHAPE, [1000], num_devices=2, peak=989.0, fp8_peak=1979.0, fp8_share=0.5, num_epochs=2)
     linear = 0.5 * 2 * linear_flops_per_pass(SHAPE, [1000])
     ideal = (2 * flops_per_pass(SHAPE, [1000]) - linear) / 989 + linear / 1979
