@@ -49,7 +49,8 @@ from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.output_folder import OutputFolder
 from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.warm_up import record_update, warm_up
+from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
@@ -81,7 +82,7 @@ class Trainer:
             self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
-        checkpoint = self._checkpoint_to_resume()
+        checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
         changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
@@ -137,10 +138,6 @@ class Trainer:
         self.stopping = Stopping(trainer, self.mesh)
         if checkpoint is not None:
             self._restore_run(checkpoint)
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        """Collective: the newest undamaged one. Raises ConfigError when all are damaged."""
-        return self.checkpoints.newest() if self.config.trainer.resume_mode == "auto" else None
 
     def _restore_run(self, checkpoint: Path) -> None:
         """Restore what a checkpoint holds besides models and optimizers."""

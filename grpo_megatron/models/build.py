@@ -72,6 +72,9 @@ class LogprobModel(GPTModel):
         """hidden_states [t (/tp under sequence parallelism), 1, h]."""
         if not self.post_process:
             return hidden_states
+        # With `overlap_param_gather`, hooks before a module's forward wait for its weights. The output layer is not called.
+        for hook in self.output_layer._forward_pre_hooks.values():
+            hook(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if self.config.sequence_parallel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ScoringModel
@@ -14,7 +12,7 @@ from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.critic import Critic, NoCritic
-from grpo_megatron.training.references import WARMUP_FOLDER, References
+from grpo_megatron.training.references import References, policy_start
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
 from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer, Scorer
 
@@ -61,11 +59,6 @@ def build_critic(config: Config, mesh: Mesh, device: Device) -> NoCritic:
         train_batch_size=data.train_batch_size,
         max_response_length=data.max_response_length,
     )
-
-
-def policy_start(config: Config) -> Path:
-    """The model that the policy starts from: the warm-up's result, if there is one."""
-    return config.trainer.output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
 
 
 def build_references(

@@ -7,7 +7,7 @@ that ends within the warm-up goes on from the warm-up's newest checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from grpo_megatron.algo.plan import make_plan
@@ -16,7 +16,6 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
 from grpo_megatron.data.prompts import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.models.loss_pass import MetricSums
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
@@ -30,6 +29,7 @@ from grpo_megatron.training.checkpoint import Checkpoints, run_state
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.references import WARMUP_FOLDER
 from grpo_megatron.training.stopping import Stopping
+from grpo_megatron.training.update_metrics import record_update
 from grpo_megatron.types import Prompt
 
 NUM_NOTES = 10  # lines of progress per warm-up
@@ -143,19 +143,3 @@ def _resume(
     collector.load_state(run_state(checkpoint)["collector"])
     note(f"the warm-up resumed from {checkpoint}")
     return steps_of(checkpoint)
-
-
-def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[str, float], contributes: bool) -> None:
-    """Record what `Policy.update` returned: token means, and sums averaged over the optimizer steps.
-
-    `sums` has one dict per optimizer step. `contributes` is true on one rank per replica.
-    """
-    local = metrics.when(contributes)
-    for step_sums in sums:
-        for name, part in step_sums.items():
-            if part.num_tokens is None:
-                local.sum(name, part.total / len(sums))
-            else:
-                local.mean(name, part.total, part.num_tokens)
-    for name, value in constants.items():
-        metrics.constant(name, value)
