@@ -83,6 +83,7 @@ class Sample:
     trajectory_metrics: dict[str, float] = field(default_factory=dict)  # what the environment reports
     reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
+    is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
 
     def __post_init__(self) -> None:
         if not self.loss_mask:

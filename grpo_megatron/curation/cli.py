@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
     tally = tally_responses(read_responses(files), rules)
     if not tally.problems:
         raise ConfigError(
-            f"no response is counted: {tally.left_out} are left out by --drop-truncated, --first-step or --last-step, and"
-            f" {tally.unscorable} have no score"
+            f"no response is counted: {tally.left_out} are left out by --drop-truncated, --first-step or --last-step, or"
+            f" were replayed, and {tally.unscorable} have no score"
         )
     band = RateBand(args.min_rate, args.max_rate, args.drop_all_right, args.drop_all_wrong, args.min_samples)
     try:

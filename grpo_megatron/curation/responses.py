@@ -44,6 +44,7 @@ class Response:
     num_tokens: int
     is_truncated: bool
     step: int | None  # of the training run; None in an evaluation
+    is_replayed: bool = False  # an earlier step of the run had it, too
 
 
 def source_files(sources: Sequence[Path]) -> list[Path]:
@@ -130,6 +131,7 @@ def _of_rollout(row: dict[str, Any]) -> Response:
         num_tokens=_field(row, "response_tokens", int),
         is_truncated=_field(row, "finish_reason", str) == "length",
         step=_field(row, "step", int),
+        is_replayed=_field(row, "replayed", bool),
     )
 
 

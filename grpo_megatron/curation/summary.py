@@ -16,7 +16,7 @@ def describe_tally(tally: Tally, band: RateBand) -> str:
     kept = len(kept_problems(tally, band))
     lines = [
         f"{len(problems)} problems, {tally.num_responses} responses ({truncated} truncated);"
-        f" not counted: {tally.left_out} by the options, {tally.unscorable} without a score",
+        f" not counted: {tally.left_out} replayed or left out by the options, {tally.unscorable} without a score",
         f"mean pass rate {mean:.4f}; the filters keep {kept} problems",
         "",
         f"{'pass rate':>12} {'problems':>9}",

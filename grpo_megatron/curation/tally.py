@@ -49,7 +49,7 @@ class CountingRules:
     keep: int = 1
 
     def counts(self, response: Response) -> bool:
-        if self.drop_truncated and response.is_truncated:
+        if response.is_replayed or (self.drop_truncated and response.is_truncated):
             return False
         if response.step is None:
             return True
@@ -58,7 +58,7 @@ class CountingRules:
 
 @dataclass
 class Tally:
-    """`problems` by digest, in the order of their first responses. `left_out`: by rule; `unscorable`: without a score."""
+    """`problems` by digest, in the order of their first responses. `left_out`: replayed or by the rules; `unscorable`: without a score."""
 
     rules: CountingRules
     problems: dict[str, ProblemTally] = field(default_factory=dict)

@@ -7,6 +7,7 @@
     advantage               the mean over the response's tokens in the loss; null: it was not trained on
     metrics, texts, failure what the reward function and the environment reported
     step, version, weights  the step; the version and digest of the weights that drew the response
+    replayed                whether the file of an earlier step has the response, too (algorithm.replay)
     uid, group, index       the row of the data file; the prompt's number in the step; the sample's number in its group
     source, finish_reason, status, prompt_tokens, response_tokens
 
@@ -111,6 +112,7 @@ class RolloutFiles:
             "step": step,
             "version": sample.version,
             "weights": sample.weights_digest,
+            "replayed": sample.is_replayed,
             "uid": sample.prompt.uid,
             "group": sample.prompt_index,
             "index": sample.index,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.checks.inputs import only_present, read_train_prompts
 from grpo_megatron.cli.main import main
-from grpo_megatron.config import SamplingConfig
-from grpo_megatron.data.pass_rates import select_prompts
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.prompts import load_offline_groups, load_prompts, load_supervised
 from grpo_megatron.types import Prompt
 from tests.curation import material
@@ -56,13 +56,30 @@ def test_rollouts_become_the_prompts_of_the_next_run(folder: Path, prompts: list
     lines = (folder / "data.jsonl").read_bytes().splitlines()
     assert (out / "data.jsonl").read_bytes().splitlines() == [lines[1], lines[2], lines[5]]
 
-    sampling = SamplingConfig(pass_rates=out / "pass_rates.jsonl", weight="p(1-p)")
-    selected = select_prompts(load_prompts(DATA, [out / "data.jsonl"], TOKENIZER), sampling)
+    config = next_run(out / "data.jsonl", out / "pass_rates.jsonl")
+    selected = read_train_prompts(config, TOKENIZER)
     assert [prompt.prompt_ids for prompt in selected] == [prompts[i].prompt_ids for i in (1, 2, 5)]
     assert [prompt.pass_rate for prompt in selected] == [0.25, 0.5, 0.75]
     assert [prompt.weight for prompt in selected] == pytest.approx([0.9, 1.2, 0.9])
-    whole = select_prompts(prompts, sampling)  # the unfiltered file has other row numbers
-    assert [prompt.pass_rate for prompt in whole] == [passes / 4 for passes in PASSES]
+    config = next_run(folder / "data.jsonl", out / "pass_rates.jsonl")  # the unfiltered file has other row numbers
+    assert [prompt.pass_rate for prompt in read_train_prompts(config, TOKENIZER)] == [passes / 4 for passes in PASSES]
+
+
+def next_run(train_file: Path, pass_rates: Path) -> Config:
+    sampling = {"pass_rates": pass_rates, "weight": "p(1-p)"}
+    data = {**DATA.model_dump(), "train_files": [train_file], "sampling": sampling}
+    return Config.model_validate({"model": {"path": "m"}, "data": data})
+
+
+def test_a_plan_for_another_machine_checks_the_pass_rates_that_are_there(folder: Path, tmp_path: Path) -> None:
+    missing = next_run(folder / "data.jsonl", tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="cannot read data file .*none.jsonl"):
+        read_train_prompts(missing, tokenizer=None)
+    assert only_present(missing).data.sampling.pass_rates is None
+    (tmp_path / "wrong.jsonl").write_text("{}\n")
+    wrong = only_present(next_run(folder / "data.jsonl", tmp_path / "wrong.jsonl"))
+    with pytest.raises(ConfigError, match="field 'question' is missing"):
+        read_train_prompts(wrong, tokenizer=None)
 
 
 def test_right_responses_become_the_tokens_that_were_drawn(folder: Path, prompts: list[Prompt], tmp_path: Path) -> None:
@@ -144,7 +161,7 @@ def test_the_summary_counts_problems_by_pass_rate(folder: Path, tmp_path: Path, 
     summary = (tmp_path / "out" / "summary.txt").read_text()
     assert summary in capsys.readouterr().out
     assert summary.splitlines()[:2] == [
-        "6 problems, 24 responses (0 truncated); not counted: 0 by the options, 0 without a score",
+        "6 problems, 24 responses (0 truncated); not counted: 0 replayed or left out by the options, 0 without a score",
         "mean pass rate 0.5833; the filters keep 4 problems",
     ]
     counts = [line.split("#")[0].split()[-1] for line in summary.splitlines()[4:11]]
@@ -152,7 +169,8 @@ def test_the_summary_counts_problems_by_pass_rate(folder: Path, tmp_path: Path, 
 
 
 def test_which_responses_count(prompts: list[Prompt], tmp_path: Path) -> None:
-    """A truncated response is no row of any kind; an unscorable one is no failure of the model; `acc` goes before score."""
+    """A truncated response is no row of any kind; an unscorable one is no failure of the model; `acc` goes
+    before score; what was replayed counts where it was drawn."""
     prompt = prompts[0]
     first = [
         material.sample(prompt, 0, 0, material.right(prompt, 0), 1.0, finish_reason="length"),
@@ -160,7 +178,8 @@ def test_which_responses_count(prompts: list[Prompt], tmp_path: Path) -> None:
         material.sample(prompt, 0, 2, material.wrong(prompt, 0), 0.6, reward_metrics={"acc": 0.0}),
     ]
     material.write_rollouts(tmp_path / "r", 3, first)
-    material.write_rollouts(tmp_path / "r", 4, [material.sample(prompt, 0, 0, "late", 0.6)])
+    replayed = material.sample(prompt, 0, 1, material.wrong(prompt, 1), 0.0, is_replayed=True)
+    material.write_rollouts(tmp_path / "r", 4, [material.sample(prompt, 0, 0, "late", 0.6), replayed])
 
     def counted(name: str, *options: Any) -> tuple[int, int, int]:
         assert curate(tmp_path / "r", "--output", tmp_path / name, *options) == 0
@@ -197,7 +216,15 @@ def test_which_rows_are_kept(folder: Path, prompts: list[Prompt], tmp_path: Path
 
 def test_memory_does_not_grow_with_the_responses(prompts: list[Prompt], tmp_path: Path) -> None:
     """24 MB of responses to one problem, of which two rows are written."""
-    row = {"metrics": {}, "response_tokens": 1, "finish_reason": "stop", "step": 0, "prompt": "q", "answer": "a"}
+    row = {
+        "metrics": {},
+        "response_tokens": 1,
+        "finish_reason": "stop",
+        "step": 0,
+        "replayed": False,
+        "prompt": "q",
+        "answer": "a",
+    }
     with (tmp_path / "step_000000.jsonl").open("w") as file:
         for number in range(1200):
             file.write(json.dumps({**row, "response": f"{number} " + "x" * 20_000, "score": number % 2}) + "\n")

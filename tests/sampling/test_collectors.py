@@ -273,6 +273,8 @@ def test_the_age_of_a_replayed_group_counts_from_its_draw() -> None:
     assert max(age for step in ages(collected) for age in step) == 2
     for step, (groups, metrics) in enumerate(collected):
         replayed = groups[: int(metrics["train/replayed_groups"])]
+        marked = [all(sample.is_replayed for sample in group.samples) for group in groups]
+        assert marked == [True] * len(replayed) + [False] * (len(groups) - len(replayed))
         assert metrics["train/replay_staleness_max"] == max((step - g.version for g in replayed), default=0)
 
 
