@@ -20,6 +20,8 @@ import torch
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
+from grpo_megatron.data.tasks import get_task
+from grpo_megatron.rewards.reward import rewards
 from tests import tiny, worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT, SHARED
@@ -167,6 +169,7 @@ def test_the_plan_at_full_size(
         line.removeprefix("#").strip() for line in recipe.read_text().partition("\n\nmodel:")[0].splitlines()
     )
     assert str(recipe) in header and "Not run on a GPU yet" in header and "Expected" in header and "Values: " in header
+    assert all((ROOT / path).exists() for path in re.findall(r"examples/recipes/[\w/]+\.yaml", header))
     fullest = max(gib[name] for name in gib if name not in ("load", "start", "sync", "rollout", "save"))
     assert stated(header, r"takes (\d+) GiB") == pytest.approx(fullest, abs=2)
     if "rollout" in gib:
@@ -178,6 +181,19 @@ def stated(header: str, pattern: str) -> float:
     found = re.search(pattern, header)
     assert found is not None, f"no {pattern!r} in the header"
     return float(found[1])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/recipes/tasks").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_task_reads_its_files_and_grades_them(path: Path, data: Path) -> None:
+    """The instruction asks for a box, and a box with the reference answer is right."""
+    task = get_task(str(path))
+    names = [name for name in task.files if (data / name).exists()] or ["gsm8k_train.jsonl", "math_train.jsonl"]
+    for name in names:
+        rows = [json.loads(line) for line in (data / name).read_text().splitlines()]
+        for question, answer in map(task.read_row, rows):
+            assert "\\boxed{}" in json.dumps(task.messages(question))
+            assert rewards.get(task.reward or "")("\\boxed{" + answer + "}", answer)["acc"] == 1.0
+            assert rewards.get(task.reward or "")("\\boxed{no}", answer)["acc"] == 0.0
 
 
 SMALL = {
