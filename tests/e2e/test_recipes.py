@@ -20,6 +20,8 @@ import torch
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
+from grpo_megatron.data.tasks import get_task
+from grpo_megatron.rewards.reward import rewards
 from tests import tiny, worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT, SHARED
@@ -45,6 +47,7 @@ DEEPSEEK_7B = {  # deepseek-math-7b, deepseek-llm-7b: Llama's architecture
     "rope_theta": 10000.0,
     "rope_scaling": None,
 }
+LLAMA_7B = {**DEEPSEEK_7B, "vocab_size": 32000, "num_hidden_layers": 32, "max_position_embeddings": 2048}
 QWEN_32B = {
     "hidden_size": 5120,
     "intermediate_size": 27648,
@@ -59,6 +62,10 @@ FULL_SIZE: dict[str, tuple[str, dict[str, Any]]] = {  # folder under /models -> 
     "Qwen2.5-Math-7B": ("Qwen2.5-7B-Instruct", {"max_position_embeddings": 4096, "rope_theta": 10000.0}),
     "Qwen2.5-32B": ("Qwen2.5-7B-Instruct", QWEN_32B),
     "Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {}),
+    "deepseek-llm-7b-chat": ("Llama-3.1-8B", DEEPSEEK_7B),
+    "Llama-3.2-1B-Instruct": ("Llama-3.2-1B", {}),
+    "llama-7b": ("Llama-3.1-8B", LLAMA_7B),
+    "hf": ("Llama-3.1-8B", LLAMA_7B),  # what an earlier stage has written
 }
 FILES = {  # file under /data -> its rows
     "gsm8k_train.jsonl": "gsm8k/train.jsonl",
@@ -77,6 +84,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, source in FILES.items():
         lines = (SHARED / source).read_text().splitlines(keepends=True)
         (folder / name).write_text("".join(lines[:16]))
+    lines = [json.loads(line) for line in (folder / "gsm8k_train.jsonl").read_text().splitlines()]
+    written = [{"prompt": row["question"], "response": row["answer"].rpartition("\n")[2]} for row in lines]
+    (folder / "gsm8k_sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     rows = [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in range(16)]
     for name in ("dapo_math_17k.jsonl", "aime24.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -150,7 +160,7 @@ def test_the_plan_at_full_size(
     command = ["train", str(recipe), "--dry-run", "--world-size", str(world), "--gpu-memory", "79", *overrides]
     assert main.main(command) == 0
     plan = capsys.readouterr().out.splitlines()
-    phases = next(line for line in plan if line.split()[:2] == ["load", "start"]).split()
+    phases = next(line for line in plan if line.split()[:1] + line.split()[-1:] == ["load", "save"]).split()
     together = next(line for line in plan if line.startswith("  together")).split()[1:]
     fits = next(line for line in plan if line.startswith("  of 79")).split()[2:]
     assert fits == ["fits"] * len(phases)
@@ -159,10 +169,31 @@ def test_the_plan_at_full_size(
         line.removeprefix("#").strip() for line in recipe.read_text().partition("\n\nmodel:")[0].splitlines()
     )
     assert str(recipe) in header and "Not run on a GPU yet" in header and "Expected" in header and "Values: " in header
-    stated = re.search(r"takes (\d+) GiB, rollouts (\d+)", header)
-    assert stated is not None
-    fullest = max(gib[name] for name in ("scoring", "update", "learn") if name in gib)
-    assert (float(stated[1]), float(stated[2])) == pytest.approx((fullest, gib["rollout"]), abs=2)
+    assert all((ROOT / path).exists() for path in re.findall(r"examples/recipes/[\w/]+\.yaml", header))
+    fullest = max(gib[name] for name in gib if name not in ("load", "start", "sync", "rollout", "save"))
+    assert stated(header, r"takes (\d+) GiB") == pytest.approx(fullest, abs=2)
+    if "rollout" in gib:
+        assert stated(header, r"rollouts (\d+)") == pytest.approx(gib["rollout"], abs=2)
+
+
+def stated(header: str, pattern: str) -> float:
+    """The number that the header states."""
+    found = re.search(pattern, header)
+    assert found is not None, f"no {pattern!r} in the header"
+    return float(found[1])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/recipes/tasks").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_task_reads_its_files_and_grades_them(path: Path, data: Path) -> None:
+    """The instruction asks for a box, and a box with the reference answer is right."""
+    task = get_task(str(path))
+    names = [name for name in task.files if (data / name).exists()] or ["gsm8k_train.jsonl", "math_train.jsonl"]
+    for name in names:
+        rows = [json.loads(line) for line in (data / name).read_text().splitlines()]
+        for question, answer in map(task.read_row, rows):
+            assert "\\boxed{}" in json.dumps(task.messages(question))
+            assert rewards.get(task.reward or "")("\\boxed{" + answer + "}", answer)["acc"] == 1.0
+            assert rewards.get(task.reward or "")("\\boxed{no}", answer)["acc"] == 0.0
 
 
 SMALL = {
@@ -177,7 +208,8 @@ SMALL = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-PROMPT, RESPONSE = 480, 16  # tokens; some of MATH's rows are longer and left out
+REAL_REWARDS = ("qwen25_7b", "r1_gsm8k_1b")  # the others have one that a random model gets
+PROMPT, RESPONSE = 720, 16  # tokens; longer prompts are left out
 
 
 def shrunk(family: str, root: Path) -> Path:
@@ -223,7 +255,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
         "trainer.device=cpu",
         f"trainer.output_dir={out}",
     ]
-    if recipe.parent.name != "qwen25_7b":  # a random model is never right: one recipe has the real reward
+    if recipe.parent.name not in REAL_REWARDS:
         overrides.append("reward.function=tests.e2e.rewards:parity_reward")
     if config.data.gen_batch_size is not None:
         overrides.append(f"data.gen_batch_size={batch}")
@@ -232,6 +264,10 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     if config.reward_model.path is not None:
         overrides += [f"reward_model.path={model}", "reward_model.steps=2", "reward_model.train_batch_size=4"]
         overrides.append("algorithm.iteration_steps=1")
+    if config.algorithm.adv_estimator == "gae":
+        overrides.append("critic.ppo_mini_batch_size=1")
+    if getattr(config.trainer, "total_epochs", None) is not None:
+        overrides.append("trainer.total_epochs=null")
     return load_config(recipe, overrides).model_dump(mode="json")
 
 
@@ -244,21 +280,25 @@ def test_two_steps_of_a_shrunk_model(family: str, data: Path, tmp_path: Path, mo
     for recipe in RECIPES:
         base, _ = FULL_SIZE[load_config(recipe, []).model.path.name]
         if json.loads((SHARED / "hf_configs" / f"{base}.json").read_text())["model_type"] == family:
-            raws[recipe.parent.name] = shrunk_run(recipe, model, data, tmp_path / recipe.stem / recipe.parent.name)
+            raws[recipe] = shrunk_run(recipe, model, data, tmp_path / recipe.parent.name / recipe.stem)
     assert raws
     worlds.run(run_ranks.train_many, 2, raws=list(raws.values()))
-    for name, raw in raws.items():
+    for recipe, raw in raws.items():
         lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
-        first, second, last = map(json.loads, lines)
-        for row in (first, second):
-            if (
-                row is first or not raw["algorithm"]["filter_groups"]["enable"]
-            ):  # else groups of older weights are left over
-                assert row["training/rollout_logp_diff_mean"] < 1e-6
-            assert math.isfinite(row["actor/grad_norm"]) and row["actor/skipped_updates"] == 0
-            assert row["actor/grad_norm"] > 0 or name == "qwen25_7b"
-            assert ("actor/kl_loss" in row) == raw["actor"]["use_kl_loss"]
-            assert ("train/num_gen_batches" in row) == raw["algorithm"]["filter_groups"]["enable"]
-        assert ("reward_model/agreement" in second) == (raw["reward_model"]["path"] is not None)
+        check_metrics(raw, *map(json.loads, lines[:2]), has_gradient=recipe.parent.name not in REAL_REWARDS)
         for task in raw["data"]["val_tasks"]:
-            assert f"val-core/{Path(task).stem}/acc/mean@1" in last
+            assert f"val-core/{Path(task).stem}/acc/mean@1" in json.loads(lines[2])
+
+
+def check_metrics(raw: dict[str, Any], first: dict[str, float], second: dict[str, float], has_gradient: bool) -> None:
+    """Both steps were updates on the samples of an engine that agrees with the policy, with the parts that the config names."""
+    filtered = raw["algorithm"]["filter_groups"]["enable"]
+    for row in (first, second):
+        if raw["algorithm"]["source"] == "policy" and (row is first or not filtered):  # else older weights drew some
+            assert row["training/rollout_logp_diff_mean"] < 1e-6
+        assert math.isfinite(row["actor/grad_norm"]) and row["actor/skipped_updates"] == 0
+        assert row["actor/grad_norm"] > 0 or not has_gradient
+        assert ("actor/kl_loss" in row) == raw["actor"]["use_kl_loss"]
+        assert ("train/num_gen_batches" in row) == filtered
+        assert ("critic/vf_loss" in row) == (raw["algorithm"]["adv_estimator"] == "gae")
+    assert ("reward_model/agreement" in second) == (raw["reward_model"]["path"] is not None)
