@@ -58,7 +58,10 @@ class CountingRules:
 
 @dataclass
 class Tally:
-    """`problems` by digest, in the order of their first responses. `left_out`: replayed or by the rules; `unscorable`: without a score."""
+    """`problems` by digest, in the order of their first responses.
+
+    `left_out`: replayed, or left out by the rules; `unscorable`: without a score.
+    """
 
     rules: CountingRules
     problems: dict[str, ProblemTally] = field(default_factory=dict)
