@@ -64,9 +64,16 @@ SUPERVISED_COLUMNS = (
     SECONDS,
     SPEED,
 )
+SCORE_ACCURACY = {  # actor.loss_mode -> the metric that takes the place of the entropy
+    "bradley_terry": Column("accuracy", "actor/pair_accuracy", 4, "share of pairs whose chosen response scores higher"),
+    "step_labels": Column("accuracy", "actor/step_accuracy", 4, "share of steps that are judged as their label says"),
+}
 
 
 def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     """Those for a run with this config, as plain JSON."""
     source = (run_config or {}).get("algorithm", {}).get("source")
-    return SUPERVISED_COLUMNS if source == "file" else CONSOLE_COLUMNS
+    if source != "file":
+        return CONSOLE_COLUMNS
+    accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))
+    return tuple(accuracy if accuracy and column is ENTROPY else column for column in SUPERVISED_COLUMNS)
