@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests import worlds
 from tests.soak.workspace import make_workspace
@@ -68,6 +69,14 @@ def test_stopped_and_killed_is_as_if_never_stopped(runs: Any) -> None:
     assert [row["training/epoch"] for row in logged(out / "whole")[:6]] == pytest.approx(
         [n * 5 / 16 for n in range(1, 7)]
     )
+
+
+def test_the_warm_up_is_a_run_from_a_file(runs: Any) -> None:
+    """The section `sft`, and `algorithm.source=file` without shuffling: the same losses and weights."""
+    out, results = runs
+    assert column(out / "alone", "actor/pg_loss") == column(out / "whole/sft", "actor/pg_loss")
+    warmed_up = load_file(out / "whole/warmup/model.safetensors")
+    assert all(torch.equal(tensor, results["alone"]["weights"][name]) for name, tensor in warmed_up.items())
 
 
 def test_the_validation_loss_is_the_token_mean_of_transformers(root: Path, runs: Any) -> None:
