@@ -20,7 +20,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, LossMetrics, MetricSum, policy_losses
-from grpo_megatron.algo.sequence_losses import SEQUENCE_MEAN
+from grpo_megatron.algo.sequence_losses import SEQUENCE_MEAN, sequence_mean
 from grpo_megatron.config import ActorConfig
 
 
@@ -32,10 +32,9 @@ def bradley_terry(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Loss
     over pairs.
     """
     assert len(inputs.mask) % 2 == 0, f"{len(inputs.mask)} rows are no pairs"
-    scores, labels = inputs.logprobs.sum(-1), inputs.advantages.sum(-1)  # [B]: each row has one scored token
-    assert bool((labels[0::2] == -labels[1::2]).all() and (labels[0::2] >= 1).all()), (
-        "rows are not chosen, rejected in turn"
-    )
+    scores, labels = (sequence_mean(x, inputs.mask).squeeze(-1) for x in (inputs.logprobs, inputs.advantages))  # [B]
+    is_pair = (labels[0::2] == -labels[1::2]) & (labels[0::2] >= 1)
+    assert bool((is_pair | ~inputs.mask.any(-1)[0::2]).all()), "rows are not chosen (1 or more) and rejected in turn"
     difference, margin = scores[0::2] - scores[1::2], labels[0::2] - 1.0  # [B / 2]
     per_pair = functional.softplus(margin - difference)
 

@@ -13,7 +13,15 @@ gradient. These are the coefficients (of DPO: the sign; its loss determines the 
 
 from __future__ import annotations
 
-from grpo_megatron.algo.advantages import Advantages, advantage_estimators, is_informative, scorable_groups
+import math
+
+from grpo_megatron.algo.advantages import (
+    Advantages,
+    advantage_estimators,
+    check_rewards,
+    is_informative,
+    scorable_groups,
+)
 from grpo_megatron.config import AlgorithmConfig
 from grpo_megatron.types import GroupTable
 
@@ -50,26 +58,25 @@ def best_worst(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     "preference", needs_rewards=False, makes_pairs=True, ignores_token_penalties=True, scores="response"
 )
 def preference(table: GroupTable, config: AlgorithmConfig) -> Advantages:
-    """One pair per prompt of two samples. The rewards are 1 + margin (chosen) and 0 (rejected).
+    """The pair of `best_worst`, with the difference of the two rewards in place of 1.
 
-    Raises ValueError for anything else: such rows come from a file only (data/scored.py).
+    Rows of a file have the rewards 1 + margin (chosen) and 0 (rejected), see data/scored.py.
     """
-    advantages: Advantages = [None] * len(table)
+    check_rewards(table.reward)
+    advantages = best_worst(table, config)
     for group in table.groups():
-        rewards = sorted(table.reward[row] for row in group)
-        if len(rewards) != 2 or rewards[0] != 0 or not rewards[1] >= 1:
-            raise ValueError(
-                f"algorithm.adv_estimator='preference' needs pairs with rewards 1 + margin and 0, not {rewards}; it is for"
-                " algorithm.source=file with actor.loss_mode=bradley_terry"
-            )
-        for row in group:
-            advantages[row] = rewards[1] if table.reward[row] else -rewards[1]
+        pair = [row for row in group if advantages[row] is not None]
+        if pair:
+            difference = max(table.reward[row] for row in pair) - min(table.reward[row] for row in pair)
+            for row in pair:
+                advantages[row] = math.copysign(difference, advantages[row])  # type: ignore[arg-type]
     return advantages
 
 
 @advantage_estimators.register("step_labels", needs_rewards=False, ignores_token_penalties=True, scores="step")
 def step_labels(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """One number per response token, from step rewards of 1 (right) and 0 (wrong)."""
+    check_rewards(table.reward)
     advantages: Advantages = []
     for row, length in enumerate(table.response_length):
         values = [0.0] * length

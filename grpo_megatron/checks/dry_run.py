@@ -236,12 +236,14 @@ def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) 
         label = f"~ {name}" if name in ESTIMATED else name
         yield _cells(label, ["-" if size is None else f"{size / GIB:.2f}" for size in sizes])
     if device_gib is None:
-        yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
+        if config.draws:
+            yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
         yield _cells("a device of", [f"{phase.smallest_device / GIB:.2f}" for phase in phases])
         yield "--gpu-memory GIB marks the phases that do not fit a device of that size."
         return
     shares = [phase.utilization * device_gib for phase in phases]
-    yield _cells("engine's share", [f"{share:.2f}" if share else "-" for share in shares])
+    if config.draws:
+        yield _cells("engine's share", [f"{share:.2f}" if share else "-" for share in shares])
     yield _cells("together", [f"{p.total / GIB + share:.2f}" for p, share in zip(phases, shares, strict=True)])
     device = device_gib * GIB
     yield _cells(f"of {device_gib:g}", ["fits" if phase.fits(device) else "NO" for phase in phases])

@@ -250,9 +250,7 @@ def _read_written(
         return load_offline_groups(config.data, files, tokenizer, fields, renderer)
     except ConfigError as error:
         wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"} or {"messages"}'
-        raise ConfigError(
-            f"{key}: {error} (it has rows {wanted} with actor.loss_mode={config.actor.loss_mode})"
-        ) from error
+        raise ConfigError(f"{key}: {error} (actor.loss_mode={config.actor.loss_mode} reads rows {wanted})") from error
 
 
 def _check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:
