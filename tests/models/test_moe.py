@@ -168,10 +168,13 @@ def test_engine_agrees_after_every_sync(folders: list[Path], model: int, layout:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_read_in_every_layout(folders: list[Path], tmp_path: Path) -> None:
-    """Weights bitwise, and the optimizer's state: the next update equals the writer's."""
+    """Weights bitwise, and the optimizer's state: the next update equals the writer's.
+
+    DeepSeek-V3, written with two stages: the first has no experts, and its part of the optimizer no parameters.
+    """
     tmp_path.joinpath("state").mkdir()
-    kwargs: dict[str, Any] = {"folder": folders[0], "pairs": PAIRS}
-    writer = LAYOUTS["EP2xDP2"]
+    kwargs: dict[str, Any] = {"folder": folders[4], "pairs": PAIRS}
+    writer = LAYOUTS["PP2"]
     path = tmp_path / "state"
     want = worlds.run(moe_ranks.checkpointed, 2, layout=writer, save_to=path, load_from=None, **kwargs)[0]
     for name in ("1", "TP2+SP", "PP2", "EP2xDP2"):
