@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from grpo_megatron.config.model import OptimConfig
-from grpo_megatron.config.section import Count, Section, Seed
+from grpo_megatron.config.section import Count, Files, Section, Seed
 
 
 class SamplingConfig(Section):
@@ -28,8 +28,8 @@ class SamplingConfig(Section):
 
 class DataConfig(Section):
     task: str = "gsm8k"  # how rows become prompts: a built-in task, a task file, or module:function (data/tasks.py)
-    train_files: list[Path] = []  # .jsonl or .json, read in this order
-    val_files: list[Path] = []
+    train_files: Files = []  # .jsonl, .json or .csv, read in this order; a path, a pattern (data/*.jsonl), or a list of them
+    val_files: Files = []
     train_batch_size: Count = 512
     gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
     val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
@@ -50,6 +50,6 @@ class SftConfig(Section):
     """The supervised warmup before GRPO. steps = 0: there is none."""
 
     steps: int = Field(0, ge=0)  # optimizer steps
-    train_files: list[Path] = []  # rows {"prompt": ..., "response": ...}
+    train_files: Files = []  # rows {"prompt": ..., "response": ...}
     train_batch_size: Count = 32  # rows per optimizer step
     optim: OptimConfig = OptimConfig()
