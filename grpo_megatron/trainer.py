@@ -37,6 +37,7 @@ from grpo_megatron.training.build import (
     build_references,
     build_report,
     build_reward_model,
+    build_validator,
     join_world,
 )
 from grpo_megatron.training.cadence import Cadence
@@ -46,8 +47,8 @@ from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.output_folder import OutputFolder
 from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.validation import Validator
-from grpo_megatron.training.warm_up import WARMUP_FOLDER, record_update, warm_up
+from grpo_megatron.training.validation_loss import ValidationLoss
+from grpo_megatron.training.warm_up import record_update, warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
@@ -55,7 +56,7 @@ class Trainer:
     """`checked` is what `validate` read for this config. Build on every rank at the same point, then `run` once."""
 
     def __init__(self, config: Config, checked: Checked) -> None:
-        self.config = config  # whole: every checkpoint records it
+        self.config = config = checked.resolved(config)  # whole: every checkpoint records it
         self.algorithm, self.actor, self.data = config.algorithm, config.actor, config.data
         self.output_dir, self.num_steps = config.trainer.output_dir, config.trainer.total_training_steps
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
@@ -90,7 +91,6 @@ class Trainer:
             config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
         )
         self.colocation = build_colocation(config, checked, self.policy)
-        self.engine = self.colocation.engine
         generator = build_generator(config, checked, self.colocation, opened)
 
         # The models in their state before the first step: warmed up, or restored.
@@ -102,8 +102,7 @@ class Trainer:
         if self.folder.moved_to is not None:
             self.sinks.note(f"an earlier run's files are now in {self.folder.moved_to}")
         if checkpoint is None and config.sft.steps:
-            warm_up(self.policy, checked.supervised_rows, config.sft, self.actor, self.sinks.note)
-            self._save_hf(self.output_dir / WARMUP_FOLDER)
+            warm_up(config, checked, self.policy, self.heartbeat, self.sinks.note, self._save_hf)
         num_updates = self.actor.num_updates(trainer.total_training_steps, self.data.train_batch_size)
         period = self.actor.num_updates(1, self.data.train_batch_size)
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
@@ -126,9 +125,9 @@ class Trainer:
             mesh=self.mesh,
             sync_initial=self._sync_initial_model,
         )
-        self.validator = Validator(
-            generator, checked.val_prompts, self.data, rollout, self.mesh, self.output_dir, trainer.num_logged_samples
-        )
+        self.validator = build_validator(config, checked, generator, self.mesh)
+        groups = checked.val_loss_groups
+        self.validation_loss = ValidationLoss(groups, config, self.policy, self.references, self.cadence)
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data.max_response_length)
         self.loss = build_loss(self.actor)
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
@@ -168,6 +167,7 @@ class Trainer:
             self.heartbeat.step = step
             with self.metrics.phase("step"):
                 self.begin_iteration(step)  # the reference becomes the policy, where the run is iterative
+                self.validation_loss.before(step, self.metrics, self.summary)  # of held-out rows, when due
                 with self.colocation.rollout(step, self.metrics):  # weights into the engine, checked; engine awake
                     self.validate(step)
                     samples = self.collect(step)  # prompts -> samples -> rewards
@@ -261,9 +261,11 @@ class Trainer:
 
     def finish(self) -> None:
         """Validate and export the final weights, draw the curves, print the first and the last validation."""
-        if self.validator.prompts and self.cadence.validates_at_end():
-            with self.colocation.rollout(self.num_steps, self.metrics):
-                results = self.validator.run(self.num_steps, self.metrics)
+        if self.cadence.validates_at_end():
+            results = self.validation_loss.run(self.metrics)
+            if self.validator.prompts:
+                with self.colocation.rollout(self.num_steps, self.metrics):
+                    results |= self.validator.run(self.num_steps, self.metrics)
             self.summary.add(self.num_steps, results)
             self.metrics.reduce(self.mesh.all_gather)  # clears the timings of this validation, which belong to no step
             self.sinks.log(self.num_steps, results)
@@ -276,7 +278,7 @@ class Trainer:
 
     def close(self) -> None:
         """Release the engine and leave the process groups. Collective."""
-        self.engine.shutdown()
+        self.colocation.close()
         destroy_mesh()
 
     def _save_hf(self, target: Path) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.checks.data_plan import counted, data_lines
 from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import (
@@ -47,14 +49,15 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         f"Memory of one rank, in GiB ({source})": chain(
             _memory_lines(config, world_size, policy, reward_model), _host_lines(config, checked.arch, policy)
         ),
-        "Weight sync": weight_sync_lines(config, checked.arch, world_size),
-        "Data": _data_lines(config, checked),
+        "Weight sync": weight_sync_lines(config, checked.arch, world_size) if config.draws else [],
+        "Data": (_line(name, text) for name, text in data_lines(config, checked)),
     }
     if config.trainer.device != "cpu":
         phases = memory_phases(config, checked.arch, world_size, policy, reward_model)
         title = "Device memory of one rank in each phase, in GiB (~: estimated, checks/phases.py says how)"
         sections[title] = _phase_lines(config, phases, device_gib)
-    parts = [f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items()]
+    written = {title: [f"  {line}" for line in lines] for title, lines in sections.items()}
+    parts = ["\n".join([title, *lines]) for title, lines in written.items() if lines]
     resolved = yaml.safe_dump(
         config.model_dump(mode="json"), sort_keys=False, width=YAML_WIDTH, default_flow_style=None
     )
@@ -69,7 +72,7 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if world_size == nodes * per_node:
-        yield _line("ranks", f"{world_size} = {_counted(nodes, 'node')} x {per_node}")
+        yield _line("ranks", f"{world_size} = {counted(nodes, 'node')} x {per_node}")
     else:
         yield _line("ranks", f"{world_size} (the config has {nodes} x {per_node})")
     tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
@@ -85,7 +88,8 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
     if megatron.use_distributed_optimizer:
         training.append("distributed optimizer")
     yield _line("training", ", ".join([*training, config.model.dtype]))
-    yield _line("rollout", f"{_counted(world_size // rollout_tp, 'engine')} of tp {rollout_tp}")
+    engines = f"{counted(world_size // rollout_tp, 'engine')} of tp {rollout_tp}"
+    yield _line("rollout", engines if config.draws else "no engine: nothing is drawn")
     yield from (_line(name, text) for name, text in device_lines(config))
 
 
@@ -97,24 +101,35 @@ def _data_parallel_size(config: Config, world_size: int) -> int:
 
 
 def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[str]:
-    actor, n = config.actor, config.rollout.n
-    batch = config.data.train_batch_size
+    actor, batch = config.actor, config.data.train_batch_size
+    n = _samples_of_prompt(config)
     samples_per_update = actor.mini_batch_size(batch) * n
     engines = world_size // config.rollout.tensor_model_parallel_size
     dp = _data_parallel_size(config, world_size)
-    samples = f"{_counted(batch, 'prompt')} x {n} = {batch * n:,}"
-    yield _line("samples", f"{samples}, about {_divided(batch * n, engines)} per engine")
-    mini_batches = _counted(actor.num_mini_batches(batch), "mini-batch", "mini-batches")
-    updates = f"{mini_batches} x {_counted(actor.ppo_epochs, 'epoch')} = {actor.num_updates(1, batch)}"
+    if config.algorithm.source == "file":
+        responses = "" if n == 1 else f" x {n} responses = {batch * n:,}"
+        yield _line("samples", f"{counted(batch, 'row')}{responses}, read from files")
+    else:
+        samples = f"{counted(batch, 'prompt')} x {n} = {batch * n:,}"
+        yield _line("samples", f"{samples}, about {_divided(batch * n, engines)} per engine")
+    mini_batches = counted(actor.num_mini_batches(batch), "mini-batch", "mini-batches")
+    updates = f"{mini_batches} x {counted(actor.ppo_epochs, 'epoch')} = {actor.num_updates(1, batch)}"
     yield _line("optimizer steps", f"{updates}, of {samples_per_update:,} samples each")
     yield _line("per dp rank", f"about {_divided(samples_per_update, dp)} samples of each optimizer step")
     cap = f"at most {actor.ppo_max_token_len_per_gpu:,} tokens"
     if actor.ppo_micro_batch_size_per_gpu:
-        cap += f" and {_counted(actor.ppo_micro_batch_size_per_gpu, 'sequence')}"
+        cap += f" and {counted(actor.ppo_micro_batch_size_per_gpu, 'sequence')}"
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
     yield _line("reference", "; ".join(_uses_of_reference(config)))
     yield from (_line(name, text) for name, text in environment_lines(config, checked.first_messages))
+
+
+def _samples_of_prompt(config: Config) -> int:
+    """Rows of a file have one response, or a chosen and a rejected one."""
+    if config.algorithm.source != "file":
+        return config.rollout.n
+    return 2 if policy_losses.facts(config.actor.loss_mode).paired else 1
 
 
 def _uses_of_reference(config: Config) -> Iterator[str]:
@@ -208,7 +223,7 @@ def _memory_lines(
 
 def _host_lines(config: Config, arch: Architecture, policy: list[StageParameters]) -> Iterator[str]:
     """What `rollout.sync=delta` keeps on the host (sync/delta_sync.py)."""
-    if config.rollout.sync != "delta":
+    if config.rollout.sync != "delta" or not config.draws:
         return
     itemsize = DTYPE_BYTES[config.model.dtype]
     engine = arch.num_parameters() * itemsize / config.rollout.tensor_model_parallel_size / GIB
@@ -231,12 +246,14 @@ def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) 
         label = f"~ {name}" if name in ESTIMATED else name
         yield _cells(label, ["-" if size is None else f"{size / GIB:.2f}" for size in sizes])
     if device_gib is None:
-        yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
+        if config.draws:
+            yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
         yield _cells("a device of", [f"{phase.smallest_device / GIB:.2f}" for phase in phases])
         yield "--gpu-memory GIB marks the phases that do not fit a device of that size."
         return
     shares = [phase.utilization * device_gib for phase in phases]
-    yield _cells("engine's share", [f"{share:.2f}" if share else "-" for share in shares])
+    if config.draws:
+        yield _cells("engine's share", [f"{share:.2f}" if share else "-" for share in shares])
     yield _cells("together", [f"{p.total / GIB + share:.2f}" for p, share in zip(phases, shares, strict=True)])
     device = device_gib * GIB
     yield _cells(f"of {device_gib:g}", ["fits" if phase.fits(device) else "NO" for phase in phases])
@@ -247,40 +264,6 @@ def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) 
 
 def _cells(label: str, cells: list[str]) -> str:
     return f"{label:<22}" + "".join(f"{cell:>9}" for cell in cells)
-
-
-def _data_lines(config: Config, checked: Checked) -> Iterator[str]:
-    trainer, sft = config.trainer, config.sft
-    if sft.steps:
-        rows = len(checked.supervised_rows)
-        yield _line("warmup", f"{_found(rows, 'row')}; {_epochs(sft.steps, sft.train_batch_size, rows)}")
-    if trainer.total_training_steps:
-        prompts = len(checked.train_prompts) or len(checked.offline_groups)
-        epochs = _epochs(trainer.total_training_steps, config.data.train_batch_size, prompts)
-        yield _line("training", f"{_found(prompts, 'prompt')} of task {config.data.task}; {epochs}")
-    if checked.val_prompts:
-        times = []
-        if trainer.val_before_train:
-            times.append("before training")
-        if trainer.test_freq > 0:
-            times.append(f"every {trainer.test_freq} steps")
-        times.append("at the end" if times else "never")
-        yield _line("validation", f"{_counted(len(checked.val_prompts), 'prompt')}, {', '.join(times)}")
-    yield _line("output", str(trainer.output_dir))
-
-
-def _found(number: int, noun: str) -> str:
-    return _counted(number, noun) if number else f"{noun}s NOT FOUND, so not checked,"
-
-
-def _epochs(steps: int, batch_size: int, items: int) -> str:
-    epochs = f" = {steps * batch_size / items:.2f} epochs" if items else ""
-    return f"{steps} steps x {batch_size}{epochs}"
-
-
-def _counted(number: int, noun: str, plural: str | None = None) -> str:
-    """1 node, 2 nodes."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _divided(number: int, parts: int) -> str:

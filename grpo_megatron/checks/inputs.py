@@ -81,7 +81,9 @@ def only_present(config: Config) -> Config:
         return [file for file in files if file.exists()]
 
     data, sft = config.data, config.sft
-    files: dict[str, Any] = {"train_files": present(data.train_files), "val_files": present(data.val_files)}
+    files: dict[str, Any] = {
+        name: present(getattr(data, name)) for name in ("train_files", "val_files", "val_loss_files")
+    }
     if data.sampling.pass_rates is not None and not data.sampling.pass_rates.exists():
         files["sampling"] = SamplingConfig()
     warmup = {"train_files": present(sft.train_files)}
@@ -93,10 +95,14 @@ def missing_keys(config: Config) -> Problems:
     trainer = config.trainer
     if trainer.total_training_steps and not config.data.train_files:
         yield f"trainer.total_training_steps={trainer.total_training_steps} needs prompts; set data.train_files"
-    if (trainer.val_before_train or trainer.test_freq > 0) and not (config.data.val_files or config.data.val_tasks):
+    data = config.data
+    if (trainer.val_before_train or trainer.test_freq > 0) and not (
+        data.val_files or data.val_tasks or data.val_loss_files
+    ):
         yield (
             f"trainer.val_before_train={str(trainer.val_before_train).lower()}, trainer.test_freq={trainer.test_freq}:"
-            " validation needs data.val_files; set it (or data.val_tasks), or val_before_train=false and test_freq=-1"
+            " validation needs data.val_files; set it (or data.val_tasks, or data.val_loss_files), or val_before_train=false and"
+            " test_freq=-1"
         )
     if config.sft.steps and not config.sft.train_files:
         yield f"sft.steps={config.sft.steps} needs rows to learn from; set sft.train_files, or sft.steps=0"
@@ -221,8 +227,23 @@ def read_offline_groups(
 
     `renderer` is that of the rollouts, if they have several turns.
     """
-    key, files = "data.train_files", config.data.train_files
-    if not config.trainer.total_training_steps or config.algorithm.source != "file" or not files:
+    if not config.trainer.total_training_steps or config.algorithm.source != "file":
+        return []
+    return _read_written(config, "data.train_files", config.data.train_files, tokenizer, renderer)
+
+
+def read_val_loss_groups(
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+) -> list[OfflineGroup]:
+    """The rows of `data.val_loss_files`, of the kind that `read_offline_groups` reads for the same loss."""
+    return _read_written(config, "data.val_loss_files", config.data.val_loss_files, tokenizer, renderer)
+
+
+def _read_written(
+    config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, renderer: TurnRenderer | None
+) -> list[OfflineGroup]:
+    """If the tokenizer could not be read, the files are checked and there are no groups."""
+    if not files:
         return []
     pairs = policy_losses.facts(config.actor.loss_mode).paired
     fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
@@ -233,7 +254,7 @@ def read_offline_groups(
         return load_offline_groups(config.data, files, tokenizer, fields, renderer)
     except ConfigError as error:
         wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"} or {"messages"}'
-        raise ConfigError(f"{key}: {error} (algorithm.source=file reads rows {wanted})") from error
+        raise ConfigError(f"{key}: {error} (actor.loss_mode={config.actor.loss_mode} reads rows {wanted})") from error
 
 
 def _check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:

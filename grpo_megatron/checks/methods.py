@@ -117,6 +117,11 @@ def _file_source(config: Config, key: str) -> Problems:
             f" rewards; set adv_estimator={without_rewards} (SFT), or {_pair_estimators()} with"
             f" actor.loss_mode={paired_losses}"
         )
+    if config.rollout.temperature != 1.0:
+        yield (
+            f"{key}: rollout.temperature={config.rollout.temperature:g} would also divide the logits of the training, and"
+            " nothing is drawn at it; leave it out (rollout.val_kwargs.temperature is that of validation)"
+        )
     if estimator.makes_pairs and not policy_losses.facts(loss_mode).paired:
         yield (
             f"{key} with algorithm.adv_estimator={algorithm.adv_estimator} reads pairs, and actor.loss_mode={loss_mode}"

@@ -39,7 +39,7 @@ def name_problems(config: Config) -> Problems:
     if problem := task_problem(config):
         yield problem
         return
-    if grades_itself(config):
+    if grades_itself(config) or not config.draws:
         return
     try:
         check_reward(config.reward.function or get_task(config.data.task).reward or "", config.reward.kwargs)
@@ -48,9 +48,11 @@ def name_problems(config: Config) -> Problems:
 
 
 def task_problem(config: Config) -> str | None:
-    """Why `data.task` cannot be used. None: it can, and something gives rewards for it."""
+    """Why `data.task` cannot be used. None: it can, and something gives rewards for what the run draws."""
     try:
         task = get_task(config.data.task)
+        if not config.draws:
+            return None
         if task.multi_turn.environment and not config.rollout.multi_turn.environment:
             return (
                 f"data.task={config.data.task!r} plays an environment in the scripted evaluation, and"

@@ -13,6 +13,9 @@
     save      Megatron gathers each state of the optimizer over the data-parallel ranks, for one bucket of gradients at a
               time: for all parameters, without `overlap_grad_reduce`. The gradient buffers are freed meanwhile
 
+A run that draws nothing has no engine: start, sync and rollout are absent, and so is scoring where nothing reads
+log-probabilities from before the update.
+
 Parameters and vLLM's budget are exact up to padding. The parts in ESTIMATED are estimates. A phase that does not fit
 without them is an error; one that does not fit with them is only reported by the plan. Not counted: FP8 copies of weights,
 fragmentation. Compared with no GPU yet.
@@ -24,6 +27,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference
 from grpo_megatron.checks.activations import (
     forward_bytes,
     head_bytes,
@@ -91,17 +95,19 @@ class _Rank:
 
     def phases(self) -> Iterator[Phase]:
         megatron, memory = self.config.actor.megatron, self.memory
-        utilization = self.config.rollout.gpu_memory_utilization
         gradients = {"gradients": memory.gradients}
         copy = {"copy of weights": memory.weights} if megatron.use_distributed_optimizer else {}
         yield self._phase("load", {**gradients, **copy})
-        yield self._phase("start", {} if megatron.offload_optimizer else gradients, utilization)
-        sync = self._beside_engine(needs_reference=self.config.algorithm.source == "initial")
-        buckets = self.config.rollout.update_weights_bucket_megabytes * 2**20
-        yield self._phase("sync", {**sync, "engine weights": self.engine_weights, "sync buckets": buckets})
-        yield self._rollout()
+        if self.config.draws:
+            utilization = self.config.rollout.gpu_memory_utilization
+            yield self._phase("start", {} if megatron.offload_optimizer else gradients, utilization)
+            sync = self._beside_engine(needs_reference=self.config.algorithm.source == "initial")
+            buckets = self.config.rollout.update_weights_bucket_megabytes * 2**20
+            yield self._phase("sync", {**sync, "engine weights": self.engine_weights, "sync buckets": buckets})
+            yield self._rollout()
         trained = self._trained()
-        yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
+        if self.config.draws or self._is_scored():
+            yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
         trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
         yield self._phase("update", {**trained, **self._backward()})
         if memory.reward_training:
@@ -112,11 +118,17 @@ class _Rank:
 
     def _phase(self, name: str, parts: dict[str, float], utilization: float = 0.0) -> Phase:
         always = {"weights": self.memory.weights}
-        if not self.config.rollout.free_cache_engine and name not in ("load", "start", "rollout"):
+        if self.config.draws and not self.config.rollout.free_cache_engine and name not in ("load", "start", "rollout"):
             parts.pop("engine weights", None)
             utilization = self.config.rollout.gpu_memory_utilization  # the engine never sleeps
         sizes = {**always, **parts, "CUDA, NCCL, graphs": RESERVED}
         return Phase(name, self.stage, {part: size for part, size in sizes.items() if size}, utilization)
+
+    def _is_scored(self) -> bool:
+        """Whether log-probabilities are computed besides those of the update."""
+        algorithm, actor = self.config.algorithm, self.config.actor
+        reads_logprobs = needs_old_logprobs(algorithm, actor) or reads_reference(algorithm, actor)
+        return reads_logprobs or bool(self.config.data.val_loss_files)
 
     def _rollout(self) -> Phase:
         rollout = self.config.rollout
@@ -194,6 +206,8 @@ def phase_problems(config: Config, arch: Architecture, phases: list[Phase], devi
     for phase in phases:
         if phase.is_impossible(device):
             yield shortage(config, phase, device)
+    if not config.draws:
+        return
     engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
     budget = config.rollout.gpu_memory_utilization * device
     if budget <= engine and config.rollout.quantization is None:

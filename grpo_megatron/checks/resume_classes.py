@@ -34,11 +34,12 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("data.sampling", "min_pass_rate max_pass_rate default_pass_rate", FIXED),
     **_keys("data", "max_prompt_length filter_overlong_prompts", FIXED),
     **_keys("data", "apply_chat_template chat_template system_prompt", FIXED),
-    **_keys("data", "val_files val_tasks val_data val_max_samples", APPLIES),
+    **_keys("data", "val_files val_tasks val_data val_loss_files val_max_samples", APPLIES),
     **_keys("data", "gen_batch_size max_response_length", APPLIES),
     **_keys("data", "train_batch_size", SCHEDULE),  # with the mini-batch size it gives the updates per step
     # The warm-up is over.
     **_keys("sft", "steps train_files train_batch_size", FIXED),
+    **_keys("sft", "save_freq", APPLIES),
     **_keys("sft.optim", f"{_OPTIMIZER_SCHEDULE} {_OPTIMIZER_VALUES}", FIXED),
     # The policy.
     **_keys("actor", "ppo_mini_batch_size ppo_epochs", SCHEDULE),
@@ -93,7 +94,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("algorithm.replay", "ratio", FIXED),  # the same for replayed groups
     **_keys("algorithm.replay", "size max_staleness", APPLIES),
     # The run.
-    **_keys("trainer", "total_training_steps", SCHEDULE),
+    **_keys("trainer", "total_training_steps total_epochs", SCHEDULE),
     **_keys("trainer", "output_dir save_freq test_freq val_before_train resume_mode verify_checkpoints", APPLIES),
     **_keys("trainer", "stop_file stop_at max_actor_ckpt_to_keep save_hf_at_end logger num_logged_samples", APPLIES),
     **_keys("trainer", "rollout_data_dir", APPLIES),

@@ -15,6 +15,7 @@ from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
 from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
+from grpo_megatron.checks.epochs import epoch_problems, with_total_steps
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
@@ -54,6 +55,11 @@ class Checked:
     reward_folder: RewardFolder | None = None  # reward_model.path
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
+    val_loss_groups: list[OfflineGroup] = field(default_factory=list)  # data.val_loss_files
+
+    def resolved(self, config: Config) -> Config:
+        """The config with the training steps that `trainer.total_epochs` means."""
+        return with_total_steps(config, len(self.train_prompts or self.offline_groups))
 
 
 def validate(
@@ -78,21 +84,18 @@ def validate(
     problems.add(sampling_problems(config))
     problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
-    problems.add(method_problems(config))
     problems.add(curation_problems(config))
     problems.add(environment_problems(config))
-    problems.add(schedule_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))
     problems.add(reward_model_problems(config, world_size, arch, reward_folder))
     problems.add(transformer_problems(config.actor.megatron.override_transformer_config))
-    problems.add(engine_problems(config.rollout))
+    if config.draws:
+        problems.add(engine_problems(config.rollout))
     problems.add(length_problems(config, arch))
     problems.add(inputs.missing_keys(config))
-    if not elsewhere:
-        problems.add(resume_problems(config))
     if not dry_run:
-        problems.add(package_problems(config.rollout))
+        problems.add(package_problems(config))
         problems.add(device_problems(config, world_size))
         problems.add(hardware_problems(config))
 
@@ -113,7 +116,7 @@ def validate(
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
         environment = problems.attempt(check_environment, config, tokenizer)
     renderer = environment.renderer if environment else None
-    train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = None
+    train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = val_loss_groups = None
     if task_problem(config) is None:  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
         train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer, environment)
@@ -122,7 +125,15 @@ def validate(
         if config.data.val_tasks:
             task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
         supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
+        val_loss_groups = problems.attempt(inputs.read_val_loss_groups, config, tokenizer, renderer)
 
+    num_rows = len(train_prompts or offline_groups or [])
+    problems.add(epoch_problems(config, num_rows))
+    config = with_total_steps(config, num_rows)
+    problems.add(method_problems(config))
+    if num_rows or config.trainer.total_epochs is None:  # else nobody knows the number of steps
+        problems.add(schedule_problems(config))
+        problems.add(resume_problems(config) if not elsewhere else [])
     problems.raise_if_any()
     assert arch is not None
     messages = None
@@ -145,6 +156,7 @@ def validate(
         reward_folder,
         environment,
         messages or [],
+        val_loss_groups or [],
     )
 
 

@@ -108,7 +108,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _train(args: argparse.Namespace, argv: list[str]) -> int:
     config = load_config(args.config, args.overrides)
     is_rank = "RANK" in os.environ
-    if not args.dry_run and _has_nothing_to_do(config):
+    if not args.dry_run and config.trainer.total_epochs is None and _has_nothing_to_do(config):
         return 0
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
@@ -116,7 +116,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.dry_run and (not is_rank or _is_first_of_machine()):
         remove_leftovers()
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
-        ranks.start_fork_server()
+        ranks.start_fork_server(config.draws)
     with large_imports():  # torch too: only once the file is known to be well-formed
         if not starts_ranks and not args.dry_run:
             _join_run(is_rank)
@@ -126,6 +126,10 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(
         config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
     )
+    if config.trainer.total_epochs is not None:
+        config = checked.resolved(config)
+        if not args.dry_run and _has_nothing_to_do(config):
+            return 0
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             _print_plan(config, checked, world_size, args.gpu_memory)
@@ -135,7 +139,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if starts_ranks:
         del checked  # the ranks read the files themselves
         _check_unused(config.trainer.output_dir)
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True)
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
     return _run(config, checked)
 
 
@@ -158,9 +162,10 @@ def _has_nothing_to_do(config: Config) -> bool:
         return False
     if os.environ.get("RANK", "0") == "0":
         folder, steps = config.trainer.output_dir, config.trainer.total_training_steps
+        key = "trainer.total_training_steps" if config.trainer.total_epochs is None else "trainer.total_epochs"
         print(
-            f"already done: {folder} has all {steps} steps; for more, raise trainer.total_training_steps; for another"
-            " run, set another trainer.output_dir"
+            f"already done: {folder} has all {steps} steps; for more, raise {key}; for another run, set another"
+            " trainer.output_dir"
         )
     return True
 

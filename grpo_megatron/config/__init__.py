@@ -69,3 +69,11 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def draws(self) -> bool:
+        """Whether the run draws responses, to train on them or to validate. Otherwise it has no engine."""
+        data, trainer = self.data, self.trainer
+        validates = trainer.val_before_train or trainer.test_freq > 0
+        trains_on_drawn = trainer.total_training_steps > 0 and self.algorithm.source != "file"
+        return trains_on_drawn or (validates and bool(data.val_files or data.val_tasks))

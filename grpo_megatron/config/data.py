@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from grpo_megatron.config.model import OptimConfig
-from grpo_megatron.config.section import Count, Files, Section, Seed
+from grpo_megatron.config.section import Count, Files, Frequency, Section, Seed
 
 
 class SamplingConfig(Section):
@@ -34,6 +34,7 @@ class DataConfig(Section):
     gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
     val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
     val_data: Path | None = None  # folder with the files of val_tasks
+    val_loss_files: Files = []  # responses, or pairs for a loss of pairs: their loss is part of each validation
     val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
     max_prompt_length: int = Field(1024, ge=1)
     max_response_length: int = Field(2048, ge=1)
@@ -52,4 +53,5 @@ class SftConfig(Section):
     steps: int = Field(0, ge=0)  # optimizer steps
     train_files: Files = []  # rows {"prompt": ..., "response": ...}
     train_batch_size: Count = 32  # rows per optimizer step
+    save_freq: Frequency = 100  # steps between its checkpoints; -1, or trainer.save_freq=-1: none
     optim: OptimConfig = OptimConfig()

@@ -51,6 +51,8 @@ class GuardsConfig(Section):
 
 class TrainerConfig(Section):
     total_training_steps: int = Field(100, ge=0, le=1_000_000_000)
+    # Instead of total_training_steps: total_epochs x floor(rows of data.train_files / data.train_batch_size) steps
+    total_epochs: int | None = Field(None, ge=1, le=1_000_000)
     output_dir: Path = Path("outputs/run")
     save_freq: Frequency = 20  # steps between checkpoints; the last step is saved, too; -1: no checkpoint at all
     test_freq: Frequency = 5  # steps between validations; -1: only val_before_train's

@@ -31,12 +31,13 @@ def build_collector(
     *,
     prompts: Sequence[Prompt],
     offline_groups: Sequence[OfflineGroup],
-    generator: Generator,
+    generator: Generator | None,
     mesh: Mesh,
     sync_initial: Callable[[int, Metrics], None],
 ) -> Collector:
     """`sync_initial(step, metrics)` streams the initial model into the engine (algorithm.source=initial).
 
+    `generator` is None in a run that draws nothing.
     `prompts` and `offline_groups` are both empty in a run without training steps.
     """
     size = data.train_batch_size
@@ -44,6 +45,7 @@ def build_collector(
         return EmptyCollector()
     if algorithm.source == "file":
         return FileCollector(Sampler(offline_groups, size, data.shuffle, data.seed), mesh)
+    assert generator is not None, "a run that trains on drawn samples has an engine"
     greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
     collector: Collector = PolicyCollector(generator, prompt_sampler(prompts, data), data, rollout, greedy=greedy)
     if algorithm.source == "initial":

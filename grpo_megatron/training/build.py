@@ -28,15 +28,15 @@ from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.colocation import Colocation
+from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
-from grpo_megatron.training.references import References
+from grpo_megatron.training.references import WARMUP_FOLDER, References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
 from grpo_megatron.training.rollout_files import build_rollout_files
-from grpo_megatron.training.warm_up import WARMUP_FOLDER
+from grpo_megatron.training.validation import Validator
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
 
 
@@ -104,14 +104,21 @@ def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
     )
 
 
-def build_colocation(config: Config, checked: Checked, policy: Policy) -> Colocation:
-    """The policy with a sleeping engine beside it. Collective. Raises RankError if too little memory is free.
+def build_colocation(config: Config, checked: Checked, policy: Policy) -> PolicyAlone:
+    """The policy, with a sleeping engine beside it if the run draws. Collective. Raises RankError if too little memory is free.
 
     The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
     buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
     """
     max_length = config.data.max_prompt_length + config.data.max_response_length
     algorithm = config.algorithm
+    provenance = Provenance(
+        policy.mesh,
+        max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
+        is_drawn=algorithm.source != "file",
+    )
+    if not config.draws:
+        return PolicyAlone(provenance)
     policy.offload()
     policy.device.empty_cache()
     engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
@@ -123,11 +130,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
         probe=Probe(
             policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
         ),
-        provenance=Provenance(
-            policy.mesh,
-            max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
-            is_drawn=algorithm.source != "file",
-        ),
+        provenance=provenance,
     )
     policy.device.empty_cache()
     policy.onload()
@@ -135,12 +138,14 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
 
 
 def build_generator(
-    config: Config, checked: Checked, colocation: Colocation, opened: contextlib.ExitStack
-) -> Generator:
-    """What draws and rewards samples, of one turn or of several. `opened` will close its worker processes.
+    config: Config, checked: Checked, colocation: PolicyAlone, opened: contextlib.ExitStack
+) -> Generator | None:
+    """What draws and rewards samples, of one turn or of several; None without an engine.
 
-    Raises RuntimeError when reward workers fail their test.
+    `opened` will close its worker processes. Raises RuntimeError when reward workers fail their test.
     """
+    if not isinstance(colocation, Colocation):
+        return None
     mesh, rollout, environment = colocation.mesh, config.rollout, checked.environment
     rewards = None
     if mesh.is_block_leader and not (environment and environment.gives_rewards):
@@ -157,6 +162,12 @@ def build_generator(
         max_prompt_length=config.data.max_prompt_length,
         max_failed_ratio=max_failed_ratio,
     )
+
+
+def build_validator(config: Config, checked: Checked, generator: Generator | None, mesh: Mesh) -> Validator:
+    """What answers the held-out problems."""
+    folder, num_logged = config.trainer.output_dir, config.trainer.num_logged_samples
+    return Validator(generator, checked.val_prompts, config.data, config.rollout, mesh, folder, num_logged)
 
 
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:

@@ -24,6 +24,8 @@ from grpo_megatron.storage.atomic import remove_folder
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.types import Batch
 
+WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, which GRPO and its reference start from
+
 
 class References:
     """Build on every rank at the same point, after the warm-up. Raises ConfigError if a resumed run lacks its copy.

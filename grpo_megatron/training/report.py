@@ -52,8 +52,8 @@ class StepReport:
         batch: Batch,
         *,
         epoch: float,
-    ) -> None:
-        """Write the step's samples; complete its `metrics`, reduce them over the ranks and write them. Collective.
+    ) -> dict[str, float]:
+        """Write the step's samples; complete its `metrics`, reduce them over the ranks, write and return them. Collective.
 
         Raises GuardStop when the step has made weights that are not finite, after its metrics are written.
         """
@@ -74,6 +74,7 @@ class StepReport:
         reduced = metrics.reduce(self.mesh.all_gather)
         self.sinks.log(step, reduced | self._speed(reduced, table))
         self.guards.check_weights(reduced)
+        return reduced
 
     def _record_batch(self, metrics: Metrics, batch: Batch) -> None:
         metrics.mean_of("critic/advantages/mean", batch.advantages[batch.loss_mask])

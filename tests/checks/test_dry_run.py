@@ -124,6 +124,14 @@ def test_a_dry_run_needs_no_weights_and_says_so(run: Path, tmp_path: Path, capsy
     assert "NOT FOUND, so not checked" in plan(run, capsys, f"model.path={folder}")
 
 
+def test_epochs_are_shown_as_arithmetic(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """9 rows in batches of 8: the file's 4 steps are 4 epochs. In a plan for another machine nobody may know the rows."""
+    expected = "9 prompts of task arithmetic; trainer.total_epochs: 4 x floor(9 / 8) = 4 steps x 8 = 3.56 epochs"
+    assert expected in plan(run, capsys, "trainer.total_epochs=4")
+    elsewhere = ["data.train_files=[gone.jsonl]", "--world-size", "2"]
+    assert "4 epochs, of unknown length" in plan(run, capsys, "trainer.total_epochs=4", *elsewhere)
+
+
 def test_a_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(run, capsys, f"trainer.output_dir={tmp_path / 'out'}")
     assert list(tmp_path.iterdir()) == []

@@ -90,6 +90,14 @@ CASES = {
         {"algorithm": {"source": "file", "adv_estimator": "constant", "dupo": True}, "actor": {"loss_mode": "sft"}},
         "chooses among drawn groups",
     ),
+    "temperature of a file": (
+        {
+            "algorithm": {"source": "file", "adv_estimator": "constant"},
+            "actor": {"loss_mode": "sft"},
+            "rollout": {"temperature": 0.7},
+        },
+        "rollout.temperature=0.7 would also divide the logits of the training",
+    ),
     "both fillers": (
         {"algorithm": {"dupo": True, "filter_groups": {"enable": True}}},
         "fill the same places",

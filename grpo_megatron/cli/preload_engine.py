@@ -1,0 +1,21 @@
+"""What the fork server of CPU ranks also imports (see preload.py) where the ranks have an engine."""
+
+import contextlib
+import os
+import warnings
+
+from grpo_megatron.cli.ranks import LAUNCHER_PID
+from grpo_megatron.importing import large_imports
+
+
+def import_engine() -> None:
+    """Import the modules of the engine, in a process that CPU ranks are forked from."""
+    warnings.simplefilter("ignore")
+    with large_imports():
+        from grpo_megatron.rollout.vllm_process import preload
+    preload()
+
+
+if LAUNCHER_PID in os.environ:
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        import_engine()
