@@ -60,7 +60,7 @@ class CountingRules:
 class Tally:
     """`problems` by digest, in the order of their first responses.
 
-    `left_out`: replayed, or left out by the rules; `unscorable`: without a score.
+    `left_out` counts responses that were replayed or that the rules leave out, `unscorable` those without a score.
     """
 
     rules: CountingRules
