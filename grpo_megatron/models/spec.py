@@ -30,6 +30,7 @@ from torch import Tensor
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.extensions import examine_engine
+from grpo_megatron.models.tree_attention import TreeParams, tree_attention
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,8 @@ class PackedAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """query [t, H, d], key and value [t, G, d], all sequences end to end -> [t, H, d]."""
+        if isinstance(packed_seq_params, TreeParams):
+            return tree_attention(query, key, value, packed_seq_params.branches)
         cuts = packed_seq_params.cu_seqlens_q
         lengths = (cuts[1:] - cuts[:-1]).tolist()
         out = []
