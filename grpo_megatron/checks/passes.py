@@ -1,9 +1,11 @@
-"""Which forward passes a step makes besides the update, and why: lines of the printed plan."""
+"""Which forward passes a step makes besides the update, and why: lines of the printed plan. Whether prompts can be shared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import (
     folds_old_logprobs,
     has_kl_in_reward,
@@ -26,6 +28,31 @@ def pass_lines(config: Config) -> Iterator[tuple[str, str]]:
     for reason in reasons_for_old_pass(algorithm, actor, batch):
         yield name, f"a pass before the update: {reason}"
     yield "reference", "; ".join(_uses_of_reference(config))
+
+
+def sharing_problems(config: Config) -> Iterator[str]:
+    """What cannot be trained with shared prompts."""
+    actor = config.actor
+    if not actor.share_prompts:
+        return
+    key, megatron = "actor.share_prompts=true", actor.megatron
+    if megatron.context_parallel_size > 1:
+        yield (
+            f"{key} packs a prompt with all of its responses, and actor.megatron.context_parallel_size="
+            f"{megatron.context_parallel_size} cuts every sequence by itself; set one of them to false or 1"
+        )
+    elif config.trainer.device != "cpu" and megatron.transformer_impl != "local":
+        yield (
+            f"{key} needs the attention of Megatron-Core's layers, and actor.megatron.transformer_impl="
+            f"{megatron.transformer_impl} may take Transformer Engine's; set transformer_impl=local, or share_prompts=false"
+        )
+    if policy_losses.facts(actor.loss_mode).paired:
+        yield f"{key} has no place for the pairs of actor.loss_mode={actor.loss_mode}; set share_prompts=false"
+    if advantage_estimators.facts(config.algorithm.adv_estimator).needs_values:
+        yield (
+            f"{key} is not made for the critic of algorithm.adv_estimator={config.algorithm.adv_estimator!r}, which packs"
+            " the same rows; set share_prompts=false"
+        )
 
 
 def _uses_of_reference(config: Config) -> Iterator[str]:
