@@ -122,7 +122,7 @@ def validate(
     problems.add(name_problems(config))
     problems.add(score_head_problems(config))
     problems.add(curation_problems(config))
-    problems.add(sharing_problems(config))
+    problems.add(sharing_problems(config, arch))
     problems.add(environment_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))
