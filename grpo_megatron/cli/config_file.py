@@ -78,11 +78,11 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
-        if close and known_elsewhere(location) is None:
-            hints = [f"did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"]
+        elsewhere = known_elsewhere(location)
+        if close and elsewhere is None:
+            hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
         else:
-            hints = [known_elsewhere(location), explained(error["input"], location)]
-        hint = "".join(f"; {text}" for text in hints if text)
+            hint = "".join(f"; {text}" for text in (elsewhere, explained(error["input"], location)) if text)
         return f"unknown key {location!r}{hint} (known here: {', '.join(known)})"
     if error["type"] == "missing":
         return f"missing key {location!r}: it has no default"
