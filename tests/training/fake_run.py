@@ -260,6 +260,7 @@ def run(
         supervised_rows=rows or [],
         offline_groups=[(prompt(i), [WrittenResponse([7, 1])], [1.0]) for i in range(6)] if is_from_file else [],
         environment=None,
+        scored_folder=None,
         val_loss_groups=[
             (replace(prompt(200 + i), uid=f"task/held_out/{i}"), [WrittenResponse([7] * i + [1])], [1.0])
             for i in range(num_loss_rows)
