@@ -74,4 +74,4 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     if source != "file":
         return CONSOLE_COLUMNS
     accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))
-    return tuple(accuracy if accuracy and column is ENTROPY else column for column in SUPERVISED_COLUMNS)
+    return tuple(accuracy if accuracy and column is _ENTROPY else column for column in SUPERVISED_COLUMNS)
