@@ -135,6 +135,22 @@ def test_epochs_are_shown_as_arithmetic(run: Path, capsys: pytest.CaptureFixture
     assert "4 epochs, of unknown length" in plan(run, capsys, "trainer.total_epochs=4", *elsewhere)
 
 
+def test_epochs_and_validation_rows_that_cannot_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """9 rows, and the file sets 4 steps. The rows of the training have no responses."""
+    nine = "floor(9 rows / data.train_batch_size="
+    for arguments, expected in {
+        (
+            "trainer.total_epochs=1",
+        ): f"1 x {nine}8) = 1 steps, and trainer.total_training_steps=4; leave one of them out",
+        ("trainer.total_epochs=4", "data.train_batch_size=10"): f"4 x {nine}10) = 0 steps; set data.train_batch_size=9",
+        (
+            f"data.val_loss_files=[{run}/train.jsonl]",
+        ): f"data.val_loss_files: data file '{run}/train.jsonl': 9 of 9 rows",
+    }.items():
+        assert main.main(["train", str(run / "run.yaml"), "--dry-run", *arguments]) == 2
+        assert expected in capsys.readouterr().err
+
+
 def test_a_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(run, capsys, f"trainer.output_dir={tmp_path / 'out'}")
     assert list(tmp_path.iterdir()) == []
