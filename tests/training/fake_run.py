@@ -34,6 +34,8 @@ ARCH: dict[str, Any] = {
     "ffn_hidden_size": 16,
     "num_experts": 0,
     "experts_per_token": 0,
+    **dict.fromkeys(("num_dense_layers", "dense_ffn_hidden_size", "shared_ffn_hidden_size"), 0),
+    "latent": None,
 }
 
 WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
