@@ -207,7 +207,8 @@ def local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        latents = parts.self_attention.submodules
+        latents.q_layernorm = latents.kv_layernorm = RMSNorm
         parts.sharded_state_dict_keys_map = dict(LATENT_KEYS)
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -219,7 +219,7 @@ def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported (supported: llama"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported (supported: deepseek_v2"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"num_hidden_layers": None}, "num_layers=None, not a positive integer"),
         ({"num_attention_heads": 0}, "model.path"),

@@ -36,10 +36,8 @@ ARCH: dict[str, Any] = {
     "ffn_hidden_size": 16,
     "num_experts": 0,
     "experts_per_token": 0,
+    **dict.fromkeys(("num_dense_layers", "dense_ffn_hidden_size", "shared_ffn_hidden_size"), 0),
     "latent": None,
-    "shared_ffn_hidden_size": 0,
-    "num_dense_layers": 0,
-    "dense_ffn_hidden_size": 0,
 }
 
 WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
