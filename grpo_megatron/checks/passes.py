@@ -8,6 +8,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import (
     folds_old_logprobs,
+    forward_only_at_zero_advantage,
     has_kl_in_reward,
     has_kl_loss,
     needs_old_logprobs,
@@ -18,7 +19,7 @@ from grpo_megatron.config import Config
 
 
 def pass_lines(config: Config) -> Iterator[tuple[str, str]]:
-    """(name, text) of each line: old log-probabilities, reference."""
+    """(name, text) of each line: old log-probabilities, reference, what is left out of the update."""
     actor, algorithm, batch = config.actor, config.algorithm, config.data.train_batch_size
     name = "old log-probs"
     if folds_old_logprobs(algorithm, actor, batch):
@@ -28,6 +29,10 @@ def pass_lines(config: Config) -> Iterator[tuple[str, str]]:
     for reason in reasons_for_old_pass(algorithm, actor, batch):
         yield name, f"a pass before the update: {reason}"
     yield "reference", "; ".join(_uses_of_reference(config))
+    if forward_only_at_zero_advantage(algorithm, actor):
+        yield "backward pass", "left out for rows of advantage 0, where the plan finds this cheaper"
+    if actor.share_prompts:
+        yield "prompts", "one copy for the responses in a micro-batch, where the heaviest rank gets lighter"
 
 
 def sharing_problems(config: Config) -> Iterator[str]:
