@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
+import warnings
 from collections.abc import Iterator
 
 
@@ -21,3 +23,15 @@ def large_imports() -> Iterator[None]:
         atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def silent_imports() -> Iterator[None]:
+    """`large_imports` in a process that has no console of its own: what libraries log would come between others' lines."""
+    logging.disable(logging.WARNING)
+    try:
+        with large_imports(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

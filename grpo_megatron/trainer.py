@@ -19,7 +19,7 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
-from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.scalar_head import ScalarPolicy
 from grpo_megatron.models.shape import sequence_cost
 from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
@@ -33,14 +33,15 @@ from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.build import (
     build_colocation,
-    build_critic,
     build_generator,
     build_loss,
-    build_references,
+    build_policy,
     build_report,
-    build_reward_model,
+    build_validation_loss,
+    build_validator,
     join_world,
 )
+from grpo_megatron.training.build_models import build_critic, build_references, build_reward_model
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
 from grpo_megatron.training.config_record import record_config
@@ -48,8 +49,8 @@ from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.output_folder import OutputFolder
 from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.validation import Validator
-from grpo_megatron.training.warm_up import WARMUP_FOLDER, record_update, warm_up
+from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
@@ -57,7 +58,7 @@ class Trainer:
     """`checked` is what `validate` read for this config. Build on every rank at the same point, then `run` once."""
 
     def __init__(self, config: Config, checked: Checked) -> None:
-        self.config = config  # whole: every checkpoint records it
+        self.config = config = checked.resolved(config)  # whole: every checkpoint records it
         self.algorithm, self.actor, self.data = config.algorithm, config.actor, config.data
         self.output_dir, self.num_steps = config.trainer.output_dir, config.trainer.total_training_steps
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
@@ -74,25 +75,22 @@ class Trainer:
         self.mesh = join_world(config, self.device)
 
         # Where the run continues: every later part may depend on it.
-        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.reward_model.path, config.critic.path)
+        inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.critic.path, *config.reward_paths)
         self.folder = opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
         self.heartbeat = opened.enter_context(Heartbeat(self.output_dir, self.mesh, trainer.stall_timeout_s))
         if trainer.save_freq != -1:
             self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
-        checkpoint = self._checkpoint_to_resume()
+        checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
         changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
         # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
         # device memory comes after it: gradient buffers, optimizer, reward model, reference (see checks/phases.py).
-        self.policy = Policy(
-            config.model, self.actor, checked.arch, self.mesh, self.device, temperature=rollout.temperature
-        )
+        self.policy = build_policy(config, checked, self.mesh, self.device)
         self.colocation = build_colocation(config, checked, self.policy)
-        self.engine = self.colocation.engine
         generator = build_generator(config, checked, self.colocation, opened)
 
         # The models in their state before the first step: warmed up, or restored.
@@ -104,12 +102,11 @@ class Trainer:
         if self.folder.moved_to is not None:
             self.sinks.note(f"an earlier run's files are now in {self.folder.moved_to}")
         if checkpoint is None and config.sft.steps:
-            warm_up(self.policy, checked.supervised_rows, config.sft, self.actor, self.sinks.note)
-            self._save_hf(self.output_dir / WARMUP_FOLDER)
+            warm_up(config, checked, self.policy, self.heartbeat, self.sinks.note, self._save_hf)
         num_updates = self.actor.num_updates(config.policy_steps, self.data.train_batch_size)
         period = self.actor.num_updates(1, self.data.train_batch_size)
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
-        self.reward_model = build_reward_model(config, self.mesh, self.device)
+        self.reward_model = build_reward_model(config, checked, self.mesh, self.device)
         self.critic = build_critic(config, self.mesh, self.device)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.policy, [self.reward_model, self.critic])
@@ -129,9 +126,8 @@ class Trainer:
             mesh=self.mesh,
             sync_initial=self._sync_initial_model,
         )
-        self.validator = Validator(
-            generator, checked.val_prompts, self.data, rollout, self.mesh, self.output_dir, trainer.num_logged_samples
-        )
+        self.validator = build_validator(config, checked, generator, self.mesh)
+        self.validation_loss = build_validation_loss(config, checked, self.policy, self.references, self.cadence)
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
         self.loss = self.correction_step.corrected(build_loss(self.actor))
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
@@ -142,10 +138,6 @@ class Trainer:
         self.stopping = Stopping(trainer, self.mesh)
         if checkpoint is not None:
             self._restore_run(checkpoint)
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        """Collective: the newest undamaged one. Raises ConfigError when all are damaged."""
-        return self.checkpoints.newest() if self.config.trainer.resume_mode == "auto" else None
 
     def _restore_run(self, checkpoint: Path) -> None:
         """Restore what a checkpoint holds besides models and optimizers."""
@@ -171,6 +163,7 @@ class Trainer:
             self.heartbeat.step = step
             with self.metrics.phase("step"):
                 self.begin_iteration(step)  # the reference becomes the policy, where the run is iterative
+                self.validation_loss.before(step, self.metrics, self.summary)  # of held-out rows, when due
                 with self.colocation.rollout(step, self.metrics):  # weights into the engine, checked; engine awake
                     self.validate(step)
                     samples = self.collect(step)  # prompts -> samples -> rewards
@@ -270,9 +263,11 @@ class Trainer:
 
     def finish(self) -> None:
         """Validate and export the final weights, draw the curves, print the first and the last validation."""
-        if self.validator.prompts and self.cadence.validates_at_end():
-            with self.colocation.rollout(self.num_steps, self.metrics):
-                results = self.validator.run(self.num_steps, self.metrics)
+        if self.cadence.validates_at_end():
+            results = self.validation_loss.run(self.metrics)
+            if self.validator.prompts:
+                with self.colocation.rollout(self.num_steps, self.metrics):
+                    results |= self.validator.run(self.num_steps, self.metrics)
             self.summary.add(self.num_steps, results)
             self.metrics.reduce(self.mesh.all_gather)  # clears the timings of this validation, which belong to no step
             self.sinks.log(self.num_steps, results)
@@ -286,10 +281,13 @@ class Trainer:
 
     def close(self) -> None:
         """Release the engine and leave the process groups. Collective."""
-        self.engine.shutdown()
+        self.colocation.close()
         destroy_mesh()
 
     def _save_hf(self, target: Path) -> None:
+        if isinstance(self.policy, ScalarPolicy):
+            self.policy.save_hf(target, self.tokenizer_path)
+            return
         stream = self.policy.hf_weights(self.config.rollout.update_weights_bucket_megabytes)
         save_hf(stream, self.config.model.path, self.tokenizer_path, target, self.mesh)
 

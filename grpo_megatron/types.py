@@ -10,17 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+BY_MODEL = "(a reward model)"  # Prompt.reward: no reward function is called
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One question, ready for the engine.
 
-    `uid` never changes between runs (it seeds the sampling). `reward` names the reward function of its completions.
+    `uid` never changes between runs (it seeds the sampling). `reward` names the reward function of its completions; "": an
+    environment gives the rewards; BY_MODEL: only reward models do. `question` is what the data file asks: `text` without chat
+    template and task prompt.
     """
 
     uid: str
@@ -30,6 +35,9 @@ class Prompt:
     source: str
     reward: str
     extra: Mapping[str, object] = field(default_factory=dict)
+    question: str | list[dict[str, Any]] = field(default="", kw_only=True, compare=False)  # text or chat messages
+    pass_rate: float | None = field(default=None, kw_only=True)  # of data.sampling.pass_rates
+    weight: float = field(default=1.0, kw_only=True)  # how often it is drawn, relative to the other prompts
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class Sample:
     trajectory_metrics: dict[str, float] = field(default_factory=dict)  # what the environment reports
     reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
+    is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
 
     def __post_init__(self) -> None:
         if not self.loss_mask:

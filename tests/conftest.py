@@ -32,6 +32,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "models/test_offload.py",
     "models/test_policy.py",
     "models/test_reward_model.py",
+    "models/test_scored_policy.py",
     "rollout/",
     "slurm/test_checkpoints.py",
     "slurm/test_jobs.py",

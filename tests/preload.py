@@ -1,8 +1,10 @@
 """What the fork server of tests/worlds.py imports: as for the program's own CPU ranks, and matplotlib for the curves."""
 
-from grpo_megatron.cli.preload import import_for_ranks
+from grpo_megatron.cli.preload import import_trainer
+from grpo_megatron.cli.preload_engine import import_engine
 from grpo_megatron.importing import large_imports
 
-import_for_ranks()
+import_trainer()
+import_engine()
 with large_imports():
     import grpo_megatron.observability.curves  # noqa: F401

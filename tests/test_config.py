@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,45 @@ def test_the_later_override_wins(path: Path) -> None:
     assert load_config(path, ["rollout.n=2", "rollout.n=16"]).rollout.n == 16
 
 
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        ("{nam: a}", "unknown key 'reward.components.0.nam'; did you mean 'reward.components.0.name'?"),
+        ("{name: a, gate: {componnt: b}}", "did you mean 'reward.components.0.gate.component'?"),
+        ("{name: a, weight: .nan}", "reward.components.0.weight=nan: Input should be a finite number"),
+        ("{name: a, weight: -.inf}", "reward.components.0.weight=-inf"),
+        ("{name: a, weight: yes}", "reward.components.0.weight=True: a number is needed"),
+        ("{name: a, gate: {component: b, min: .inf}}", "reward.components.0.gate.min=inf"),
+        ("{name: a/b}", "reward.components.0.name='a/b': String should match pattern"),
+    ],
+)
+def test_a_wrong_key_in_a_list_of_sections_is_named_by_its_place(path: Path, component: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(path, [f"reward.components=[{component}]"])
+
+
 def test_the_resolved_config_can_be_read_back(path: Path, tmp_path: Path) -> None:
     config = load_config(path, ["sft.steps=3"])
     dump = tmp_path / "resolved.yaml"
     dump.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert load_config(dump) == config
+
+
+def test_files_are_one_path_a_list_or_a_pattern(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern is replaced by the files, so that the recorded config has them; a file may have a pattern's characters."""
+    for name in ("b.jsonl", "a.jsonl", "c[1].jsonl", "deep/er/d.jsonl", "other.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    def files(value: str) -> list[str]:
+        return [str(file) for file in load_config(path, [f"data.train_files={value}"]).data.train_files]
+
+    assert files("a.jsonl") == ["a.jsonl"]
+    assert files("./*.jsonl") == ["a.jsonl", "b.jsonl", "c[1].jsonl"]
+    assert files("[b.jsonl, 'c[1].jsonl', 'a*']") == ["b.jsonl", "c[1].jsonl", "a.jsonl"]
+    assert files("deep/**/d.jsonl") == ["deep/er/d.jsonl"]
+    assert files("none*.jsonl") == ["none*.jsonl"]  # reported where it is read
 
 
 def test_sections_are_frozen(path: Path) -> None:
@@ -82,7 +117,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("actor.megatron.tensor_parallel_size=2", "actor.megatron.tensor_model_parallel_size"),
         ("rollout.n=0", "rollout.n=0"),
         ("rollout.n=many", "rollout.n='many'"),
-        ("data.train_files=one.jsonl", "data.train_files='one.jsonl'"),
+        ("data.train_files=5", "data.train_files=5"),
         ("actor.optim.betas=[0.9, 1.0]", "actor.optim.betas.1=1.0"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas"),
         ("actor.optim.lr=.nan", "actor.optim.lr=nan"),
@@ -138,6 +173,7 @@ def test_every_key_has_a_default_but_the_model() -> None:
     required = {
         f"{name}.{key}"
         for name, section in Config.model_fields.items()
+        if isinstance(section.annotation, type)  # reward_models is a mapping
         for key, field in section.annotation.model_fields.items()  # type: ignore[union-attr]
         if field.is_required()
     }

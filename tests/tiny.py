@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    # A key head for each rank of the largest layout. By default transformers' embedding of token 1 has no gradient.
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4, "pad_token_id": None},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
 }
 
@@ -45,6 +47,9 @@ def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, std: float
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if "norm" in name else std * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # large enough to change which experts are chosen
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
 

@@ -1,6 +1,7 @@
 """Make the inputs of a run: the generated data of an example, or a Hugging Face folder with random weights.
 
     python tools/prepare_data.py arithmetic OUT --seed 0       (examples/quickstart.yaml)
+    python tools/prepare_data.py feedback OUT --seed 0         (examples/reward_models/)
     python tools/prepare_data.py products OUT --seed 0         (examples/agents/calculator.yaml)
     python tools/prepare_data.py two_hops OUT --seed 0         (examples/agents/search.yaml)
     python tools/prepare_data.py model OUT --preset quickstart --tokenizer DATA/tokenizer --seed 0 --std 0.05
@@ -24,12 +25,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data import arithmetic, products, two_hops
-from grpo_megatron.data.prompts import load_tokenizer
+from grpo_megatron.data import arithmetic, feedback, products, two_hops
+from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
-TASKS = {"arithmetic": arithmetic.write_task, "products": products.write_products, "two_hops": two_hops.write_two_hops}
+TASKS = {
+    "arithmetic": arithmetic.write_task,
+    "feedback": feedback.write_feedback,
+    "products": products.write_products,
+    "two_hops": two_hops.write_two_hops,
+}
+MARKERS = {"model": "config.json", "feedback": "pairs.jsonl"}  # what a folder of the command always has
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores
         "architectures": ["Qwen2ForCausalLM"],
@@ -172,6 +179,7 @@ def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
         "arithmetic": "the quickstart's",
+        "feedback": "the reward model examples'",
         "products": "the calculator example's",
         "two_hops": "the search example's",
     }
@@ -200,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns 0, or 2 after a user error."""
     options = _parse_args(arguments)
     try:
-        marker = "sft.jsonl" if options.command in TASKS else "config.json"
+        marker = MARKERS.get(options.command, "sft.jsonl")
         out = options.out.absolute()
         _check_out(out, options.force, marker)
         with new_folder(out) as folder:

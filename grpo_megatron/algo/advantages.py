@@ -39,6 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from grpo_megatron.config import AlgorithmConfig
 from grpo_megatron.registry import FactRegistry
@@ -63,6 +64,7 @@ class EstimatorFacts:
     needs_step_rewards: bool = False  # reads the rewards of single steps
     needs_values: bool = False  # reads the critic's values: the run has a critic
     ignores_token_penalties: bool = False  # a KL penalty in the reward does not reach the advantages
+    scores: Literal["", "response", "step"] = ""  # made for a loss of a scalar head (LossFacts.scores)
     makes_pairs: bool = False  # per prompt +1 for one sample (chosen), -1 for another (rejected), None for the rest
 
 

@@ -37,4 +37,4 @@ def critic_plan(
             add_packed(mini_batches, of_ranks, lengths, actor)
     weighting = actor.model_copy(update={"loss_agg_mode": critic.loss_agg_mode})
     weights = row_weights(mini_batches, table, copies, weighting, max_response_length)
-    return replace(plan, token_weights=weights, mini_batches=mini_batches)
+    return replace(plan, token_weights=weights, mini_batches=mini_batches, num_forward_only=[])

@@ -11,9 +11,9 @@ With rho = exp(clamp(logprobs - old_logprobs, -20, 20)), A the advantage and sg 
 
     total     sum over tokens of  w * (c * policy loss + kl_loss_coef * KL - entropy_coeff * entropy)
 
-`sequence_losses.py` has the losses of whole responses. c is the correction of `correction.py` (1 without one). w are
-the weights of `token_weights.py`, which are normalised over the optimizer step. The total is therefore a **plain sum**:
-add it, and its gradient, over micro-batches and ranks; never average.
+`sequence_losses.py` has the losses of whole responses, `score_losses.py` those of a scalar head. c is the correction of
+`correction.py` (1 without one). w are the weights of `token_weights.py`, which are normalised over the optimizer step. The
+total is therefore a **plain sum**: add it, and its gradient, over micro-batches and ranks; never average.
 
 Departures from the papers: the log-ratio is clamped, so that one token cannot overflow exp (as in verl).
 `actor/ratio_clamp_frac` counts those tokens; `actor/ppo_kl` is reported unclamped. CISPO's lower bound is off by
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +101,7 @@ class LossFacts:
     paired: bool = False  # rows 2i (chosen) and 2i + 1 (rejected) of a micro-batch belong together
     needs_reference: bool = False  # reads ref_logprobs, with a KL penalty or without
     aggregation: tuple[str, ...] = ()  # the loss_agg_mode values under which it is its paper's loss; empty: any
+    scores: Literal["", "response", "step"] = ""  # what the model scores: it has a scalar head instead of a vocabulary
     is_proportional: bool = False  # to the advantage of its row: where that is 0, so are the loss and its gradient
     geometric_correction: bool = False  # one value per sequence, corrected by the geometric mean of its tokens' weights
 

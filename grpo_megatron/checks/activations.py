@@ -10,6 +10,9 @@ query and all key heads, f the MLP's, s the bytes of a number. One layer keeps, 
     MLP             s 5 f / tp: projection 2 f, activation, gate, product. With experts: of those that a token visits,
                     and 2 s h for each copy of the token that is sent to an expert and back
 
+    latents         of latent attention: (4 + 3 s) for each element of a latent; its heads count as attention above, with
+                    as many key heads as query heads (not compared with measured peaks)
+
 Full recomputation keeps the input of each unit of layers only, and computes one unit again at a time. Selective
 recomputation is not subtracted. Pipeline stage i of pp keeps the activations of pp - i micro-batches.
 """
@@ -58,10 +61,14 @@ def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
     tp = actor.megatron.tensor_model_parallel_size
     queries, keys = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
     copies = arch.experts_per_token if arch.num_experts else 1
+    shared = max(arch.shared_ffn_hidden_size, arch.dense_ffn_hidden_size - copies * arch.ffn_hidden_size)
     per_token = 2 * arch.hidden_size * (4 + 2 * itemsize) / _sequence_cut(actor.megatron)
-    per_token += itemsize * (6 * queries + 3 * keys + 5 * copies * arch.ffn_hidden_size) / tp
-    if arch.qk_norm:
+    per_token += itemsize * (6 * queries + 3 * keys + 5 * (copies * arch.ffn_hidden_size + shared)) / tp
+    if arch.qk_norm or arch.post_norms:
         per_token += (4 + itemsize) * (queries + keys) / tp
+    if arch.latent is not None:  # projections, float32 inputs of their norms, results, products
+        latents = arch.latent.down_rows + (arch.latent.q_rank or 0)
+        per_token += latents * (4 + 3 * itemsize) / _sequence_cut(actor.megatron)
     if arch.num_experts:
         per_token += 2 * itemsize * copies * arch.hidden_size
     return _tokens(actor) * per_token

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.problems import Problems
+from grpo_megatron.checks.second_model import second_model_problems
 from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, CriticConfig
+from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
 
-KEY = "critic.path"
+CRITIC_PATH = "critic.path"
 _DEFAULT: dict[str, Any] = CriticConfig().model_dump() | {"optim": CriticConfig().optim}
 
 
@@ -22,18 +26,29 @@ def has_critic(algorithm: AlgorithmConfig) -> bool:
 
 def read_critic(path: Path) -> RewardFolder:
     """What the folder's config.json describes. Raises ConfigError for a folder that cannot be a value model."""
-    inputs.read_model(path, KEY)  # the checks of every model folder
+    inputs.read_model(path, CRITIC_PATH)  # the checks of every model folder
     try:
         return read_reward_folder(path, "value")
     except ValueError as error:
-        raise ConfigError(f"{KEY}={str(path)!r}: {error}; set it to such a folder") from error
+        raise ConfigError(f"{CRITIC_PATH}={str(path)!r}: {error}; set it to such a folder") from error
 
 
-def critic_problems(config: Config) -> Problems:
-    """The keys of the critic against the rest of the config."""
+def critic_arch(config: Config, arch: Architecture, folder: RewardFolder | None) -> Architecture | None:
+    """That of `critic.path`, or the policy's without its output head. None: no critic."""
+    if not has_critic(config.algorithm):
+        return None
+    return replace(arch, tied=True) if folder is None else folder.arch
+
+
+def critic_problems(
+    config: Config, world_size: int, arch: Architecture | None, folder: RewardFolder | None
+) -> Problems:
+    """The keys of the critic against the rest of the config. `folder`: of `critic.path`, if it is set and can be read."""
     if not has_critic(config.algorithm):
         yield from _unused_keys(config)
         return
+    if folder is not None:
+        yield from second_model_problems(config, world_size, arch, folder, CRITIC_PATH)
     yield from _lambda_problems(config)
     yield from _schedule_problems(config)
     correction = config.algorithm.rollout_correction
@@ -79,3 +94,27 @@ def _schedule_problems(config: Config) -> Problems:
                 f"{key}={steps} leaves no step of trainer.total_training_steps={total} to train the policy; set it to"
                 f" {total - 1} or less"
             )
+
+
+def critic_lines(config: Config, folder: RewardFolder | None) -> Iterator[str]:
+    """The plan's line about the critic; none without one."""
+    if not has_critic(config.algorithm):
+        return
+    section, only = config.critic, config.critic_only_steps
+    parts = ["the model that the policy starts from" if folder is None else str(folder.path)]
+    if folder is None or not folder.has_head:
+        parts.append("new head")
+    parts.append(f"gamma {config.algorithm.gamma:g}, lambda {_lambda(config)}")
+    updates = section.num_updates(1, config.actor, config.data.train_batch_size)
+    parts.append(f"{updates} updates per step")
+    if only:
+        parts.append(f"trained alone before step {only}")
+    yield ", ".join(parts)
+
+
+def _lambda(config: Config) -> str:
+    """Of the policy's advantages, and of the value's targets where that differs."""
+    alpha, lam = config.critic.lam_alpha, config.algorithm.lam
+    of_policy = f"{lam:g}" if alpha is None else f"1 - 1 / ({alpha:g} x length)"
+    targets = lam if config.critic.lam is None else config.critic.lam
+    return of_policy if alpha is None and targets == lam else f"{of_policy} (targets {targets:g})"

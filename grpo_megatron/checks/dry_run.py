@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import yaml
 
+from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.checks.critic import critic_arch, critic_lines
+from grpo_megatron.checks.data_plan import counted, data_lines
 from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import (
@@ -20,6 +23,8 @@ from grpo_megatron.checks.memory import (
 )
 from grpo_megatron.checks.passes import pass_lines
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
+from grpo_megatron.checks.reward_call import reward_lines
+from grpo_megatron.checks.reward_model import reward_model_lines
 from grpo_megatron.checks.weight_sync import weight_sync_lines
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
@@ -35,7 +40,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
 
     `device_gib`: the memory of one device in GiB, to say which phases fit it.
     """
-    policy, reward_model = count_models(config, checked, world_size)
+    models = count_models(config, checked, world_size)
     source = "parameters from the weight table; Megatron-Core is not installed here"
     if is_counted_by_megatron():
         source = "parameters counted in Megatron-Core's own modules"
@@ -45,16 +50,17 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         "Lengths, in tokens": _length_lines(config, checked.arch),
         "Model": _model_lines(config, checked),
         f"Memory of one rank, in GiB ({source})": chain(
-            _memory_lines(config, world_size, policy, reward_model), _host_lines(config, checked.arch, policy)
+            _memory_lines(config, world_size, *models), _host_lines(config, checked.arch, models[0])
         ),
-        "Weight sync": weight_sync_lines(config, checked.arch, world_size),
-        "Data": _data_lines(config, checked),
+        "Weight sync": weight_sync_lines(config, checked.arch, world_size) if config.draws else [],
+        "Data": (_line(name, text) for name, text in data_lines(config, checked)),
     }
     if config.trainer.device != "cpu":
-        phases = memory_phases(config, checked.arch, world_size, policy, reward_model)
+        phases = memory_phases(config, checked.arch, world_size, *models)
         title = "Device memory of one rank in each phase, in GiB (~: estimated, checks/phases.py says how)"
         sections[title] = _phase_lines(config, phases, device_gib)
-    parts = [f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items()]
+    written = {title: [f"  {line}" for line in lines] for title, lines in sections.items()}
+    parts = ["\n".join([title, *lines]) for title, lines in written.items() if lines]
     resolved = yaml.safe_dump(
         config.model_dump(mode="json"), sort_keys=False, width=YAML_WIDTH, default_flow_style=None
     )
@@ -69,7 +75,7 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if world_size == nodes * per_node:
-        yield _line("ranks", f"{world_size} = {_counted(nodes, 'node')} x {per_node}")
+        yield _line("ranks", f"{world_size} = {counted(nodes, 'node')} x {per_node}")
     else:
         yield _line("ranks", f"{world_size} (the config has {nodes} x {per_node})")
     tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
@@ -85,7 +91,8 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
     if megatron.use_distributed_optimizer:
         training.append("distributed optimizer")
     yield _line("training", ", ".join([*training, config.model.dtype]))
-    yield _line("rollout", f"{_counted(world_size // rollout_tp, 'engine')} of tp {rollout_tp}")
+    engines = f"{counted(world_size // rollout_tp, 'engine')} of tp {rollout_tp}"
+    yield _line("rollout", engines if config.draws else "no engine: nothing is drawn")
     yield from (_line(name, text) for name, text in device_lines(config))
 
 
@@ -97,24 +104,39 @@ def _data_parallel_size(config: Config, world_size: int) -> int:
 
 
 def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[str]:
-    actor, n = config.actor, config.rollout.n
-    batch = config.data.train_batch_size
+    actor, batch = config.actor, config.data.train_batch_size
+    n = _samples_of_prompt(config)
     samples_per_update = actor.mini_batch_size(batch) * n
     engines = world_size // config.rollout.tensor_model_parallel_size
     dp = _data_parallel_size(config, world_size)
-    samples = f"{_counted(batch, 'prompt')} x {n} = {batch * n:,}"
-    yield _line("samples", f"{samples}, about {_divided(batch * n, engines)} per engine")
-    mini_batches = _counted(actor.num_mini_batches(batch), "mini-batch", "mini-batches")
-    updates = f"{mini_batches} x {_counted(actor.ppo_epochs, 'epoch')} = {actor.num_updates(1, batch)}"
+    if config.algorithm.source == "file":
+        responses = "" if n == 1 else f" x {n} responses = {batch * n:,}"
+        yield _line("samples", f"{counted(batch, 'row')}{responses}, read from files")
+    else:
+        samples = f"{counted(batch, 'prompt')} x {n} = {batch * n:,}"
+        yield _line("samples", f"{samples}, about {_divided(batch * n, engines)} per engine")
+    mini_batches = counted(actor.num_mini_batches(batch), "mini-batch", "mini-batches")
+    updates = f"{mini_batches} x {counted(actor.ppo_epochs, 'epoch')} = {actor.num_updates(1, batch)}"
     yield _line("optimizer steps", f"{updates}, of {samples_per_update:,} samples each")
     yield _line("per dp rank", f"about {_divided(samples_per_update, dp)} samples of each optimizer step")
     cap = f"at most {actor.ppo_max_token_len_per_gpu:,} tokens"
     if actor.ppo_micro_batch_size_per_gpu:
-        cap += f" and {_counted(actor.ppo_micro_batch_size_per_gpu, 'sequence')}"
+        cap += f" and {counted(actor.ppo_micro_batch_size_per_gpu, 'sequence')}"
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
-    for name, text in chain(pass_lines(config), environment_lines(config, checked.first_messages)):
-        yield _line(name, text)
+    lines = chain(
+        pass_lines(config),
+        reward_lines(config, checked.reward_calls),
+        environment_lines(config, checked.first_messages),
+    )
+    yield from (_line(name, text) for name, text in lines)
+
+
+def _samples_of_prompt(config: Config) -> int:
+    """Rows of a file have one response, or a chosen and a rejected one."""
+    if config.algorithm.source != "file":
+        return config.rollout.n
+    return 2 if policy_losses.facts(config.actor.loss_mode).paired else 1
 
 
 def _length_lines(config: Config, arch: Architecture) -> Iterator[str]:
@@ -132,11 +154,15 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
     mlp = f"MLP {arch.ffn_hidden_size}"
     if arch.num_experts:
         mlp = f"{arch.experts_per_token} of {arch.num_experts} experts of {arch.ffn_hidden_size}"
+        mlp += f" + {arch.shared_ffn_hidden_size} shared" if arch.shared_ffn_hidden_size else ""
+        mlp += f" (first {arch.num_dense_layers}: MLP {arch.dense_ffn_hidden_size})" if arch.num_dense_layers else ""
     vocabulary = f"vocabulary {arch.vocab_size:,}"
     if arch.tied:
         vocabulary += " (tied)"
     yield _line("architecture", f"{arch.family}: {arch.num_layers} layers x {arch.hidden_size}, {mlp}, {vocabulary}")
     heads = f"{arch.num_attention_heads} heads of {arch.head_dim}, {arch.num_query_groups} for keys and values"
+    if arch.latent is not None:
+        heads += f"; latents of {arch.latent.q_rank or 'no'} (queries), {arch.latent.kv_rank} (keys and values)"
     yield _line("attention", heads)
     yield _line("parameters", f"{arch.num_parameters():,}")
     if checked.has_weights:
@@ -147,20 +173,22 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
         yield _line("tokenizer", "NOT FOUND, so neither it nor the lengths of prompts were checked")
     else:
         yield _line("tokenizer", f"{len(checked.tokenizer):,} tokens, ends with {checked.tokenizer.eos_token!r}")
-    if checked.reward_folder is not None:
-        kind = "frozen" if config.algorithm.iteration_steps is None else "learns"
-        count = checked.reward_folder.arch.num_parameters()
-        yield _line("reward model", f"{checked.reward_folder.path}: {count:,} parameters, {kind}")
+    reward_models = reward_model_lines(config, checked.reward_folder, checked.reward_folders)
+    yield from (_line("reward model", text) for text in reward_models)
+    yield from (_line("critic", text) for text in critic_lines(config, checked.critic_folder))
 
 
 def count_models(
     config: Config, checked: Checked, world_size: int
-) -> tuple[list[StageParameters], list[StageParameters] | None]:
-    """Parameters of every stage of the policy, and of the reward model if there is one."""
-    policy = count_parameters(checked.arch, config, world_size)
-    if checked.reward_folder is None:
-        return policy, None
-    return policy, count_parameters(checked.reward_folder.arch, config, world_size, is_reward_model=True)
+) -> tuple[list[StageParameters], list[list[StageParameters]], list[StageParameters] | None]:
+    """Parameters of every stage of the policy, of each reward model (that of `reward_model.path` first), of the critic."""
+    reward_models = [
+        count_parameters(folder.arch, config, world_size, is_reward_model=True) for folder in checked.all_reward_folders
+    ]
+    own = critic_arch(config, checked.arch, checked.critic_folder)
+    critic = None if own is None else count_parameters(own, config, world_size, is_reward_model=True)
+    is_scored = checked.scored_folder is not None
+    return count_parameters(checked.arch, config, world_size, is_reward_model=is_scored), reward_models, critic
 
 
 def plan_problems(config: Config, checked: Checked, world_size: int, device_gib: float) -> list[str]:
@@ -172,19 +200,21 @@ def plan_problems(config: Config, checked: Checked, world_size: int, device_gib:
 
 
 def _memory_lines(
-    config: Config, world_size: int, policy: list[StageParameters], reward_model: list[StageParameters] | None
+    config: Config,
+    world_size: int,
+    policy: list[StageParameters],
+    reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None,
 ) -> Iterator[str]:
     """One line per pipeline stage: what `memory.py` counts, and the sum."""
-    titles = ["weights", "gradients", "optimizer", "reference", "reward model", "together"]
-    if reward_model is None:
-        titles.remove("reward model")
+    others = [name for name, models in (("reward model", reward_models), ("critic", critic)) if models]
+    titles = ["weights", "gradients", "optimizer", "reference", *others, "together"]
     widths = [max(9, len(title)) for title in titles]
     header = " ".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))
     yield f"{'stage':>5} {'layers':>6} {'parameters':>15} {header}"
-    for number, memory in enumerate(memory_of_stages(config, world_size, policy, reward_model)):
+    for number, memory in enumerate(memory_of_stages(config, world_size, policy, reward_models, critic)):
         parts = [memory.weights, memory.gradients, memory.optimizer, memory.reference]
-        if reward_model is not None:
-            parts.append(memory.reward_model)
+        parts += [getattr(memory, name.replace(" ", "_")) for name in others]
         columns = zip([*parts, memory.total], widths, strict=True)
         cells = " ".join(f"{part / GIB:>{width}.3f}" for part, width in columns)
         yield f"{number:>5} {policy[number].layers:>6} {policy[number].total:>15,} {cells}"
@@ -192,7 +222,7 @@ def _memory_lines(
 
 def _host_lines(config: Config, arch: Architecture, policy: list[StageParameters]) -> Iterator[str]:
     """What `rollout.sync=delta` keeps on the host (sync/delta_sync.py)."""
-    if config.rollout.sync != "delta":
+    if config.rollout.sync != "delta" or not config.draws:
         return
     itemsize = DTYPE_BYTES[config.model.dtype]
     engine = arch.num_parameters() * itemsize / config.rollout.tensor_model_parallel_size / GIB
@@ -215,12 +245,14 @@ def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) 
         label = f"~ {name}" if name in ESTIMATED else name
         yield _cells(label, ["-" if size is None else f"{size / GIB:.2f}" for size in sizes])
     if device_gib is None:
-        yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
+        if config.draws:
+            yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
         yield _cells("a device of", [f"{phase.smallest_device / GIB:.2f}" for phase in phases])
         yield "--gpu-memory GIB marks the phases that do not fit a device of that size."
         return
     shares = [phase.utilization * device_gib for phase in phases]
-    yield _cells("engine's share", [f"{share:.2f}" if share else "-" for share in shares])
+    if config.draws:
+        yield _cells("engine's share", [f"{share:.2f}" if share else "-" for share in shares])
     yield _cells("together", [f"{p.total / GIB + share:.2f}" for p, share in zip(phases, shares, strict=True)])
     device = device_gib * GIB
     yield _cells(f"of {device_gib:g}", ["fits" if phase.fits(device) else "NO" for phase in phases])
@@ -231,40 +263,6 @@ def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) 
 
 def _cells(label: str, cells: list[str]) -> str:
     return f"{label:<22}" + "".join(f"{cell:>9}" for cell in cells)
-
-
-def _data_lines(config: Config, checked: Checked) -> Iterator[str]:
-    trainer, sft = config.trainer, config.sft
-    if sft.steps:
-        rows = len(checked.supervised_rows)
-        yield _line("warmup", f"{_found(rows, 'row')}; {_epochs(sft.steps, sft.train_batch_size, rows)}")
-    if trainer.total_training_steps:
-        prompts = len(checked.train_prompts) or len(checked.offline_groups)
-        epochs = _epochs(trainer.total_training_steps, config.data.train_batch_size, prompts)
-        yield _line("training", f"{_found(prompts, 'prompt')} of task {config.data.task}; {epochs}")
-    if checked.val_prompts:
-        times = []
-        if trainer.val_before_train:
-            times.append("before training")
-        if trainer.test_freq > 0:
-            times.append(f"every {trainer.test_freq} steps")
-        times.append("at the end" if times else "never")
-        yield _line("validation", f"{_counted(len(checked.val_prompts), 'prompt')}, {', '.join(times)}")
-    yield _line("output", str(trainer.output_dir))
-
-
-def _found(number: int, noun: str) -> str:
-    return _counted(number, noun) if number else f"{noun}s NOT FOUND, so not checked,"
-
-
-def _epochs(steps: int, batch_size: int, items: int) -> str:
-    epochs = f" = {steps * batch_size / items:.2f} epochs" if items else ""
-    return f"{steps} steps x {batch_size}{epochs}"
-
-
-def _counted(number: int, noun: str, plural: str | None = None) -> str:
-    """1 node, 2 nodes."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _divided(number: int, parts: int) -> str:

@@ -12,33 +12,36 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
-from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.checks.scored_rows import read_scored_groups, trains_scores
+from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import (
     OfflineGroup,
     SupervisedExample,
     load_offline_groups,
     load_prompts,
     load_supervised,
-    load_tokenizer,
 )
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import read_written
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.regular import special_file_in
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import BY_MODEL, Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def read_model(path: Path, key: str = "model.path") -> Architecture:
-    """The architecture that `path`/config.json describes, of a folder of regular files."""
+def read_model(path: Path, key: str = "model.path", family: str | None = None) -> Architecture:
+    """The architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
     if not path.is_dir():
         name = str(path)
         hub = f"; fetch one with: hf download {name} --local-dir DIR" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
@@ -49,7 +52,7 @@ def read_model(path: Path, key: str = "model.path") -> Architecture:
     try:
         if problem := special_file_in(path):
             raise ReadError(f"it holds {problem}; remove it")
-        return read_architecture(path)
+        return read_architecture(path, family)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{key}={str(path)!r}: {error}; set it to a folder of a supported model") from error
 
@@ -80,7 +83,10 @@ def only_present(config: Config) -> Config:
         return [file for file in files if file.exists()]
 
     data, sft = config.data, config.sft
-    files = {"train_files": present(data.train_files), "val_files": present(data.val_files)}
+    names = ("train_files", "val_files", "val_loss_files")
+    files: dict[str, Any] = {name: present(getattr(data, name)) for name in names}
+    if data.sampling.pass_rates is not None and not data.sampling.pass_rates.exists():
+        files["sampling"] = SamplingConfig()
     warmup = {"train_files": present(sft.train_files)}
     return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warmup)})
 
@@ -90,10 +96,14 @@ def missing_keys(config: Config) -> Problems:
     trainer = config.trainer
     if trainer.total_training_steps and not config.data.train_files:
         yield f"trainer.total_training_steps={trainer.total_training_steps} needs prompts; set data.train_files"
-    if (trainer.val_before_train or trainer.test_freq > 0) and not (config.data.val_files or config.data.val_tasks):
+    data = config.data
+    if (trainer.val_before_train or trainer.test_freq > 0) and not (
+        data.val_files or data.val_tasks or data.val_loss_files
+    ):
         yield (
             f"trainer.val_before_train={str(trainer.val_before_train).lower()}, trainer.test_freq={trainer.test_freq}:"
-            " validation needs data.val_files; set it (or data.val_tasks), or val_before_train=false and test_freq=-1"
+            " validation needs data.val_files; set it (or data.val_tasks, or data.val_loss_files), or val_before_train=false and"
+            " test_freq=-1"
         )
     if config.sft.steps and not config.sft.train_files:
         yield f"sft.steps={config.sft.steps} needs rows to learn from; set sft.train_files, or sft.steps=0"
@@ -103,7 +113,8 @@ def check_reference(config: Config, arch: Architecture) -> None:
     """`ref.path` holds a model of the policy's architecture: the same computation with other weights."""
     path = config.ref.path
     assert path is not None
-    reference, policy = dataclasses.asdict(read_model(path, "ref.path")), dataclasses.asdict(arch)
+    reference = dataclasses.asdict(read_model(path, "ref.path", config.model.family))
+    policy = dataclasses.asdict(arch)
     different = [
         f"{name} {reference[name]} against {policy[name]}"
         for name in policy
@@ -154,7 +165,15 @@ def read_train_prompts(
     """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one."""
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []
-    return _read_prompts(config, "data.train_files", config.data.train_files, tokenizer, None, environment)
+    files = config.data.train_files
+    reward = reward_name(config.reward) if config.has_rule else BY_MODEL
+    prompts = _read_prompts(config, "data.train_files", files, tokenizer, None, environment, reward)
+    if config.data.sampling.pass_rates is None:
+        return prompts
+    if not prompts:  # there is no tokenizer, or no file on this machine
+        read_pass_rates(config.data.sampling.pass_rates)
+        return prompts
+    return select_prompts(prompts, config.data.sampling)
 
 
 def read_val_prompts(
@@ -162,7 +181,8 @@ def read_val_prompts(
 ) -> list[Prompt]:
     """The prompts of `data.val_files`. `environment` is that of the rollouts, if there is one."""
     data = config.data
-    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, data.val_max_samples, environment)
+    reward, most = reward_name(config.reward), data.val_max_samples
+    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, most, environment, reward)
 
 
 def _read_prompts(
@@ -172,20 +192,22 @@ def _read_prompts(
     tokenizer: Any | None,
     max_samples: int | None,
     environment: CheckedEnvironment | None,
+    reward: str | None,
 ) -> list[Prompt]:
     """If the tokenizer could not be read, the files are checked and no prompt is made."""
     if not files:
         return []
     task = get_task(config.data.task)
+    read_row = task.read_unanswered if reward == BY_MODEL else task.read_row
     if tokenizer is None:
-        _check_rows(key, files, task.read_row)
+        _check_rows(key, files, read_row)
         return []
     renderer = environment.renderer if environment else None
-    reward = "" if environment and environment.gives_rewards else config.reward.function
+    reward = "" if environment and environment.gives_rewards else reward
     try:
         return load_prompts(config.data, files, tokenizer, reward, max_samples=max_samples, renderer=renderer)
     except ConfigError as error:
-        _check_rows(key, files, task.read_row)  # reports every wrong file; load_prompts stops at the first
+        _check_rows(key, files, read_row)  # reports every wrong file; load_prompts stops at the first
         raise ConfigError(f"{key}: {error}") from error
 
 
@@ -212,9 +234,26 @@ def read_offline_groups(
 
     `renderer` is that of the rollouts, if they have several turns.
     """
-    key, files = "data.train_files", config.data.train_files
-    if not config.trainer.total_training_steps or config.algorithm.source != "file" or not files:
+    if not config.trainer.total_training_steps or config.algorithm.source != "file":
         return []
+    return _read_written(config, "data.train_files", config.data.train_files, tokenizer, renderer)
+
+
+def read_val_loss_groups(
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+) -> list[OfflineGroup]:
+    """The rows of `data.val_loss_files`, of the kind that `read_offline_groups` reads for the same loss."""
+    return _read_written(config, "data.val_loss_files", config.data.val_loss_files, tokenizer, renderer)
+
+
+def _read_written(
+    config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, renderer: TurnRenderer | None
+) -> list[OfflineGroup]:
+    """If the tokenizer could not be read, the files are checked and there are no groups."""
+    if not files:
+        return []
+    if trains_scores(config):
+        return read_scored_groups(config, key, files, tokenizer, renderer)
     pairs = policy_losses.facts(config.actor.loss_mode).paired
     fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
     if tokenizer is None:
@@ -224,7 +263,7 @@ def read_offline_groups(
         return load_offline_groups(config.data, files, tokenizer, fields, renderer)
     except ConfigError as error:
         wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"} or {"messages"}'
-        raise ConfigError(f"{key}: {error} (algorithm.source=file reads rows {wanted})") from error
+        raise ConfigError(f"{key}: {error} (actor.loss_mode={config.actor.loss_mode} reads rows {wanted})") from error
 
 
 def _check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:

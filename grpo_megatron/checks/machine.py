@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from grpo_megatron.checks.problems import Problems
-from grpo_megatron.config import Config, ConfigError, RolloutConfig
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device, count_cuda_devices
 from grpo_megatron.observability.sinks import check_loggers
 from grpo_megatron.rollout.build import engine_packages
@@ -29,9 +29,10 @@ def output_problems(config: Config) -> Problems:
         yield str(error)
 
 
-def package_problems(rollout: RolloutConfig) -> Problems:
+def package_problems(config: Config) -> Problems:
     """Megatron-Core and the engine's packages are installed. They are looked up, not imported: an import takes seconds."""
-    for name, package in {"megatron": "megatron-core", **engine_packages(rollout)}.items():
+    of_engine = engine_packages(config.rollout) if config.draws else {}
+    for name, package in {"megatron": "megatron-core", **of_engine}.items():
         if importlib.util.find_spec(name) is None:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
 

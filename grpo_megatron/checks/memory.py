@@ -45,7 +45,8 @@ class StageParameters:
 class StageMemory:
     """Bytes of one rank of a pipeline stage; the first three are the policy's.
 
-    `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if it is frozen.
+    `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if all are frozen. `frozen_rewards`:
+    the weights of each frozen reward model, which are part of `reward_model`, too.
     """
 
     weights: float
@@ -54,10 +55,13 @@ class StageMemory:
     reference: float
     reward_model: float
     reward_training: float
+    frozen_rewards: tuple[float, ...] = ()
+    critic: float = 0.0  # weights, gradients and optimizer
+    critic_weights: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model
+        return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model + self.critic
 
 
 def is_counted_by_megatron() -> bool:
@@ -91,17 +95,21 @@ def parameters_from_table(
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     layers = stage_layers(arch.num_layers, megatron)
     assert layers is not None, "the layout was checked"
-    rows = table_of(arch)
+    rows = [row for row in table_of(arch) if not row.is_constant]
     embedding = [row for row in rows if row.megatron.startswith("embedding.")]
     ends = [row for row in rows if not is_layered(row) and row not in embedding]
     if arch.tied and len(layers) > 1 and has_output_head:
         ends += embedding
-    dense_layer = _size([row for row in rows if is_layered(row) and not is_expert(row)], arch, tp)
-    one_expert = _size([row for row in rows if is_expert(row)], arch, tp)
-    dense = [number * dense_layer for number in layers]
+    dense, experts, first = [], [], 0
+    for number in layers:
+        own = [
+            row for layer in range(first, first + number) for row in rows if is_layered(row) and row.is_in(layer, arch)
+        ]
+        dense.append(_size([row for row in own if not is_expert(row)], arch, tp))
+        experts.append((arch.num_experts // ep) * _size([row for row in own if is_expert(row)], arch, tp))
+        first += number
     dense[0] += _size(embedding, arch, tp)
     dense[-1] += _size(ends, arch, tp)
-    experts = [number * (arch.num_experts // ep) * one_expert for number in layers]
     return [StageParameters(*stage) for stage in zip(layers, dense, experts, strict=True)]
 
 
@@ -110,31 +118,47 @@ def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
 
 
 def memory_of_stages(
-    config: Config, world_size: int, policy: list[StageParameters], reward_model: list[StageParameters] | None
+    config: Config,
+    world_size: int,
+    policy: list[StageParameters],
+    reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None = None,
 ) -> list[StageMemory]:
-    """Bytes per stage of the policy, of its reference if the method needs one, and of the reward model if there is one."""
+    """Bytes per stage of the policy, of its reference if the method needs one, of all reward models, and of the critic.
+
+    With algorithm.iteration_steps the first one, that of `reward_model.path`, learns.
+    """
     itemsize = DTYPE_BYTES[config.model.dtype]
     has_reference = needs_reference(config.algorithm, config.actor)
-    learns = config.algorithm.iteration_steps is not None
+    has_main = bool(reward_models) and config.reward_model.path is not None
+    learns = has_main and config.algorithm.iteration_steps is not None
     out = []
     for number, stage in enumerate(policy):
-        reward_weights = reward_training = 0.0
-        if reward_model is not None:
-            reward_stage = reward_model[number]
-            reward_weights = reward_stage.total * itemsize
-            if learns:
-                reward_training = reward_stage.total * GRADIENT_BYTES + _optimizer(config, world_size, reward_stage)
+        weights = [model[number].total * itemsize for model in reward_models]
+        reward_training = _training(config, world_size, reward_models[0][number]) if learns else 0.0
+        critic_weights = critic_training = 0.0
+        if critic is not None:
+            critic_weights = critic[number].total * itemsize
+            critic_training = _training(config, world_size, critic[number])
         out.append(
             StageMemory(
                 weights=stage.total * itemsize,
                 gradients=stage.total * GRADIENT_BYTES,
                 optimizer=_optimizer(config, world_size, stage),
                 reference=stage.total * itemsize if has_reference else 0,
-                reward_model=reward_weights + reward_training,
+                reward_model=sum(weights) + reward_training,
                 reward_training=reward_training,
+                frozen_rewards=tuple(weights[1:] if learns else weights),
+                critic=critic_weights + critic_training,
+                critic_weights=critic_weights,
             )
         )
     return out
+
+
+def _training(config: Config, world_size: int, stage: StageParameters) -> float:
+    """Bytes of gradients and Adam's state on one rank."""
+    return stage.total * GRADIENT_BYTES + _optimizer(config, world_size, stage)
 
 
 def _optimizer(config: Config, world_size: int, stage: StageParameters) -> float:

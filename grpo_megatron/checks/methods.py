@@ -10,6 +10,7 @@ from __future__ import annotations
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import has_kl_loss, needs_old_logprobs, needs_reference
+from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, FilterGroups
 from grpo_megatron.data.tasks import get_task
@@ -35,8 +36,9 @@ def _groups(config: Config) -> Problems:
     if facts.needs_greedy_reward and config.algorithm.source == "file":
         yield f"{key} needs a greedy response to every prompt, and algorithm.source=file draws none; set source=policy"
     # an environment may give rewards for single turns, which only a run can tell
-    if facts.needs_step_rewards and config.rollout.multi_turn.environment is None:
-        name = config.reward.function or _task_reward(config)
+    # those of reward models are checked with the models
+    if facts.needs_step_rewards and config.rollout.multi_turn.environment is None and not config.reward_paths:
+        name = reward_name(config.reward) or _task_reward(config)
         # nothing is known about a module:function before it runs: the estimator raises if it returns no steps
         if name in rewards.names() and not rewards.facts(name).gives_steps:
             yield (
@@ -83,7 +85,7 @@ def _losses(config: Config) -> Problems:
 
 
 def _pair_estimators() -> str:
-    return " or ".join(advantage_estimators.names_with(makes_pairs=True))
+    return " or ".join(advantage_estimators.names_with(makes_pairs=True, scores=""))
 
 
 def _sources(config: Config) -> Problems:
@@ -95,7 +97,7 @@ def _sources(config: Config) -> Problems:
     if not policy_losses.facts(loss_mode).is_likelihood:
         yield (
             f"{key}: the responses are not the policy's, and actor.loss_mode={loss_mode} is only for those; set"
-            f" loss_mode={' or '.join(policy_losses.names_with(is_likelihood=True))}, or source=policy"
+            f" loss_mode={' or '.join(policy_losses.names_with(is_likelihood=True, scores=''))}, or source=policy"
         )
     if algorithm.source == "initial" and config.ref.path is not None:
         yield f"{key} draws from the model that the run starts from, and ref.path names another; leave ref.path out"
@@ -108,14 +110,19 @@ def _sources(config: Config) -> Problems:
 def _file_source(config: Config, key: str) -> Problems:
     algorithm, loss_mode = config.algorithm, config.actor.loss_mode
     estimator = advantage_estimators.facts(algorithm.adv_estimator)
-    without_rewards = " or ".join(advantage_estimators.names_with(needs_rewards=False))
-    paired_losses = " or ".join(policy_losses.names_with(paired=True))
+    without_rewards = " or ".join(advantage_estimators.names_with(needs_rewards=False, scores=""))
+    paired_losses = " or ".join(policy_losses.names_with(paired=True, scores=""))
     # an estimator that needs a greedy response has been reported by `_groups`
     if estimator.needs_rewards and not estimator.makes_pairs and not estimator.needs_greedy_reward:
         yield (
             f"{key} reads responses without rewards, and algorithm.adv_estimator={algorithm.adv_estimator!r} needs"
             f" rewards; set adv_estimator={without_rewards} (SFT), or {_pair_estimators()} with"
             f" actor.loss_mode={paired_losses}"
+        )
+    if config.rollout.temperature != 1.0:
+        yield (
+            f"{key}: rollout.temperature={config.rollout.temperature:g} would also divide the logits of the training, and"
+            " nothing is drawn at it; leave it out (rollout.val_kwargs.temperature is that of validation)"
         )
     if estimator.makes_pairs and not policy_losses.facts(loss_mode).paired:
         yield (

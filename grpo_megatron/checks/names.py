@@ -8,6 +8,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.token_weights import token_weightings
+from grpo_megatron.checks.components import component_problems, judge_problems, reward_name
 from grpo_megatron.checks.critic import has_critic
 from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.problems import Problems
@@ -15,6 +16,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward
+from grpo_megatron.rewards.composite import COMPOSITE
 
 
 def name_problems(config: Config) -> Problems:
@@ -42,24 +44,34 @@ def name_problems(config: Config) -> Problems:
     if problem := task_problem(config):
         yield problem
         return
-    if grades_itself(config):
+    if grades_itself(config) or not config.draws:
+        return
+    if config.reward.components:
+        yield from component_problems(config)
+        return
+    name = config.reward.function or get_task(config.data.task).reward or ""
+    if name == COMPOSITE:
+        yield f"reward.function={name!r} is the sum of reward.components; set those, and leave reward.function out"
         return
     try:
-        check_reward(config.reward.function or get_task(config.data.task).reward or "", config.reward.kwargs)
+        check_reward(name, config.reward.kwargs)
     except ValueError as error:
         yield f"reward.function: {error}"
+    yield from (f"reward.kwargs: {problem}" for problem in judge_problems(name, config.reward.kwargs, config.reward))
 
 
 def task_problem(config: Config) -> str | None:
-    """Why `data.task` cannot be used. None: it can, and something gives rewards for it."""
+    """Why `data.task` cannot be used. None: it can, and something gives rewards for what the run draws."""
     try:
         task = get_task(config.data.task)
+        if not config.draws:
+            return None
         if task.multi_turn.environment and not config.rollout.multi_turn.environment:
             return (
                 f"data.task={config.data.task!r} plays an environment in the scripted evaluation, and"
                 " rollout.multi_turn.environment is not set; set rollout.multi_turn to the task's multi_turn"
             )
-        if task.reward is None and config.reward.function is None and not grades_itself(config):
+        if task.reward is None and reward_name(config.reward) is None and not grades_itself(config):
             return f"data.task={config.data.task!r} has no reward of its own; set reward.function"
     except ValueError as error:
         return f"data.task: {error}"

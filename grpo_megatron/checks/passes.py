@@ -16,6 +16,7 @@ from grpo_megatron.algo.needs import (
     reasons_for_old_pass,
 )
 from grpo_megatron.config import Config
+from grpo_megatron.models.architecture import Architecture
 
 
 def pass_lines(config: Config) -> Iterator[tuple[str, str]]:
@@ -35,7 +36,7 @@ def pass_lines(config: Config) -> Iterator[tuple[str, str]]:
         yield "prompts", "one copy for the responses in a micro-batch, where the heaviest rank gets lighter"
 
 
-def sharing_problems(config: Config) -> Iterator[str]:
+def sharing_problems(config: Config, arch: Architecture | None) -> Iterator[str]:
     """What cannot be trained with shared prompts."""
     actor = config.actor
     if not actor.share_prompts:
@@ -51,6 +52,8 @@ def sharing_problems(config: Config) -> Iterator[str]:
             f"{key} needs the attention of Megatron-Core's layers, and actor.megatron.transformer_impl="
             f"{megatron.transformer_impl} may take Transformer Engine's; set transformer_impl=local, or share_prompts=false"
         )
+    if arch is not None and arch.latent is not None:
+        yield f"{key} is not made for the latent attention of {arch.family}; set share_prompts=false"
     if policy_losses.facts(actor.loss_mode).paired:
         yield f"{key} has no place for the pairs of actor.loss_mode={actor.loss_mode}; set share_prompts=false"
     if advantage_estimators.facts(config.algorithm.adv_estimator).needs_values:

@@ -7,11 +7,16 @@
               v1/worker/utils.py raises otherwise. What the policy has is not part of that budget
     sync      the engine's weights are awake and receive the policy's, in buckets
     rollout   the engine has its whole budget: what weights and activations leave of it becomes the KV cache
+    rewards   frozen reward models score the responses, one after the other
     scoring   log-probabilities of the policy and the reference; gradient buffers and optimizer are on the device again
+    critic    values and the critic's update
     update    forward and backward passes, optimizer step
     learn     the reward model's update (iterative GRPO)
     save      Megatron gathers each state of the optimizer over the data-parallel ranks, for one bucket of gradients at a
               time: for all parameters, without `overlap_grad_reduce`. The gradient buffers are freed meanwhile
+
+A run that draws nothing has no engine: start, sync and rollout are absent, and so is scoring where nothing reads
+log-probabilities from before the update.
 
 Parameters and vLLM's budget are exact up to padding. The parts in ESTIMATED are estimates. A phase that does not fit
 without them is an error; one that does not fit with them is only reported by the plan. Not counted: FP8 copies of weights,
@@ -21,9 +26,10 @@ fragmentation. Compared with no GPU yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference
 from grpo_megatron.checks.activations import (
     forward_bytes,
     head_bytes,
@@ -39,7 +45,7 @@ GIB = 2**30
 RESERVED = 2 * GIB  # an assumption, not measured: CUDA context, NCCL's buffers, the sleeping engine's CUDA graphs
 ESTIMATED = ("activations kept", "layer or logits", "sync buckets", "gathered states", "CUDA, NCCL, graphs")
 PARTS = (  # in the order of the plan's rows
-    *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model"),
+    *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
     *("engine weights", "KV cache", *ESTIMATED),
 )
 DDP_BUCKET, DDP_BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's smallest bucket of gradients, in parameters
@@ -91,32 +97,49 @@ class _Rank:
 
     def phases(self) -> Iterator[Phase]:
         megatron, memory = self.config.actor.megatron, self.memory
-        utilization = self.config.rollout.gpu_memory_utilization
         gradients = {"gradients": memory.gradients}
         copy = {"copy of weights": memory.weights} if megatron.use_distributed_optimizer else {}
         yield self._phase("load", {**gradients, **copy})
-        yield self._phase("start", {} if megatron.offload_optimizer else gradients, utilization)
-        sync = self._beside_engine(needs_reference=self.config.algorithm.source == "initial")
-        buckets = self.config.rollout.update_weights_bucket_megabytes * 2**20
-        yield self._phase("sync", {**sync, "engine weights": self.engine_weights, "sync buckets": buckets})
-        yield self._rollout()
+        if self.config.draws:
+            utilization = self.config.rollout.gpu_memory_utilization
+            yield self._phase("start", {} if megatron.offload_optimizer else gradients, utilization)
+            sync = self._beside_engine(needs_reference=self.config.algorithm.source == "initial")
+            buckets = self.config.rollout.update_weights_bucket_megabytes * 2**20
+            yield self._phase("sync", {**sync, "engine weights": self.engine_weights, "sync buckets": buckets})
+            yield self._rollout()
         trained = self._trained()
-        yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
+        if memory.frozen_rewards:
+            offloaded = max(memory.frozen_rewards) if megatron.offload_reference else 0.0
+            parts = {**trained, "reward model": trained["reward model"] + offloaded}
+            parts["reference"] = 0.0 if megatron.offload_reference else memory.reference
+            yield self._phase("rewards", {**parts, **self._forward(has_head=False)})
+        if self.config.draws or self._is_scored():
+            yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
         trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
+        if memory.critic:
+            yield self._phase("critic", {**trained, "critic": memory.critic, **self._backward(has_head=False)})
         yield self._phase("update", {**trained, **self._backward()})
         if memory.reward_training:
-            learning = {**trained, "reward model": memory.reward_model}
+            learning = {**trained, "reward model": trained["reward model"]}
+            if megatron.offload_optimizer:
+                learning["reward model"] += memory.reward_training
             yield self._phase("learn", {**learning, **self._backward(has_head=False)})
         if self.config.trainer.save_freq > 0:
             yield self._phase("save", {**trained, "gradients": 0.0, **self._gathered()})
 
     def _phase(self, name: str, parts: dict[str, float], utilization: float = 0.0) -> Phase:
         always = {"weights": self.memory.weights}
-        if not self.config.rollout.free_cache_engine and name not in ("load", "start", "rollout"):
+        if self.config.draws and not self.config.rollout.free_cache_engine and name not in ("load", "start", "rollout"):
             parts.pop("engine weights", None)
             utilization = self.config.rollout.gpu_memory_utilization  # the engine never sleeps
         sizes = {**always, **parts, "CUDA, NCCL, graphs": RESERVED}
         return Phase(name, self.stage, {part: size for part, size in sizes.items() if size}, utilization)
+
+    def _is_scored(self) -> bool:
+        """Whether log-probabilities are computed besides those of the update."""
+        algorithm, actor = self.config.algorithm, self.config.actor
+        reads_logprobs = needs_old_logprobs(algorithm, actor) or reads_reference(algorithm, actor)
+        return reads_logprobs or bool(self.config.data.val_loss_files)
 
     def _rollout(self) -> Phase:
         rollout = self.config.rollout
@@ -128,9 +151,13 @@ class _Rank:
     def _trained(self) -> dict[str, float]:
         """What belongs to models that are trained, outside rollouts."""
         memory = self.memory
-        is_offloaded = self.config.actor.megatron.offload_optimizer
-        reward = memory.reward_model - (memory.reward_training if is_offloaded else 0)
-        return {"gradients": memory.gradients, "optimizer": memory.optimizer, "reward model": reward}
+        megatron = self.config.actor.megatron
+        reward = memory.reward_model - (memory.reward_training if megatron.offload_optimizer else 0)
+        reward -= sum(memory.frozen_rewards) if megatron.offload_reference else 0
+        critic = memory.critic_weights if megatron.offload_optimizer else memory.critic
+        critic = 0.0 if self.config.critic.offload else critic
+        parts = {"gradients": memory.gradients, "optimizer": memory.optimizer}
+        return {**parts, "reward model": reward, "critic": critic}
 
     def _beside_engine(self, *, needs_reference: bool) -> dict[str, float]:
         """What is on the device besides the policy's weights while the engine is awake."""
@@ -142,9 +169,9 @@ class _Rank:
             parts["reference"] = self.memory.reference
         return parts
 
-    def _forward(self) -> dict[str, float]:
+    def _forward(self, *, has_head: bool = True) -> dict[str, float]:
         actor, itemsize = self.config.actor, DTYPE_BYTES[self.config.model.dtype]
-        head = head_bytes(self.arch, actor, itemsize, backward=False) if self._has_head() else 0.0
+        head = head_bytes(self.arch, actor, itemsize, backward=False) if has_head and self._has_head() else 0.0
         return {"layer or logits": max(forward_bytes(self.arch, actor, itemsize), head)}
 
     def _backward(self, *, has_head: bool = True) -> dict[str, float]:
@@ -177,10 +204,11 @@ def memory_phases(
     arch: Architecture,
     world_size: int,
     policy: list[StageParameters],
-    reward_model: list[StageParameters] | None,
+    reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None = None,
 ) -> list[Phase]:
     """Every phase of the run, of the pipeline stage that needs most in it."""
-    memories = memory_of_stages(config, world_size, policy, reward_model)
+    memories = memory_of_stages(config, world_size, policy, reward_models, critic)
     engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
     stages = [
         list(_Rank(config, arch, world_size, number, parameters, memory, engine).phases())
@@ -194,6 +222,8 @@ def phase_problems(config: Config, arch: Architecture, phases: list[Phase], devi
     for phase in phases:
         if phase.is_impossible(device):
             yield shortage(config, phase, device)
+    if not config.draws:
+        return
     engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
     budget = config.rollout.gpu_memory_utilization * device
     if budget <= engine and config.rollout.quantization is None:
@@ -220,8 +250,12 @@ def _remedies(config: Config, phase: Phase, device: float) -> Iterator[str]:
     megatron, is_awake = config.actor.megatron, phase.name in ("start", "sync", "rollout")
     if is_awake and "gradients" in phase.parts:
         yield "actor.megatron.offload_optimizer=true"
-    if "reference" in phase.parts and not megatron.offload_reference and phase.name != "scoring":
+    if not megatron.offload_reference and (
+        ("reference" in phase.parts and phase.name != "scoring") or "reward model" in phase.parts
+    ):
         yield "actor.megatron.offload_reference=true"
+    if "critic" in phase.parts and not config.critic.offload and phase.name != "critic":
+        yield "critic.offload=true"
     if phase.utilization and not is_awake:
         yield "rollout.free_cache_engine=true"
     largest = math.floor(100 * (1 - phase.total / device)) / 100

@@ -26,17 +26,20 @@ _OPTIMIZER_VALUES = "weight_decay betas eps clip_grad"
 
 RESUME_CLASSES: dict[str, ResumeClass] = {
     # Token ids, weights and the initial reference come from these.
-    **_keys("model", "path tokenizer_path dtype", FIXED),
+    **_keys("model", "path tokenizer_path family dtype", FIXED),
     **_keys("ref", "path", FIXED),
     # A checkpoint holds a position in the prompts. These decide which prompts there are, and their order.
     **_keys("data", "task train_files shuffle seed", FIXED),
+    **_keys("data.sampling", "pass_rates weight uniform_share", FIXED),
+    **_keys("data.sampling", "min_pass_rate max_pass_rate default_pass_rate", FIXED),
     **_keys("data", "max_prompt_length filter_overlong_prompts", FIXED),
     **_keys("data", "apply_chat_template chat_template system_prompt", FIXED),
-    **_keys("data", "val_files val_tasks val_data val_max_samples", APPLIES),
+    **_keys("data", "val_files val_tasks val_data val_loss_files val_max_samples", APPLIES),
     **_keys("data", "gen_batch_size max_response_length", APPLIES),
     **_keys("data", "train_batch_size", SCHEDULE),  # with the mini-batch size it gives the updates per step
     # The warm-up is over.
     **_keys("sft", "steps train_files train_batch_size", FIXED),
+    **_keys("sft", "save_freq", APPLIES),
     **_keys("sft.optim", f"{_OPTIMIZER_SCHEDULE} {_OPTIMIZER_VALUES}", FIXED),
     # The policy.
     **_keys("actor", "ppo_mini_batch_size ppo_epochs", SCHEDULE),
@@ -75,11 +78,13 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("rollout.multi_turn", "max_tool_response_length tool_response_truncate_side latency_ticks", APPLIES),
     **_keys("rollout.multi_turn", "num_workers timeout_s memory_gib failed", APPLIES),
     **_keys("rollout.val_kwargs", "n temperature top_p", APPLIES),
-    **_keys("reward", "function num_workers timeout_s kwargs max_failed_ratio", APPLIES),
+    **_keys("reward", "function components num_workers timeout_s kwargs max_failed_ratio", APPLIES),
     **_keys("reward.overlong_buffer", "len penalty_factor", APPLIES),
     # The reward model: its weights, optimizer and pairs are in the checkpoint.
-    **_keys("reward_model", "path", FIXED),
+    **_keys("reward_model", "path kind", FIXED),
     **_keys("reward_model", "start_iteration combine coefficient max_pairs_per_group", APPLIES),
+    **_keys("reward_model", "step_separator", APPLIES),
+    "reward_models": APPLIES,  # frozen: no checkpoint has anything of them
     **_keys("reward_model", "train_batch_size replay_ratio history_size", APPLIES),
     **_keys("reward_model", "steps", SCHEDULE),
     **_keys("reward_model.optim", _OPTIMIZER_SCHEDULE, SCHEDULE),
@@ -99,9 +104,10 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("algorithm.replay", "ratio", FIXED),  # the same for replayed groups
     **_keys("algorithm.replay", "size max_staleness", APPLIES),
     # The run.
-    **_keys("trainer", "total_training_steps critic_warmup", SCHEDULE),
+    **_keys("trainer", "total_training_steps total_epochs critic_warmup", SCHEDULE),
     **_keys("trainer", "output_dir save_freq test_freq val_before_train resume_mode verify_checkpoints", APPLIES),
     **_keys("trainer", "stop_file stop_at max_actor_ckpt_to_keep save_hf_at_end logger num_logged_samples", APPLIES),
+    **_keys("trainer", "rollout_data_dir", APPLIES),
     **_keys("trainer", "nnodes n_gpus_per_node device timeout_s stall_timeout_s peak_tflops", APPLIES),
     **_keys("trainer", "seed", FIXED),  # the checkpoint holds the states of the generators
     # What is done about a number, not the number itself.

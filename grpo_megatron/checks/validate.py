@@ -7,14 +7,19 @@ to the trainer in `Checked`, so that no file is read twice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
+from grpo_megatron.checks.critic import critic_arch, critic_problems, read_critic
+from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
+from grpo_megatron.checks.epochs import epoch_problems, with_total_steps
 from grpo_megatron.checks.experts import expert_problems
+from grpo_megatron.checks.families import family_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
 from grpo_megatron.checks.machine import device_problems, output_problems, package_problems
@@ -26,8 +31,17 @@ from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import reward_call_problems
-from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
+from grpo_megatron.checks.reward_call import RewardCall, call_rewards
+from grpo_megatron.checks.reward_model import (
+    MAIN,
+    OTHERS,
+    check_reward_folder,
+    read_reward_model,
+    reward_model_problems,
+    scoring_models,
+)
+from grpo_megatron.checks.score_head import check_scored_weights, read_scored_model, score_head_problems
+from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
@@ -52,8 +66,26 @@ class Checked:
     supervised_rows: list[SupervisedExample]
     offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
+    reward_folders: dict[str, RewardFolder] = field(default_factory=dict)  # reward_models
+    scored_folder: RewardFolder | None = field(default=None, kw_only=True)  # model.path, where a scalar head is trained
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
+    reward_calls: list[RewardCall] = field(default_factory=list)  # on real rows, if the rewards were to be called
+    val_loss_groups: list[OfflineGroup] = field(default_factory=list)  # data.val_loss_files
+    critic_folder: RewardFolder | None = None  # critic.path
+
+    def resolved(self, config: Config) -> Config:
+        """The config with the training steps that `trainer.total_epochs` means."""
+        return with_total_steps(config, len(self.train_prompts or self.offline_groups))
+
+    @property
+    def all_reward_folders(self) -> list[RewardFolder]:
+        """The one of reward_model.path first."""
+        return [*filter(None, [self.reward_folder]), *self.reward_folders.values()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def validate(
@@ -67,43 +99,57 @@ def validate(
     on a row of the data, in a worker process; one process of a run is enough.
     """
     problems = ProblemList()
-    arch = problems.attempt(inputs.read_model, config.model.path)
-    reward_folder = None
-    if config.reward_model.path is not None:
-        reward_folder = problems.attempt(read_reward_model, config.reward_model.path)
+    scored_folder = None
+    if trains_scores(config):
+        scored_folder = problems.attempt(read_scored_model, config)
+        arch = scored_folder.arch if scored_folder is not None else None
+    else:
+        arch = problems.attempt(inputs.read_model, config.model.path, "model.path", config.model.family)
+    reward_folders = {}
+    for key, model in scoring_models(config).items():
+        if (folder := problems.attempt(read_reward_model, model, key)) is not None:
+            reward_folders[key] = folder
+    critic_folder = None
+    if config.critic.path is not None:
+        critic_folder = problems.attempt(read_critic, config.critic.path)
 
     problems.add(layout_problems(config, world_size, arch))
+    problems.add(family_problems(config, arch))
     problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu"))
     problems.add(batch_problems(config))
     problems.add(sampling_problems(config))
     problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
-    problems.add(method_problems(config))
-    problems.add(sharing_problems(config))
+    problems.add(score_head_problems(config))
+    problems.add(curation_problems(config))
+    problems.add(sharing_problems(config, arch))
     problems.add(environment_problems(config))
-    problems.add(schedule_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))
-    problems.add(reward_model_problems(config, world_size, arch, reward_folder))
+    problems.add(reward_model_problems(config, world_size, arch, reward_folders))
+    problems.add(critic_problems(config, world_size, arch, critic_folder))
     problems.add(transformer_problems(config.actor.megatron.override_transformer_config))
-    problems.add(engine_problems(config.rollout))
+    if config.draws:
+        problems.add(engine_problems(config.rollout))
     problems.add(length_problems(config, arch))
     problems.add(inputs.missing_keys(config))
-    if not elsewhere:
-        problems.add(resume_problems(config))
     if not dry_run:
-        problems.add(package_problems(config.rollout))
+        problems.add(package_problems(config))
         problems.add(device_problems(config, world_size))
         problems.add(hardware_problems(config))
 
     has_weights = inputs.has_weights(config.model.path)
     if arch is not None:
-        if has_weights or not dry_run:
+        if (has_weights or not dry_run) and scored_folder is not None:
+            problems.attempt(check_scored_weights, scored_folder)
+        elif has_weights or not dry_run:
             problems.attempt(inputs.check_weights, config.model.path, arch)
         if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
             problems.attempt(inputs.check_reference, config, arch)
-    if reward_folder is not None:
-        problems.attempt(check_reward_folder, reward_folder)
+    for key, folder in reward_folders.items():
+        problems.attempt(check_reward_folder, folder, key)
+    if critic_folder is not None:
+        problems.attempt(check_reward_folder, critic_folder, "critic")
 
     tokenizer = None
     folder_is_missing = arch is None and config.model.tokenizer_path is None  # reported above
@@ -113,7 +159,7 @@ def validate(
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
         environment = problems.attempt(check_environment, config, tokenizer)
     renderer = environment.renderer if environment else None
-    train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = None
+    train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = val_loss_groups = None
     if task_problem(config) is None:  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
         train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer, environment)
@@ -122,17 +168,25 @@ def validate(
         if config.data.val_tasks:
             task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
         supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
+        val_loss_groups = problems.attempt(inputs.read_val_loss_groups, config, tokenizer, renderer)
 
+    num_rows = len(train_prompts or offline_groups or [])
+    problems.add(epoch_problems(config, num_rows))
+    config = with_total_steps(config, num_rows)
+    problems.add(method_problems(config))
+    if num_rows or config.trainer.total_epochs is None:  # else nobody knows the number of steps
+        problems.add(schedule_problems(config))
+        problems.add(resume_problems(config) if not elsewhere else [])
     problems.raise_if_any()
     assert arch is not None
-    messages = None
+    messages = calls = None
     if rehearsed:
         prompts = [*(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
-        problems.add(reward_call_problems(config.reward, prompts))
+        calls = problems.attempt(call_rewards, config, prompts)
         messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()
     if not dry_run:
-        problems.add(phase_shortages(config, world_size, arch, reward_folder))
+        problems.add(phase_shortages(config, world_size, arch, reward_folders, critic_folder))
         problems.raise_if_any()
     return Checked(
         arch,
@@ -142,21 +196,33 @@ def validate(
         [*(val_prompts or []), *(task_prompts or [])],
         supervised_rows or [],
         offline_groups or [],
-        reward_folder,
+        reward_folders.pop(MAIN, None),
+        {key.removeprefix(OTHERS): folder for key, folder in reward_folders.items()},
         environment,
         messages or [],
+        calls or [],
+        val_loss_groups or [],
+        scored_folder=scored_folder,
+        critic_folder=critic_folder,
     )
 
 
 def phase_shortages(
-    config: Config, world_size: int, arch: Architecture, reward_folder: RewardFolder | None
+    config: Config,
+    world_size: int,
+    arch: Architecture,
+    reward_folders: Mapping[str, RewardFolder],
+    critic_folder: RewardFolder | None = None,
 ) -> Problems:
     """The phases of a valid config that cannot fit this rank's GPU. None on the CPU. Not run on a GPU yet."""
     device = device_bytes(config.trainer.device)
     if device is None:
         return
-    megatron, reward_model = config.actor.megatron, None
-    if reward_folder is not None:
-        reward_model = parameters_from_table(reward_folder.arch, megatron, has_output_head=False)
-    phases = memory_phases(config, arch, world_size, parameters_from_table(arch, megatron), reward_model)
+    megatron = config.actor.megatron
+    reward_models = [
+        parameters_from_table(folder.arch, megatron, has_output_head=False) for folder in reward_folders.values()
+    ]
+    own = critic_arch(config, arch, critic_folder)
+    critic = None if own is None else parameters_from_table(own, megatron, has_output_head=False)
+    phases = memory_phases(config, arch, world_size, parameters_from_table(arch, megatron), reward_models, critic)
     yield from phase_problems(config, arch, phases, device)

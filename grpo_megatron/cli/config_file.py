@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.migration.hints import explained, known_elsewhere
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown
 from grpo_megatron.reading.regular import read_text
 from grpo_megatron.reading.yaml_text import MAX_LEVELS, MAX_YAML, parse_yaml
 
+Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown
 
 
-def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
-    """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError."""
+def load_config(path: Path | str, overrides: list[str] | None = None, defaults: Defaults | None = None) -> Config:
+    """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError.
+
+    `defaults` makes the values of keys that are set nowhere, from the file's content with the overrides.
+    """
     try:
         text = read_text(path, MAX_YAML)
     except OSError as error:
@@ -33,6 +39,10 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"config {shown(str(path))} must be a mapping of sections, not {type(raw).__name__}")
     for override in overrides or []:
         _apply_override(raw, override)
+    for section, values in (defaults(raw) if defaults else {}).items():
+        given = raw.setdefault(section, {})
+        if isinstance(given, dict):
+            raw[section] = {**values, **given}
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -68,7 +78,11 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
-        hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?" if close else ""
+        elsewhere = known_elsewhere(location)
+        if close and elsewhere is None:
+            hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
+        else:
+            hint = "".join(f"; {text}" for text in (elsewhere, explained(error["input"], location)) if text)
         return f"unknown key {location!r}{hint} (known here: {', '.join(known)})"
     if error["type"] == "missing":
         return f"missing key {location!r}: it has no default"
@@ -78,5 +92,8 @@ def _explain(error: Any) -> str:
 def _fields_at(location: tuple[Any, ...]) -> list[str]:
     model: Any = Config
     for part in location:
-        model = model.model_fields[part].annotation
+        if isinstance(part, str):  # a number is a place in a list of sections
+            # get_args: of a mapping from the user's names to sections, or of an optional one
+            kind = model.model_fields[part].annotation if hasattr(model, "model_fields") else get_args(model)[1]
+            model = next((option for option in (kind, *get_args(kind)) if hasattr(option, "model_fields")), kind)
     return list(model.model_fields)

@@ -1,5 +1,7 @@
 """The command line, and how a run starts and ends: `python -m grpo_megatron train CONFIG [section.key=value ...]`.
 
+`train-reward` is `train` with other defaults: a reward model from a file of pairs, or of labelled steps (reward_defaults).
+
 A process that is started by hand checks the config. It then starts one rank per device of the machine through torchrun's
 own agent (ranks.py). A world of one rank stays in that process, so that a debugger works. Under torchrun or srun, which
 set RANK, the process is a rank itself. A failure is reported once (failures.py).
@@ -22,7 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from grpo_megatron.cli import failures, ranks
+from grpo_megatron.cli.arguments import OWN_OPTIONS, parse_command
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.module_path import find_modules
+from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
 from grpo_megatron.storage import StorageError
@@ -31,8 +36,6 @@ from grpo_megatron.storage.lock import FolderLock
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
-
-MAX_PLANNED_RANKS, MAX_GPU_GIB = 1 << 20, 1 << 20  # of --world-size and --gpu-memory
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         from grpo_megatron.convert.cli import main as convert
 
         return convert(argv[1:])
-    args = None if argv[:1] in (["evaluate"], ["replay"]) else _parse(argv)
+    args = None if argv[:1] in ([name] for name in OWN_OPTIONS) else parse_command(argv)
     try:
         code = _train(args, argv) if args is not None else _other(argv)
         if code == 0:
@@ -65,49 +68,12 @@ def _report(error: Exception) -> int:
     return failures.report_failure(error, launcher_prints=ranks.LAUNCHER_PID in os.environ)
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("convert", help="Hugging Face <-> Megatron-Core checkpoints", add_help=False)
-    commands.add_parser(
-        "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
-    )
-    commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
-    train = commands.add_parser(
-        "train",
-        help="train with the settings of a YAML file",
-        epilog="GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch.",
-    )
-    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the file")
-    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
-    train.add_argument(
-        "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
-    )
-    train.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
-    )
-    args, rest = parser.parse_known_args(argv)
-    for argument in rest:  # overrides after an option
-        if argument.startswith("-"):
-            train.error(f"unknown option {argument}")
-        args.overrides.append(argument)
-    if args.world_size is not None and not (args.dry_run and 1 <= args.world_size <= MAX_PLANNED_RANKS):
-        train.error(
-            f"--world-size N needs --dry-run and 1 <= N <= {MAX_PLANNED_RANKS:,}; a run has trainer.nnodes x"
-            " n_gpus_per_node ranks"
-        )
-    if args.gpu_memory is not None and not (args.dry_run and 0 < args.gpu_memory <= MAX_GPU_GIB):  # not NaN either
-        train.error(
-            f"--gpu-memory GIB needs --dry-run and 0 < GIB <= {MAX_GPU_GIB:,}; a run reads the memory of its own GPU"
-        )
-    return args
-
-
 def _train(args: argparse.Namespace, argv: list[str]) -> int:
-    config = load_config(args.config, args.overrides)
+    find_modules(args.config)
+    is_reward = args.command == "train-reward"
+    config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
     is_rank = "RANK" in os.environ
-    if not args.dry_run and _has_nothing_to_do(config):
+    if not args.dry_run and config.trainer.total_epochs is None and _has_nothing_to_do(config):
         return 0
     world_size = args.world_size or _world_size(config, is_rank)
     starts_ranks = not is_rank and not args.dry_run and world_size > 1
@@ -115,7 +81,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.dry_run and (not is_rank or _is_first_of_machine()):
         remove_leftovers()
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
-        ranks.start_fork_server()
+        ranks.start_fork_server(config.draws)
     with large_imports():  # torch too: only once the file is known to be well-formed
         if not starts_ranks and not args.dry_run:
             _join_run(is_rank)
@@ -125,6 +91,15 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(
         config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
     )
+    if config.trainer.total_epochs is not None:
+        config = checked.resolved(config)
+        if not args.dry_run and _has_nothing_to_do(config):
+            return 0
+    if is_reward and checked.scored_folder is None:
+        raise ConfigError(
+            f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"
+            " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
+        )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             _print_plan(config, checked, world_size, args.gpu_memory)
@@ -134,7 +109,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     if starts_ranks:
         del checked  # the ranks read the files themselves
         _check_unused(config.trainer.output_dir)
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True)
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
     return _run(config, checked)
 
 
@@ -157,9 +132,10 @@ def _has_nothing_to_do(config: Config) -> bool:
         return False
     if os.environ.get("RANK", "0") == "0":
         folder, steps = config.trainer.output_dir, config.trainer.total_training_steps
+        key = "trainer.total_training_steps" if config.trainer.total_epochs is None else "trainer.total_epochs"
         print(
-            f"already done: {folder} has all {steps} steps; for more, raise trainer.total_training_steps; for another"
-            " run, set another trainer.output_dir"
+            f"already done: {folder} has all {steps} steps; for more, raise {key}; for another run, set another"
+            " trainer.output_dir"
         )
     return True
 
@@ -212,9 +188,22 @@ def _run(config: Config, checked: Checked) -> int:
 
 
 def _other(argv: list[str]) -> int:
-    """`evaluate ...` or `replay ...`, which parse their own options."""
+    """A command of OWN_OPTIONS."""
     if argv[0] == "evaluate":
         return _evaluate(argv)
+    if argv[0] == "keys":
+        from grpo_megatron.cli.key_list import main as list_keys
+
+        return list_keys(argv[1:])
+    if argv[0] == "import":
+        from grpo_megatron.migration.cli import main as import_config
+
+        return import_config(argv[1:])
+    if argv[0] == "curate":
+        from grpo_megatron.curation.cli import main as curate
+
+        _quieten(is_rank=False, starts_ranks=False)
+        return curate(argv[1:])
     from grpo_megatron.cli.replay import main as replay
 
     _quieten(is_rank=False, starts_ranks=False)

@@ -31,22 +31,31 @@ def is_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not any(Path("/dev").glob("nvidia*")))
 
 
-def start_fork_server() -> None:
-    """Start the server that CPU ranks are forked from; it imports in the background. A second call does nothing."""
+def start_fork_server(has_engine: bool = True) -> None:
+    """Start the server that CPU ranks are forked from; it imports in the background. A second call does nothing.
+
+    `has_engine`: the ranks will have an engine, whose modules take half of the time.
+    """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
         # multiprocessing's own folder (pymp-*), with the server's socket, would stay for ever if this process is killed.
         settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         if "tempdir" not in settings:
             settings["tempdir"] = str(folder_until_exit())
-        multiprocessing.set_forkserver_preload(["grpo_megatron.cli.preload"])
+        preloaded = ["grpo_megatron.cli.preload", "grpo_megatron.cli.preload_engine"]
+        multiprocessing.set_forkserver_preload(preloaded if has_engine else preloaded[:1])
         forkserver.ensure_running()
     finally:
         del os.environ[LAUNCHER_PID]
 
 
 def start_ranks(
-    main: Callable[[list[str]], int], world_size: int, argv: list[str], device: str, can_stop: bool = False
+    main: Callable[[list[str]], int],
+    world_size: int,
+    argv: list[str],
+    device: str,
+    can_stop: bool = False,
+    has_engine: bool = True,
 ) -> int:
     """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
@@ -60,10 +69,11 @@ def start_ranks(
 
     from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
 
-    print(f"starting {world_size} ranks: Megatron-Core, then a vLLM engine; the first line takes some 10 s", flush=True)
+    parts = "Megatron-Core, then a vLLM engine" if has_engine else "Megatron-Core"
+    print(f"starting {world_size} ranks: {parts}; the first line takes some {10 if has_engine else 5} s", flush=True)
     logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
     if is_on_cpu(device):
-        start_fork_server()
+        start_fork_server(has_engine)
     os.environ[LAUNCHER_PID] = str(os.getpid())
     with private_folder() as folder:
         register_local_rendezvous()

@@ -7,19 +7,20 @@ checks its own values here; checks that need two sections, the world size or a f
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from grpo_megatron.config.algorithm import (
     AlgorithmConfig,
     FilterGroups,
     KlCtrl,
-    OverlongBuffer,
     ReplayConfig,
-    RewardConfig,
-    RewardModelConfig,
     RolloutCorrection,
 )
 from grpo_megatron.config.critic import CriticConfig
-from grpo_megatron.config.data import DataConfig, SftConfig
+from grpo_megatron.config.data import DataConfig, SamplingConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
+from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
+from grpo_megatron.config.reward_model import RewardModelConfig, ScoringModel
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import (
     ConfigError,
@@ -38,6 +39,7 @@ __all__ = [
     "DataConfig",
     "FilterGroups",
     "Fp8Config",
+    "Gate",
     "GuardsConfig",
     "KlCtrl",
     "MegatronConfig",
@@ -47,10 +49,13 @@ __all__ = [
     "OverlongBuffer",
     "RefConfig",
     "ReplayConfig",
+    "RewardComponent",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrection",
+    "SamplingConfig",
+    "ScoringModel",
     "Section",
     "SftConfig",
     "TrainerConfig",
@@ -68,6 +73,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
+    reward_models: dict[str, ScoringModel] = {}  # further frozen models: name -> model
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -81,3 +87,23 @@ class Config(Section):
     def policy_steps(self) -> int:
         """Training steps that update the policy."""
         return max(0, self.trainer.total_training_steps - self.critic_only_steps)
+
+    @property
+    def reward_paths(self) -> list[Path]:
+        """The folders of all reward models."""
+        return [model.path for model in (self.reward_model, *self.reward_models.values()) if model.path is not None]
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether a reward function scores the samples to train on. Frozen models that replace its reward need none."""
+        learns = self.reward_model.path is not None and self.algorithm.iteration_steps is not None
+        is_replaced = bool(self.reward_paths) and self.reward_model.combine == "replace" and not learns
+        return self.reward.function is not None or bool(self.reward.components) or not is_replaced
+
+    @property
+    def draws(self) -> bool:
+        """Whether the run draws responses, to train on them or to validate. Otherwise it has no engine."""
+        data, trainer = self.data, self.trainer
+        validates = trainer.val_before_train or trainer.test_freq > 0
+        trains_on_drawn = trainer.total_training_steps > 0 and self.algorithm.source != "file"
+        return trains_on_drawn or (validates and bool(data.val_files or data.val_tasks))

@@ -1,30 +1,12 @@
-"""The sections `reward`, `reward_model` and `algorithm`."""
+"""The section `algorithm`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from grpo_megatron.config.model import OptimConfig
-from grpo_megatron.config.section import Coefficient, Count, Processes, Seconds, Section
-
-
-class OverlongBuffer(Section):
-    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/shaping.py)."""
-
-    len: int | None = Field(None, ge=1)  # the penalty grows from 0 to 1 over the last so many tokens; null: off
-    penalty_factor: float = Field(1.0, gt=0, le=1e4)  # multiplies the penalty
-
-
-class RewardConfig(Section):
-    function: str | None = None  # a registered reward, or module:function; null: the task's own
-    num_workers: Processes = 1  # processes per engine
-    timeout_s: Seconds = 10.0  # wall-clock seconds per sample; then its worker is killed
-    max_failed_ratio: float = Field(0.5, ge=0, le=1)  # the run stops if a larger share of a draw has no reward
-    kwargs: dict[str, Any] = {}  # keyword arguments of the reward function
-    overlong_buffer: OverlongBuffer = OverlongBuffer()
+from grpo_megatron.config.section import Coefficient, Count, Section
 
 
 class FilterGroups(Section):
@@ -64,28 +46,6 @@ class RolloutCorrection(Section):
     rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None  # null: nothing is taken out
     rollout_rs_threshold: float = Field(2.0, gt=0)  # largest ratio that stays (off_policy: nats per token)
     rollout_rs_threshold_low: float | None = Field(None, gt=0)  # smallest ratio that stays; null: 1 / upper
-
-
-class RewardModelConfig(Section):
-    """A reward model in the policy's layout. path = null: there is none.
-
-    With algorithm.iteration_steps it learns after every outer iteration (iterative GRPO); without, it is frozen.
-    """
-
-    path: Path | None = None  # Hugging Face folder: *ForSequenceClassification, or *ForCausalLM, which gets a new head
-    start_iteration: int = Field(0, ge=0)  # in earlier outer iterations, the reward function alone gives the reward
-    combine: Literal["replace", "add"] = "replace"  # the score replaces the function's reward, or is added to it
-    coefficient: float = Field(1.0, gt=0, le=1e4)  # multiplies the score
-    max_pairs_per_group: int | None = Field(4, ge=1)  # (better, worse) pairs among one prompt's samples; null: all
-    steps: int = Field(50, ge=1)  # its optimizer steps after each outer iteration
-    train_batch_size: Count = 32  # pairs per optimizer step
-    replay_ratio: float = Field(0.1, ge=0, lt=1)  # share of these pairs that comes from earlier outer iterations
-    history_size: int = Field(2048, ge=1)  # pairs kept for the replay: a uniform sample of all earlier ones
-    optim: OptimConfig = OptimConfig()
-
-    def num_updates(self, num_steps: int, iteration_steps: int) -> int:
-        """Optimizer steps of a learning reward model in `num_steps` training steps."""
-        return num_steps // iteration_steps * self.steps
 
 
 class AlgorithmConfig(Section):

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from grpo_megatron.config.model import OptimConfig
-from grpo_megatron.config.section import Count, Section, Seed
+from grpo_megatron.config.section import Count, Files, Frequency, Section, Seed
+
+
+class SamplingConfig(Section):
+    """How often each training prompt is drawn. The weight is a function of its pass rate p, which was measured before.
+
+    An epoch is as many draws as there are prompts (data/weighted_sampler.py).
+    """
+
+    pass_rates: Path | None = None  # written by `grpo-megatron curate`; null: every prompt once per epoch
+    # 1-p: Kimi k1.5, arXiv 2501.12599; p(1-p): learnability, arXiv 2502.12272; file: the rows' own "weight"
+    weight: Literal["uniform", "1-p", "p(1-p)", "file"] = "uniform"
+    uniform_share: float = Field(0.0, ge=0, le=1)  # this share of the draws ignores the weights
+    min_pass_rate: float = Field(0.0, ge=0, le=1)  # prompts below it are left out
+    max_pass_rate: float = Field(1.0, ge=0, le=1)  # prompts above it are left out
+    default_pass_rate: float | None = Field(None, ge=0, le=1)  # of prompts that the file lacks; null: an error
 
 
 class DataConfig(Section):
     task: str = "gsm8k"  # how rows become prompts: a built-in task, a task file, or module:function (data/tasks.py)
-    train_files: list[Path] = []  # .jsonl or .json, read in this order
-    val_files: list[Path] = []
+    train_files: Files = []  # .jsonl, .json or .csv, read in this order; a path, a pattern (data/*.jsonl), or a list of them
+    val_files: Files = []
     train_batch_size: Count = 512
     gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
     val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
     val_data: Path | None = None  # folder with the files of val_tasks
+    val_loss_files: Files = []  # responses, or pairs for a loss of pairs: their loss is part of each validation
     val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
     max_prompt_length: int = Field(1024, ge=1)
     max_response_length: int = Field(2048, ge=1)
     filter_overlong_prompts: bool = True  # drop prompts above max_prompt_length; false: they are an error
     shuffle: bool = True  # the training prompts, in a new order in each epoch
     seed: Seed = 42  # of the shuffling
+    sampling: SamplingConfig = SamplingConfig()
     apply_chat_template: bool = True  # false: the task's plain text prompt
     chat_template: Path | None = None  # Jinja file; null: the tokenizer's template
     system_prompt: str | None = None  # null: the task's system prompt
@@ -33,6 +51,7 @@ class SftConfig(Section):
     """The supervised warmup before GRPO. steps = 0: there is none."""
 
     steps: int = Field(0, ge=0)  # optimizer steps
-    train_files: list[Path] = []  # rows {"prompt": ..., "response": ...}
+    train_files: Files = []  # rows {"prompt": ..., "response": ...}
     train_batch_size: Count = 32  # rows per optimizer step
+    save_freq: Frequency = 100  # steps between its checkpoints; -1, or trainer.save_freq=-1: none
     optim: OptimConfig = OptimConfig()

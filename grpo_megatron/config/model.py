@@ -13,6 +13,7 @@ from grpo_megatron.config.section import Beta, Coefficient, Count, Section
 class ModelConfig(Section):
     path: Path  # Hugging Face folder: config.json, *.safetensors, tokenizer
     tokenizer_path: Path | None = None  # null: path
+    family: str | None = None  # null: by model_type of config.json; or my.module:FAMILY of your own
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of policy, reference, reward model and engine
 
 
@@ -59,7 +60,7 @@ class MegatronConfig(Section):
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"  # auto: TE on CUDA, if installed
     fp8: Fp8Config = Fp8Config()
     offload_optimizer: bool = False  # optimizer states go to the host during rollouts; gradient buffers are freed
-    offload_reference: bool = False  # the reference is on the device only while it is used
+    offload_reference: bool = False  # the reference and frozen reward models are on the device only while used
     override_transformer_config: dict[str, Any] = {}  # for megatron.core's TransformerConfig; wrong names are errors
 
     @property

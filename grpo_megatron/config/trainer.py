@@ -51,6 +51,8 @@ class GuardsConfig(Section):
 
 class TrainerConfig(Section):
     total_training_steps: int = Field(100, ge=0, le=1_000_000_000)
+    # Instead of total_training_steps: total_epochs x floor(rows of data.train_files / data.train_batch_size) steps
+    total_epochs: int | None = Field(None, ge=1, le=1_000_000)
     output_dir: Path = Path("outputs/run")
     save_freq: Frequency = 20  # steps between checkpoints; the last step is saved, too; -1: no checkpoint at all
     test_freq: Frequency = 5  # steps between validations; -1: only val_before_train's
@@ -66,6 +68,7 @@ class TrainerConfig(Section):
     save_hf_at_end: bool = True  # write the trained model as a Hugging Face folder, output_dir/hf
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl"]
     num_logged_samples: int = Field(4, ge=0)  # completions written as text per validation
+    rollout_data_dir: Path | None = None  # every training sample, one .jsonl file per step; null: they are not written
     nnodes: int = Field(1, ge=1, le=65536)
     n_gpus_per_node: Processes = 8  # ranks per node, on CPU too
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees one

@@ -29,7 +29,8 @@ from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.rows import hf_runs
 from grpo_megatron.convert.span import row_blocks
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import QKV, WeightRow
+from grpo_megatron.models.mapping import WeightRow
+from grpo_megatron.models.qkv import QKV
 
 FILE_BYTES = 4 << 30
 CHUNK_ELEMENTS = 1 << 22  # a reader must read a whole chunk to get any part of it
@@ -76,19 +77,20 @@ class _WritePlan:
         for key in extra_state_keys(source.rows, source.arch):
             self._items.append((WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), 2048))
         for row in source.rows:
+            dtype = row.dtype(self.dtype)
             for place in written_places(row, source.arch):
                 size = torch.Size((*place.stack, *whole_shape(row, source.arch)))
                 for chunk in cut_into_chunks(row, source.arch):
-                    self._add(place.key, place.index, size, chunk)
+                    self._add(place.key, place.index, size, chunk, dtype)
 
-    def _add(self, key: str, index: tuple[int, ...], size: torch.Size, chunk: Chunk) -> None:
+    def _add(self, key: str, index: tuple[int, ...], size: torch.Size, chunk: Chunk, dtype: torch.dtype) -> None:
         shape = torch.Size((1,) * len(index) + chunk.shape)
         where = MetadataIndex(key, torch.Size((*index, chunk.first) + (0,) * (len(chunk.shape) - 1)))
         assert where.offset is not None
-        data = TensorWriteData(ChunkStorageMetadata(where.offset, shape), TensorProperties(dtype=self.dtype), size)
+        data = TensorWriteData(ChunkStorageMetadata(where.offset, shape), TensorProperties(dtype=dtype), size)
         self.chunks[where] = chunk
         item = WriteItem(where, WriteItemType.SHARD, tensor_data=data)
-        self._items.append((item, shape.numel() * self.dtype.itemsize))
+        self._items.append((item, shape.numel() * dtype.itemsize))
 
     def files(self) -> list[SavePlan]:
         plans: list[list[WriteItem]] = [[]]
@@ -130,10 +132,11 @@ def _write_item(item: WriteItem, plan: _WritePlan, source: HFFolder, output: Out
         output.write(empty.getvalue())
         return
     chunk = plan.chunks[MetadataIndex(item.index.fqn, item.index.offset)]
-    before, after = archive_frame(tuple(item.tensor_data.chunk.sizes), plan.dtype)
+    dtype = chunk.row.dtype(plan.dtype)
+    before, after = archive_frame(tuple(item.tensor_data.chunk.sizes), dtype)
     output.write(before)
     for first, last in row_blocks(chunk.shape):
-        with output.block((last - first, *chunk.shape[1:]), plan.dtype) as block:
+        with output.block((last - first, *chunk.shape[1:]), dtype) as block:
             filled = 0
             for part, low, high in hf_runs(chunk.row, source.arch, chunk.first + first, chunk.first + last):
                 source.read(chunk.row.hf[part], low, high, block[filled : filled + high - low])

@@ -57,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument(
                 f"--{axis}", type=_positive, default=1, metavar="N", help=f"refuse if {axis} N cannot load it"
             )
+    for command in (megatron, hf, verify, inspect):
+        command.add_argument(
+            "--family", metavar="MODULE:FAMILY", help="your own model family, as model.family names it"
+        )
     for command in (megatron, hf, verify):
         command.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -92,6 +96,7 @@ def _run(args: argparse.Namespace) -> int:
                 allow_pickle=args.allow_pickle,
                 check_hashes=not args.no_hashes,
                 quiet=args.quiet,
+                family=args.family,
             )
         elif args.action == "to-hf":
             to_hf(
@@ -103,12 +108,14 @@ def _run(args: argparse.Namespace) -> int:
                 force=args.force,
                 check_hashes=not args.no_hashes,
                 quiet=args.quiet,
+                family=args.family,
             )
         elif args.action == "verify":
-            sources = [open_source(path, hf=args.hf, allow_pickle=args.allow_pickle) for path in (args.a, args.b)]
+            given = {"hf": args.hf, "allow_pickle": args.allow_pickle, "family": args.family}
+            sources = [open_source(path, **given) for path in (args.a, args.b)]
             return _verify(sources[0], sources[1], not args.no_hashes, args.quiet)
         else:
-            source = open_source(args.source, hf=args.hf, allow_pickle=args.allow_pickle)
+            source = open_source(args.source, hf=args.hf, allow_pickle=args.allow_pickle, family=args.family)
             check_model_layout(source.arch, args.tp, args.pp, args.ep)
             print(describe_model(source, args.hashes))
     except (ConvertError, StorageError, UnsupportedModel) as error:

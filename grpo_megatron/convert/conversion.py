@@ -25,8 +25,13 @@ from grpo_megatron.storage.manifest import write_manifest
 OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
 
 
-def open_source(folder: Path, *, hf: Path | None = None, allow_pickle: bool = False) -> Source:
-    """The model in `folder`, in either format. Raises ConvertError, UnsupportedModel."""
+def open_source(
+    folder: Path, *, hf: Path | None = None, allow_pickle: bool = False, family: str | None = None
+) -> Source:
+    """The model in `folder`, in either format. Raises ConvertError, UnsupportedModel.
+
+    `family`: `package.module:FAMILY` of the user's own; None: the one that config.json names.
+    """
     for path in filter(None, (folder, hf)):
         if problem := path_problem(path):
             raise ConvertError(f"{shown(str(path))} cannot be opened: {problem}")
@@ -37,9 +42,9 @@ def open_source(folder: Path, *, hf: Path | None = None, allow_pickle: bool = Fa
     if is_partial(folder):
         raise ConvertError(f"{str(folder)!r} was left by an interrupted conversion; convert again, or remove it")
     if (folder / FORMAT_FILE).exists() or (folder / "state" / FORMAT_FILE).exists():
-        return MegatronFolder(folder, hf)
+        return MegatronFolder(folder, hf, family)
     if (folder / "config.json").exists():
-        return HFFolder(folder, allow_pickle)
+        return HFFolder(folder, allow_pickle, family)
     steps = sorted(p.parent.parent for p in folder.glob(f"**/step_*/state/{FORMAT_FILE}"))
     steps = [step for step in steps if (step / TRAINER_FILE).exists()]
     hint = f"; did you mean {str(steps[-1])!r}?" if steps else f" (no config.json, no {FORMAT_FILE})"
@@ -51,6 +56,8 @@ def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int 
     wanted = (
         ("tp", tp, "num_attention_heads", arch.num_attention_heads),
         ("tp", tp, "the MLP's intermediate size", arch.ffn_hidden_size),
+        ("tp", tp, "the intermediate size of the dense layers", arch.dense_ffn_hidden_size),
+        ("tp", tp, "the intermediate size of the shared experts", arch.shared_ffn_hidden_size),
         ("pp", pp, "num_hidden_layers", arch.num_layers),
         ("ep", ep, "the number of experts", arch.num_experts or ep),
     )
@@ -80,6 +87,7 @@ def to_megatron(
     allow_pickle: bool = False,
     check_hashes: bool = True,
     quiet: bool = False,
+    family: str | None = None,
 ) -> None:
     """Hugging Face folder -> distributed checkpoint, with config.json and tokenizer in its folder hf/.
 
@@ -87,7 +95,7 @@ def to_megatron(
     UnsupportedModel.
     """
     check_target(target, source, force)
-    model = open_source(source, allow_pickle=allow_pickle)
+    model = open_source(source, allow_pickle=allow_pickle, family=family)
     if not isinstance(model, HFFolder):
         raise ConvertError(f"{str(source)!r} is a Megatron-Core checkpoint already; to-hf converts it")
     check_model_layout(model.arch, *layout)
@@ -112,10 +120,11 @@ def to_hf(
     force: bool = False,
     check_hashes: bool = True,
     quiet: bool = False,
+    family: str | None = None,
 ) -> None:
     """Distributed checkpoint (converted, or a training step) -> Hugging Face folder. Raises ConvertError, StorageError."""
     check_target(target, source, force)
-    model = open_source(source, hf=hf)
+    model = open_source(source, hf=hf, family=family)
     if not isinstance(model, MegatronFolder):
         raise ConvertError(f"{str(source)!r} is a Hugging Face folder already; to-megatron converts it")
     check_tokenizer(model.hf_folder, model.arch.vocab_size)

@@ -31,14 +31,14 @@ class HFFolder(Source):
 
     kind = "hf"
 
-    def __init__(self, folder: Path, allow_pickle: bool = False) -> None:
+    def __init__(self, folder: Path, allow_pickle: bool = False, family: str | None = None) -> None:
         super().__init__()
         self.folder = self.data_folder = self.hf_folder = folder
         try:
             self.config = read_config(folder)
         except ValueError as error:
             raise ConvertError(str(error)) from error
-        self.arch = architecture_of(self.config)
+        self.arch = architecture_of(self.config, family)
         quantized = self.config.get("quantization_config")
         if quantized:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -129,7 +129,8 @@ class HFFolder(Source):
         expected = hf_shapes(self.arch)
         allowed = {*expected, *(["lm_head.weight"] if self.arch.tied else [])}
         problems = [f"missing {name}" for name in expected if name not in self.tensors]
-        problems += [f"unexpected {n}" for n in self.tensors if n not in allowed and not n.endswith(IGNORED)]
+        unexpected = [n for n in self.tensors if n not in allowed and not n.endswith(IGNORED)]
+        problems += [f"unexpected {name}" for name in unexpected if not self.arch.is_extra(name)]
         for name, shape in expected.items():
             tensor = self.tensors.get(name)
             if tensor is not None and tensor.shape != shape:

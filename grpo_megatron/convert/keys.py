@@ -2,7 +2,8 @@
 
 Megatron stacks layers (and experts): decoder.layers.7.mlp.linear_fc2.weight [h, f] is index 7 of the tensor
 decoder.layers.mlp.linear_fc2.weight [layers, h, f]. A norm has the name that Transformer Engine gives it, even when other
-modules have written it. Models whose layers differ have one tensor per layer instead. Both forms can be read.
+modules have written it. Models whose layers differ (dense ones, then experts) have one tensor per layer instead. Both forms
+can be read.
 """
 
 from __future__ import annotations
@@ -40,16 +41,25 @@ def places(row: WeightRow, arch: Architecture) -> list[Place]:
     expert = _EXPERT.match(rest)
     if expert is not None:
         e, rest = int(expert[1]), expert[2]
-        return [
-            Place(f"decoder.layers.mlp.experts.experts.{rest}", (layer, e), (arch.num_layers, arch.num_experts)),
+        stacked = [Place(f"decoder.layers.mlp.experts.experts.{rest}", (layer, e), (arch.num_layers, arch.num_experts))]
+        single = [
             Place(f"decoder.layers.{layer}.mlp.experts.experts.{rest}", (e,), (arch.num_experts,)),
             Place(f"decoder.layers.{layer}.mlp.experts.experts.{e}.{rest}"),
         ]
-    names = [TE_NAMES[rest], rest] if rest in TE_NAMES else [rest]
-    return [
-        *(Place(f"decoder.layers.{name}", (layer,), (arch.num_layers,)) for name in names),
-        *(Place(f"decoder.layers.{layer}.{name}") for name in names),
-    ]
+    else:
+        names = _names(rest, arch)
+        stacked = [Place(f"decoder.layers.{name}", (layer,), (arch.num_layers,)) for name in names]
+        single = [Place(f"decoder.layers.{layer}.{name}") for name in names]
+    return single if arch.num_dense_layers else [*stacked, *single]
+
+
+def _names(rest: str, arch: Architecture) -> list[str]:
+    """The names of a layer's parameter, that of Transformer Engine's fused modules first.
+
+    Latent attention begins with several linear layers, so the norm before it is not fused. Norms of query heads are not.
+    """
+    unfused = "self_attention.q_layernorm.weight" if arch.latent is None else "input_layernorm.weight"
+    return [TE_NAMES[rest], rest] if rest in TE_NAMES and rest != unfused else [rest]
 
 
 def written_places(row: WeightRow, arch: Architecture) -> list[Place]:
@@ -74,7 +84,12 @@ def extra_state_keys(rows: list[WeightRow], arch: Architecture) -> list[str]:
             bare = next(p for p in places(row, arch) if not p.key.endswith("layer_norm_weight"))
             found[_object(bare.key.removesuffix("weight"), bare)] = None
     for layer in range(arch.num_layers):
-        found[_object("decoder.layers.self_attention.core_attention.", Place("", (layer,), (arch.num_layers,)))] = None
+        if arch.num_dense_layers:
+            found[_object(f"decoder.layers.{layer}.self_attention.core_attention.", Place(""))] = None
+        else:
+            found[_object("decoder.layers.self_attention.core_attention.", Place("", (layer,), (arch.num_layers,)))] = (
+                None
+            )
     return list(found)
 
 

@@ -46,12 +46,13 @@ class _Chunk:
 class MegatronFolder(Source):
     """`folder` is a distributed checkpoint, or a training step that has one in state/.
 
-    `hf` has config.json and the tokenizer, if the checkpoint does not. Raises ConvertError, which names every wrong tensor.
+    `hf` has config.json and the tokenizer, if the checkpoint does not. `family` None: that of the training run, or the one
+    that config.json names. Raises ConvertError, which names every wrong tensor.
     """
 
     kind = "megatron"
 
-    def __init__(self, folder: Path, hf: Path | None = None) -> None:
+    def __init__(self, folder: Path, hf: Path | None = None, family: str | None = None) -> None:
         super().__init__()
         self.folder = folder
         self.data_folder = folder if (folder / FORMAT_FILE).exists() else folder / "state"
@@ -60,7 +61,7 @@ class MegatronFolder(Source):
             self.config = read_config(self.hf_folder)
         except ValueError as error:
             raise ConvertError(f"{error}; name the Hugging Face folder with --hf") from error
-        self.arch = architecture_of(self.config)
+        self.arch = architecture_of(self.config, family or self._trained_family())
         self._check_format()
         metadata = read_contents(self.data_folder / ".metadata")
         self._sizes = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
@@ -86,6 +87,14 @@ class MegatronFolder(Source):
             raise ConvertError(
                 f"{self.folder} has neither hf/config.json nor a {TRAINER_FILE} that names its model; give --hf FOLDER"
             ) from error
+
+    def _trained_family(self) -> str | None:
+        """`model.family` of the run that has written this step. None: not written by a run, or the key is not set."""
+        try:
+            family = read_json(self.folder / TRAINER_FILE)["config"]["model"].get("family")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return family if isinstance(family, str) else None
 
     def _check_format(self) -> None:
         try:

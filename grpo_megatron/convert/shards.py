@@ -17,14 +17,15 @@ from grpo_megatron.convert.span import row_blocks
 
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 Shapes = dict[str, tuple[int, ...]]
+Dtypes = dict[str, torch.dtype]
 
 
-def plan_shards(shapes: Shapes, dtype: torch.dtype, shard_bytes: int) -> dict[str, Shapes]:
+def plan_shards(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, Shapes]:
     """File -> tensors, in stream order. A file has at most `shard_bytes`, or one tensor."""
     groups: list[Shapes] = [{}]
     filled = 0
     for name, shape in shapes.items():
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = math.prod(shape) * dtypes[name].itemsize
         if groups[-1] and filled + nbytes > shard_bytes:
             groups.append({})
             filled = 0
@@ -35,13 +36,13 @@ def plan_shards(shapes: Shapes, dtype: torch.dtype, shard_bytes: int) -> dict[st
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
 
 
-def safetensors_header(shapes: Shapes, dtype: torch.dtype) -> bytes:
+def safetensors_header(shapes: Shapes, dtypes: Dtypes) -> bytes:
     """The length of the JSON, then the JSON, padded so that the data begins at a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        end = offset + math.prod(shape) * dtypes[name].itemsize
+        entries[name] = {"dtype": SAFETENSORS_DTYPES[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -52,14 +53,15 @@ def write_shards(
     source: Source, folder: Path, dtype: torch.dtype, shard_bytes: int, progress: Progress
 ) -> dict[str, str]:
     """Write all tensors of `source` as shards into `folder`, with an index if there are several. Returns file -> sha256."""
-    files = plan_shards(source.shapes(), dtype, shard_bytes)
+    dtypes = source.result_dtypes(dtype)
+    files = plan_shards(source.shapes(), dtypes, shard_bytes)
     with Output(folder, progress) as output:
         for file_name, held in files.items():
             with output.file(file_name):
-                output.write(safetensors_header(held, dtype))
+                output.write(safetensors_header(held, dtypes))
                 for name, shape in held.items():
                     for first, last in row_blocks(shape):
-                        with output.block((last - first, *shape[1:]), dtype) as block:
+                        with output.block((last - first, *shape[1:]), dtypes[name]) as block:
                             source.read(name, first, last, block)
     if len(files) > 1:
         total = source.num_bytes(dtype)

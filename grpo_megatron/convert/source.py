@@ -72,13 +72,22 @@ class Source(ABC):
     def check_content(self) -> bool:
         """Look for damage without a manifest; False where the format has no checksums. Raises ConvertError."""
 
+    def constants(self) -> set[str]:
+        """The Hugging Face tensors that are float32 in a model of any dtype."""
+        return {name for row in self.rows if row.is_constant for name in row.hf}
+
     def dtype(self, wanted: str | None = None) -> torch.dtype:
-        """The dtype of the result: `wanted`, or that of the tensors. Raises ConvertError when these have several."""
+        """The dtype of the result: `wanted`, or that of the tensors. Raises ConvertError when these have several.
+
+        Constants do not count: they are float32 in every result.
+        """
         if wanted is not None:
             return FLOATS[wanted]
-        counts = Counter(self.dtypes.values()).most_common()
+        constants = self.constants()
+        dtypes = {name: dtype for name, dtype in self.dtypes.items() if name not in constants}
+        counts = Counter(dtypes.values()).most_common()
         if len(counts) > 1:
-            rare = [name for name, dtype in self.dtypes.items() if dtype == counts[-1][0]]
+            rare = [name for name, dtype in dtypes.items() if dtype == counts[-1][0]]
             shown = ", ".join(f"{dtype_name(dtype)} {count}" for dtype, count in counts)
             raise ConvertError(
                 f"{self.folder}: tensors have several dtypes ({shown}; {rare[0]} is {dtype_name(counts[-1][0])});"
@@ -86,9 +95,14 @@ class Source(ABC):
             )
         return counts[0][0]
 
+    def result_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Of every Hugging Face tensor of a result in `dtype`."""
+        return {name: row.dtype(dtype) for row in self.rows for name in row.hf}
+
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Size of all Hugging Face tensors in `dtype`."""
-        return sum(math.prod(shape) for shape in self.shapes().values()) * dtype.itemsize
+        dtypes = self.result_dtypes(dtype)
+        return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes().items())
 
     @contextlib.contextmanager
     def checked(self, wanted: bool = True) -> Iterator[None]:

@@ -62,7 +62,7 @@ def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
     draw = random.Random(f"{seed}/sft")
     for step in range(WORKED_STEPS + MIXED_STEPS):
         for _ in range(ROWS_PER_STEP):
-            prompt, a, b = _problem(draw, held_out=False)
+            prompt, a, b = draw_problem(draw, held_out=False)
             bare = step >= WORKED_STEPS and draw.random() < BARE_SHARE
             yield {"prompt": prompt, "response": bare_response(a, b) if bare else worked_response(a, b)}
 
@@ -74,7 +74,7 @@ def written_rows(seed: int, count: int) -> Iterator[dict[str, str]]:
     """
     draw = random.Random(f"{seed}/written")
     for _ in range(count):
-        prompt, a, b = _problem(draw, held_out=False)
+        prompt, a, b = draw_problem(draw, held_out=False)
         wrong = bare_response(a, b + draw.choice((-10, -1, 1, 10)))
         worked = worked_response(a, b)
         yield {"prompt": prompt, "response": worked, "chosen": worked, "rejected": wrong}
@@ -88,7 +88,7 @@ def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
     num_texts = len(TEMPLATES) * len(NAMES) * len(NOUNS)
 
     def problem(draw: random.Random) -> tuple[str, int]:
-        prompt, a, b = _problem(draw, held_out)
+        prompt, a, b = draw_problem(draw, held_out)
         return prompt, a + b
 
     return different_rows(seed, count, held_out, num_pairs(range(1, LARGEST + 1), held_out) * num_texts, problem)
@@ -166,7 +166,7 @@ def write_data(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]], t
     tokenizer.save_pretrained(folder / "tokenizer")
 
 
-def _problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
+def draw_problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
     """(prompt, a, b)."""
     while True:
         a, b = draw.randint(1, LARGEST), draw.randint(1, LARGEST)

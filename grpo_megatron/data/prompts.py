@@ -18,51 +18,14 @@ from grpo_megatron.data.rows import Question, read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.data.written import Written, WrittenResponse, read_written, render_written
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import path_problem
-from grpo_megatron.reading.regular import read_text, special_file_in
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import BY_MODEL, Prompt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
-MAX_TEMPLATE = 1 << 20  # bytes of a chat template
+WrittenGroup = tuple[Question, list[Written], Sequence[Any]]  # a question, its responses, a reward (or labels) of each
 OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
-
-
-def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
-    """The transformers tokenizer in folder `path`, with `data.chat_template` if one is set. Never uses the network.
-
-    Raises ConfigError: no such folder, no tokenizer in it, no end-of-sequence token, unreadable template.
-    """
-    if path_problem(path) or not Path(path).is_dir():
-        raise ConfigError(f"tokenizer folder {str(path)!r} does not exist (model.tokenizer_path, or else model.path)")
-    from transformers import AutoTokenizer  # takes seconds, so only where it is needed
-
-    try:
-        if problem := special_file_in(Path(path)):
-            raise ReadError(f"it holds {problem}; remove it")
-        # False: by default it offers to run the folder's code, at a terminal
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # transformers raises many kinds; tokenizers a PanicException, which is no Exception
-        reason = str(error).strip().partition("\n")[0][:300]
-        raise ConfigError(
-            f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer in {str(path)!r} has no eos_token, so no response could end;"
-            " add it to its tokenizer_config.json"
-        )
-    if data.chat_template is not None:
-        try:
-            tokenizer.chat_template = read_text(data.chat_template, MAX_TEMPLATE)
-        except (OSError, ReadError) as error:
-            raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error}") from error
-    return tokenizer
 
 
 def load_prompts(
@@ -80,18 +43,28 @@ def load_prompts(
     `max_samples` rows over all files are used. Raises ConfigError.
 
     `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
-    the task's chat as "messages". `reward_override=""`: no reward function scores them.
+    the task's chat as "messages". `reward_override=""`: no reward function scores them. BY_MODEL: nor have they an answer.
     """
     task = get_task(data.task)
     reward = task.reward if reward_override is None else reward_override
     if reward is None:
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
-    rows = _read_files(files, task, lambda row: (*task.read_row(row), row))[:max_samples]
+    read = task.read_unanswered if reward == BY_MODEL else task.read_row
+    rows = _read_files(files, task, lambda row: (*read(row), row))[:max_samples]
     tools = renderer.tools if renderer else ()
     texts = [render_prompt(data, task, question, tokenizer, uid, tools) for uid, (question, _, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)
     prompts = [
-        Prompt(uid, tuple(ids), text, answer, task.name, reward, _extra(data, task, question, row) if renderer else {})
+        Prompt(
+            uid,
+            tuple(ids),
+            text,
+            answer,
+            task.name,
+            reward,
+            _extra(data, task, question, row) if renderer else {},
+            question=question,
+        )
         for (uid, (question, answer, row)), text, ids in zip(rows, texts, encoded, strict=True)
     ]
     fits = [len(prompt.prompt_ids) <= data.max_prompt_length for prompt in prompts]
@@ -128,16 +101,43 @@ def load_offline_groups(
     `fields` is {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
     `load_supervised`.
     """
+    rewards = list(fields.values())
+    return load_written_groups(
+        data, files, tokenizer, lambda row: [(*read_written(row, list(fields)), rewards)], None, renderer
+    )
+
+
+def load_written_groups(
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    read: Callable[[dict[str, Any]], list[WrittenGroup]],
+    label: Callable[[WrittenResponse, Any], WrittenResponse] | None,
+    renderer: TurnRenderer | None = None,
+) -> list[OfflineGroup]:
+    """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
+
+    `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
+    """
     task = get_task(data.task)
-    rows = _read_files(files, task, lambda row: read_written(row, list(fields)))
+    per_row = _read_files(files, task, read)
+    rows = [(uid, group) for uid, row_groups in per_row for group in row_groups]
     tools = renderer.tools if renderer else ()
-    texts = [render_prompt(data, task, question, tokenizer, f"row {uid}", tools) for uid, (question, _) in rows]
+    texts = [render_prompt(data, task, question, tokenizer, f"row {uid}", tools) for uid, (question, _, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)
-    responses = _render_responses([one for _, (_, written) in rows for one in written], data, tokenizer, renderer)
+    responses = iter(
+        _render_responses([one for _, (_, written, _) in rows for one in written], data, tokenizer, renderer)
+    )
     groups: list[OfflineGroup] = []
-    for number, ((uid, _), text, ids) in enumerate(zip(rows, texts, encoded, strict=True)):
-        row_responses = responses[number * len(fields) : (number + 1) * len(fields)]
-        groups.append((Prompt(uid, tuple(ids), text, "", task.name, ""), row_responses, list(fields.values())))
+    for (uid, (_, written, rewards)), text, ids in zip(rows, texts, encoded, strict=True):
+        row_responses = [next(responses) for _ in written]
+        if label is not None:
+            try:
+                row_responses = [label(one, reward) for one, reward in zip(row_responses, rewards, strict=True)]
+            except ValueError as error:
+                raise ConfigError(f"row {uid}: {error}") from error
+            rewards = [sum(value for _, value in one.labels) / len(one.labels) for one in row_responses]
+        groups.append((Prompt(uid, tuple(ids), text, "", task.name, ""), row_responses, list(rewards)))
     fits = [
         len(prompt.prompt_ids) <= data.max_prompt_length
         and all(len(response) <= data.max_response_length for response in row_responses)

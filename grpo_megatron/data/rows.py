@@ -1,7 +1,12 @@
-"""Rows of a data file: .jsonl (one object per line) or .json (a list of objects). One error names all mistakes of a file."""
+"""Rows of a data file: .jsonl (one object per line), .json (a list of objects) or .csv (a header, then texts).
+
+One error names all mistakes of a file.
+"""
 
 from __future__ import annotations
 
+import csv
+import glob
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +15,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown, surrogate_problem
 from grpo_megatron.reading.json_text import parse_json
-from grpo_megatron.reading.regular import lines_of, read_regular
+from grpo_megatron.reading.regular import check_regular, lines_of, read_regular
 
 T = TypeVar("T")
 SHOWN_PROBLEMS = 5
@@ -31,7 +36,7 @@ def read_rows(path: Path | str, parse: Callable[[dict[str, Any]], T]) -> list[T]
     path = Path(path)
     parsed: list[T] = []
     problems: list[str] = []
-    for place, row in _raw_rows(path):
+    for place, _, row in raw_rows(path):
         try:
             if isinstance(row, ValueError):
                 raise row
@@ -90,36 +95,64 @@ def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
     return messages
 
 
-def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, row or ValueError) of every row."""
-    if path.suffix not in (".jsonl", ".json"):
-        raise ConfigError(f"data file {str(path)!r}: the name must end with .jsonl or .json")
+def raw_rows(path: Path) -> Iterator[tuple[str, bytes | None, Any]]:
+    """(place, line, row or ValueError) of every row. `line` is None except in .jsonl files. Raises ConfigError."""
+    if path.suffix not in READERS:
+        raise ConfigError(f"data file {str(path)!r}: the name must end with {' or '.join(READERS)}")
+    if glob.has_magic(str(path)) and not path.exists():
+        raise ConfigError(f"data file {shown(str(path))}: no file matches this pattern")
     try:
-        if path.suffix == ".json":
-            yield from _rows_of_list(path)
-        else:
-            yield from _rows_of_lines(path)
+        yield from READERS[path.suffix](path)
     except OSError as error:
         raise ConfigError(f"cannot read data file {shown(str(path))}: {error.strerror}") from error
     except ReadError as error:
         raise ConfigError(f"data file {shown(str(path))} {error}") from error
 
 
-def _rows_of_list(path: Path) -> Iterator[tuple[str, Any]]:
+def _rows_of_list(path: Path) -> Iterator[tuple[str, None, Any]]:
     rows = parse_json(read_regular(path, MAX_FILE).removeprefix(BOM))
     if not isinstance(rows, list):
         raise ReadError(f"must be a list of objects, not {type_name(rows)}")
-    yield from ((f"row {number}", row) for number, row in enumerate(rows))
+    yield from ((f"row {number}", None, row) for number, row in enumerate(rows))
 
 
-def _rows_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _rows_of_lines(path: Path) -> Iterator[tuple[str, bytes, Any]]:
     for number, line in enumerate(lines_of(path, MAX_ROW), start=1):
         if isinstance(line, ReadError):
-            yield f"line {number}", line
+            yield f"line {number}", b"", line
             continue
         line = line.removeprefix(BOM) if number == 1 else line
         if line.strip():
-            yield f"line {number}", _parsed(line)
+            yield f"line {number}", line, _parsed(line)
+
+
+def _rows_of_table(path: Path) -> Iterator[tuple[str, None, Any]]:
+    """The rows of a .csv file (RFC 4180), whose values are all texts."""
+    check_regular(path)
+    csv.field_size_limit(MAX_ROW)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise ReadError(f"has a column twice in its header: {', '.join(map(repr, header))}")
+            for cells in reader:
+                place = f"line {reader.line_num}"
+                if len(cells) == len(header):
+                    yield place, None, dict(zip(header, cells, strict=True))
+                elif cells:
+                    yield place, None, ReadError(f"has {len(cells)} cells, and the header has {len(header)}")
+        except csv.Error as error:
+            raise ReadError(f"is no CSV ({error} at line {reader.line_num})") from None
+        except UnicodeDecodeError:
+            raise ReadError("is not UTF-8") from None
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, bytes | None, Any]]]] = {
+    ".jsonl": _rows_of_lines,
+    ".json": _rows_of_list,
+    ".csv": _rows_of_table,
+}
 
 
 def _parsed(line: bytes) -> Any:

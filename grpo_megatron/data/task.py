@@ -101,11 +101,16 @@ class Task:
     max_tokens: Annotated[int, Field(ge=1)] = 2048  # of a completion, in the scripted evaluation
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None  # of an environment's reset; null: the longest prompt
     multi_turn: MultiTurnConfig = MultiTurnConfig()  # for the scripted evaluation; training has rollout.multi_turn
+    read_question: Callable[[dict[str, Any]], Question] | None = None  # of rows without an answer; None: there are none
     sha256: str = ""  # of the source: the task file, or the Python module; set where the task is looked up
 
     def __post_init__(self) -> None:
         if self.reward is not None and not self.graders:
             object.__setattr__(self, "graders", {"accuracy": self.reward})
+
+    def read_unanswered(self, row: dict[str, Any]) -> tuple[Question, str]:
+        """(question, "") of a row that needs no reference answer. Raises ValueError when the row is wrong."""
+        return (self.read_question(row) if self.read_question else self.read_row(row)[0]), ""
 
     def labels(self, row: Mapping[str, Any]) -> tuple[str | None, str | None]:
         """(subject, level) of a row; None where it has none."""

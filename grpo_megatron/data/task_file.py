@@ -28,7 +28,7 @@ from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.math.boxed import box_start, last_boxed
 
 FOLDER = Path(__file__).parent / "tasks"
-SET_HERE = ("read_row", "sha256")  # fields of Task that a file may not set
+SET_HERE = ("read_row", "read_question", "sha256")  # fields of Task that a file may not set
 OWN_KEYS = ("name", "version", "title")  # never taken from the extended file
 
 AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list"]
@@ -55,7 +55,7 @@ class RowFormat(Section):
 
     def read(self, row: dict[str, Any]) -> tuple[Question, str]:
         """(question, reference answer). Raises ValueError."""
-        question = self._question(row)
+        question = self.read_question(row)
         place = self._answer_field(row)
         answer = ANSWER_RULES[place.rule](row, place.field)
         if answer or place.rule == "verbatim":
@@ -65,7 +65,8 @@ class RowFormat(Section):
                 return question, known
         raise ValueError(f"field {place.field!r} holds no answer ({place.rule})")
 
-    def _question(self, row: dict[str, Any]) -> Question:
+    def read_question(self, row: dict[str, Any]) -> Question:
+        """The question of a row, with an answer or without. Raises ValueError."""
         for is_there in (_has_content, _has_field):
             for template in self.question:
                 fields = PLACEHOLDER.findall(template)
@@ -108,7 +109,10 @@ def read_task_file(path: Path) -> Task:
         raise ConfigError(f"task file {str(path)!r} is wrong:\n" + "\n".join(f"  {problem}" for problem in problems))
     names = sorted({*task.graders.values(), *([task.reward] if task.reward else [])})
     return dataclasses.replace(
-        task, read_row=partial(_checked_row, rows, names), sha256=hashlib.sha256(hashed).hexdigest()
+        task,
+        read_row=partial(_checked_row, rows, names),
+        read_question=rows.read_question,
+        sha256=hashlib.sha256(hashed).hexdigest(),
     )
 
 

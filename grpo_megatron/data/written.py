@@ -21,17 +21,23 @@ Written = str | Messages  # a response in a data file
 
 @dataclass(frozen=True)
 class WrittenResponse:
-    """Token ids with the end-of-sequence token. `turns` is empty if the assistant wrote all of it."""
+    """Token ids with the end-of-sequence token. `turns` is empty if the assistant wrote all of it.
+
+    `labels`: (token, label) where a scalar head is trained (data/scored.py). Then only these tokens are in the loss.
+    """
 
     ids: list[int]
     turns: list[Turn] = field(default_factory=list)
+    labels: list[tuple[int, float]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def loss_spans(self) -> list[tuple[int, int]]:
-        """The tokens [start, end) that the assistant wrote."""
+        """The tokens [start, end) that the assistant wrote, or those with a label."""
+        if self.labels:
+            return [(token, token + 1) for token, _ in self.labels]
         if not self.turns:
             return [(0, len(self.ids))]
         return [(turn.start, turn.end) for turn in self.turns if turn.kind == "assistant"]

@@ -9,7 +9,7 @@ weights.py                 a model folder or checkpoint -> the engine's weights
 output_folder.py           one process, and one run, per output folder
 ledger.py                  completions on disk, so that a killed run continues
 grading.py                 completions -> grades, by the rewards of training
-estimates.py voting.py     pass@k, avg@n, maj@n, bootstrap intervals
+estimates.py voting.py     pass@k, avg@n, maj@n, intervals
 results.py table.py        results.json and the terminal's table
 report.py page_data.py formulas.py figures.py page/   the HTML report
 comparison.py              paired difference of two results, McNemar's test

@@ -87,6 +87,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     prompts.add_argument(
         "--hf", type=Path, metavar="DIR", help="config.json and tokenizer, for a checkpoint without them"
     )
+    prompts.add_argument("--family", metavar="MODULE:FAMILY", help="your own model family (as model.family)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--samples",

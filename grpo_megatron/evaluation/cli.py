@@ -101,6 +101,7 @@ def _options(args: argparse.Namespace) -> Any:
         system_prompt=args.system_prompt,
         tokenizer=args.tokenizer,
         hf=args.hf,
+        family=args.family,
         limit=args.limit,
         seed=args.seed,
         dtype=args.dtype,

@@ -1,9 +1,10 @@
-"""Estimates over problems that were each answered n times: pass@k, avg@n, maj@n, with bootstrap intervals.
+"""Estimates over problems that were each answered n times: pass@k, avg@n, maj@n, with 95 % intervals.
 
 pass@k = 1 - C(n - c, k) / C(n, k) for c right answers of n: the unbiased estimate of "one of k is right"
 (arXiv:2107.03374). maj@n is the chance that the most frequent of n answers is right. Answers of equal frequency share
-the chance. Samples without a prediction do not vote. Intervals are percentiles over `RESAMPLES` resamplings of the
-problems. The resampling is seeded: the same numbers give the same interval.
+the chance. Samples without a prediction do not vote. Where each problem is right or
+wrong, the interval is Wilson's. Otherwise it is the bootstrap's: percentiles over `RESAMPLES` resamplings of the problems,
+seeded, so that the same numbers give the same interval.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from grpo_megatron.data.wilson import wilson
 
 RESAMPLES = 2000
 RIGHT = 0  # the vote for the right answer, in `majority`
@@ -64,7 +67,8 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """{"value", "low", "high", "problems"} of the mean over problems, rounded to 6 digits."""
-    low, high = interval(values)
+    """{"value", "low", "high", "problems"} of the mean over problems of values in [0, 1], rounded to 6 digits."""
     mean = sum(values) / len(values)
+    is_share = set(values) <= {0.0, 1.0} or len(set(values)) == 1
+    low, high = wilson(mean, len(values)) if is_share else interval(values)
     return {"value": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "problems": len(values)}

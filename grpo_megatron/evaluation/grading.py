@@ -32,9 +32,16 @@ IN_PROCESS = (
     "gsm8k_strict",
     "gsm8k_flexible",
     "graded",
+    "graded_answer",
     "arithmetic",
 )  # linear time in any text: no worker needed
-SPELLING = {"math": "\\boxed{%s}", "gsm8k": "#### %s"}  # how a completion writes an answer, per grader
+# how a completion writes an answer, per grader
+SPELLING = {
+    "math": "\\boxed{%s}",
+    "gsm8k": "#### %s",
+    "graded": "#### %s",
+    "graded_answer": "<answer>%s</answer>",
+}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.questions import question_text
 from grpo_megatron.data.rows import Question, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
 from grpo_megatron.reading.bounds import shown
@@ -33,9 +34,7 @@ class Problem:
     @property
     def question_text(self) -> str:
         """The question as text for display; of a chat, the contents of its messages."""
-        if isinstance(self.question, str):
-            return self.question
-        return "\n\n".join(message["content"] for message in self.question)
+        return question_text(self.question)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def _body(result: dict[str, Any], graded: dict[str, list[GradedProblem]]) -> str
         f" {result['seed']}; {escape(versions)}</p>",
         "<h2>Scores</h2>",
         figures.score_rows(result["tasks"]),
-        '<p class="note small">Percent, with 95 % bootstrap intervals over problems.</p>',
+        '<p class="note small">Percent, with 95 % intervals over problems.</p>',
     ]
     parts += [_task_section(name, task, graded[name]) for name, task in result["tasks"].items()]
     return "\n".join(parts)

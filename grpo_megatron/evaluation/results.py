@@ -22,6 +22,7 @@ from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.evaluation.voting import vote_classes
 from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.rewards.format import opened_thought
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.types import GREEDY
@@ -72,20 +73,25 @@ def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPoo
             f"{selected.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
         )
     problems = {problem.uid: problem for problem in selected.dataset.problems}
+    prompts = {prompt.uid: prompt.text for prompt in selected.prompts.prompts}
     answers, entries = [problems[uid].answer for uid, _ in keys], [found[key] for key in keys]
-    grades = [_grades(grader, answers, entries, pool) for grader in selected.graders.values()]
+    opened = [opened_thought(prompts[uid]) for uid, _ in keys]
+    grades = [_grades(grader, answers, entries, opened, pool) for grader in selected.graders.values()]
     by_uid: dict[str, list[GradedSample]] = {}
     for number, key in enumerate(keys):
         sample = GradedSample(found[key], tuple(column[number] for column in grades))
         by_uid.setdefault(key[0], []).append(sample)
-    prompts = {prompt.uid: prompt.text for prompt in selected.prompts.prompts}
     return [GradedProblem(problem, prompts[uid], by_uid[uid]) for uid, problem in problems.items()]
 
 
-def _grades(grader: str, answers: list[str], entries: list[LedgerEntry], pool: RewardPool) -> list[Grade]:
+def _grades(
+    grader: str, answers: list[str], entries: list[LedgerEntry], opened: list[str], pool: RewardPool
+) -> list[Grade]:
+    """One grade per sample. `opened`: the `<think>` with which its prompt begins the response, if any."""
     if grader == ENVIRONMENT:
         return [Grade(entry.reward >= 1.0, f"{entry.reward:g}") for entry in entries]
-    return grade(grader, answers, [entry.text for entry in entries], pool=pool)
+    texts = [start + entry.text for start, entry in zip(opened, entries, strict=True)]
+    return grade(grader, answers, texts, pool=pool)
 
 
 def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.source import Source
-from grpo_megatron.data.prompts import load_tokenizer
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key
@@ -50,6 +50,7 @@ class Options:
     system_prompt: str | None = None
     tokenizer: Path | None = None
     hf: Path | None = None
+    family: str | None = None
     limit: int | None = None
     seed: int = 0
     dtype: str | None = None
@@ -151,7 +152,7 @@ def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
     except ConfigError as error:
         problems.append(str(error))
     try:
-        source = weights.open_model(options.model, options.hf)
+        source = weights.open_model(options.model, options.hf, options.family)
         if split_problems := engine_split_problems(source.arch, tp):
             problems.append(
                 f"--tp {tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"

@@ -89,5 +89,5 @@ def _provenance(result: dict[str, Any]) -> str:
             f" sha256 of task file {task['task_sha256'][:12]}, data {task['data_sha256'][:12]},"
             f" prompts {task['prompts_sha256'][:12]}"
         )
-    lines.append("95 % intervals: bootstrap over problems; they do not cover other prompts, seeds or models")
+    lines.append("95 % intervals over problems; they do not cover other prompts, seeds or models")
     return "\n".join(lines)

@@ -22,10 +22,10 @@ from grpo_megatron.types import WeightBucket
 EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `weights_sha256`
 
 
-def open_model(path: Path, hf: Path | None) -> Source:
+def open_model(path: Path, hf: Path | None, family: str | None = None) -> Source:
     """The model in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
     try:
-        return open_source(path, hf=hf)
+        return open_source(path, hf=hf, family=family)
     except (ConvertError, UnsupportedModel) as error:
         raise ConfigError(
             f"--model: {error}\n  (a Hugging Face folder with weights, a converted checkpoint, or a training step such as"
@@ -41,18 +41,18 @@ def engine_dtype(source: Source, requested: str | None) -> str:
 
 
 def stream_weights(source: Source, dtype: str, device: torch.device, bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Every tensor once, in `dtype` on `device`, in buckets of about `bucket_bytes`.
+    """Every tensor once, in `dtype` on `device` (constants in float32), in buckets of about `bucket_bytes`.
 
     Raises ConvertError at a tensor with non-finite values: no attestation follows, as it does in training.
     """
-    target = getattr(torch, dtype)
+    dtypes = source.result_dtypes(getattr(torch, dtype))
     bucket: WeightBucket = []
     size = 0
     for name, shape in source.shapes().items():
-        whole = torch.empty(shape, dtype=target, device=device)
+        whole = torch.empty(shape, dtype=dtypes[name], device=device)
         filled = 0
         for block in source.blocks(name, shape):
-            whole[filled : filled + len(block)] = block.to(target)
+            whole[filled : filled + len(block)] = block.to(dtypes[name])
             filled += len(block)
         if not torch.stack(torch.aminmax(whole)).isfinite().all():  # aminmax passes NaN on
             raise ConvertError(f"{name} has non-finite values")

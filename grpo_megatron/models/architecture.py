@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_megatron.models.latent import Latent
+from grpo_megatron.models.routing import Routing
 from grpo_megatron.reading.bounds import shown
 
 
@@ -36,7 +38,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A pre-norm decoder: dense, or with `num_experts` experts instead of one MLP in every layer.
+    """A decoder: dense, or with `num_experts` experts instead of one MLP in every layer after the first `num_dense_layers`.
 
     `rope_factor` belongs to llama3 scaling, `rope_linear_factor` to linear interpolation, `rope_yarn` to YaRN.
     """
@@ -54,7 +56,8 @@ class Architecture:
     max_position_embeddings: int
     tied: bool
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # of every head alone
+    post_norms: bool = False  # norms after attention and MLP, none before them; q and k norms over all heads together
     rope_factor: float | None = None
     rope_linear_factor: float | None = None
     rope_yarn: Yarn | None = None
@@ -62,11 +65,27 @@ class Architecture:
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
     renormalise_experts: bool = True  # the selected experts' probabilities are scaled to sum to 1
+    routing: Routing | None = None  # None: softmax scores, no groups, no scale
+    num_dense_layers: int = 0
+    dense_ffn_hidden_size: int = 0  # of the MLPs of these layers
+    shared_ffn_hidden_size: int = 0  # of the experts that every token passes through, together; 0: none
+    latent: Latent | None = None  # None: grouped-query attention
+    num_extra_layers: int = 0  # after the last: they predict further tokens, and are neither trained nor written
 
     @property
     def attention_size(self) -> int:
-        """Width of all query heads together. It may differ from hidden_size."""
-        return self.num_attention_heads * self.head_dim
+        """Input width of the attention's output projection. It may differ from hidden_size."""
+        return self.num_attention_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads together."""
+        return self.num_query_groups * self.head_dim
+
+    def is_extra(self, tensor_name: str) -> bool:
+        """Whether a Hugging Face tensor belongs to a layer after the last."""
+        names = [f"model.layers.{self.num_layers + index}." for index in range(self.num_extra_layers)]
+        return tensor_name.startswith(tuple(names))
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
@@ -77,10 +96,16 @@ class Architecture:
         """Exact count. Tied embeddings are counted once."""
         d, h = self.head_dim, self.hidden_size
         qkv = (self.num_attention_heads + 2 * self.num_query_groups) * d
-        layer = qkv * h + h * self.attention_size + 3 * h * self.ffn_hidden_size * (self.num_experts or 1) + 2 * h
-        layer += self.num_experts * h  # router
-        layer += (qkv if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
-        return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tied else 2)
+        attention = qkv * h + h * self.attention_size
+        attention += (qkv if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
+        attention += self.attention_size + self.key_size if self.post_norms else 0
+        if self.latent is not None:
+            attention = self.latent.num_parameters(h, self.num_attention_heads)
+        mlp = 3 * h * (self.ffn_hidden_size * (self.num_experts or 1) + self.shared_ffn_hidden_size)
+        mlp += self.num_experts * (h + (self.routing is not None and self.routing.is_sigmoid))  # router, and its bias
+        mlps = self.num_dense_layers * 3 * h * self.dense_ffn_hidden_size
+        mlps += (self.num_layers - self.num_dense_layers) * mlp
+        return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2)
 
 
 # Some hundred times the largest model that exists. A number beyond them would fill the memory, or the weights with NaN.
@@ -96,8 +121,20 @@ LARGEST_SIZES = {
     "sliding_window": 1 << 40,
     "num_experts": 1 << 16,
     "experts_per_token": 1 << 16,
+    "num_dense_layers": 10_000,
+    "dense_ffn_hidden_size": 1 << 24,
+    "shared_ffn_hidden_size": 1 << 24,
+    "num_extra_layers": 100,
+    **dict.fromkeys(("latent.kv_rank", "latent.q_rank", "latent.rope_dim"), 1 << 16),
+    **dict.fromkeys(("latent.nope_dim", "latent.value_dim"), 1 << 16),
+    **dict.fromkeys(("routing.groups", "routing.groups_per_token", "routing.best_of_group"), 1 << 16),
 }
-ABSENT = {"sliding_window": None, "num_experts": 0, "experts_per_token": 0}  # the value that stands for "none"
+_NONE = ("num_experts", "experts_per_token", "num_dense_layers", "dense_ffn_hidden_size", "shared_ffn_hidden_size")
+ABSENT = {  # the value that stands for "none"
+    **dict.fromkeys((*_NONE, "num_extra_layers"), 0),
+    "sliding_window": None,
+    "latent.q_rank": None,
+}
 MAX_BLOCKS = 1 << 20  # experts of all layers together
 RANGES = {  # smallest and largest
     "norm_eps": (0.0, 1.0),
@@ -110,7 +147,11 @@ RANGES = {  # smallest and largest
 def check_bounds(arch: Architecture) -> None:
     """Raises UnsupportedModel that names the first number which no model can have."""
     for name, largest in LARGEST_SIZES.items():
-        value = getattr(arch, name)
+        part, _, field = name.rpartition(".")
+        owner = getattr(arch, part) if part else arch
+        if owner is None:
+            continue
+        value = getattr(owner, field)
         if value == ABSENT.get(name, "never"):
             continue
         if type(value) is not int or value < 1:

@@ -13,15 +13,18 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.architecture import Architecture, Yarn
+from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
 from grpo_megatron.models.precision import fp8_settings
+from grpo_megatron.models.routing import GroupLimitedChoice, Routing
 from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels, engine_gradients
+from grpo_megatron.models.transformer_fields import expert_config, latent_config, yarn_config
 from grpo_megatron.models.tree_attention import TreeParams
 from grpo_megatron.models.weights import global_parameters, load_hf, model_rows
 from grpo_megatron.parallel.mesh import Mesh
@@ -79,6 +82,9 @@ class LogprobModel(GPTModel):
         """hidden_states [t (/tp under sequence parallelism), 1, h]."""
         if not self.post_process:
             return hidden_states
+        # With `overlap_param_gather`, hooks before a module's forward wait for its weights. The output layer is not called.
+        for hook in self.output_layer._forward_pre_hooks.values():
+            hook(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if self.config.sequence_parallel:
@@ -142,6 +148,7 @@ def transformer_config(
         **kernels.settings(),
         **fp8_settings(megatron.fp8),
         **(expert_config(arch) if arch.num_experts else {}),
+        **(latent_config(arch, arch.latent) if arch.latent else {}),
         **megatron.override_transformer_config,
     }
     if (
@@ -149,7 +156,7 @@ def transformer_config(
     ):  # the fused kernel for packed sequences would drop the attention factor without a word
         settings["apply_rope_fusion"] = False
     try:
-        config = TransformerConfig(**settings)
+        config = (MLATransformerConfig if arch.latent else TransformerConfig)(**settings)
     except Exception as error:
         given = megatron.override_transformer_config
         if not given:
@@ -159,36 +166,10 @@ def transformer_config(
             f"actor.megatron.override_transformer_config={shown(given)}: Megatron-Core refuses it ({reason}); correct it,"
             " or leave it out"
         ) from error
-    for name, value in (yarn_config(arch.rope_yarn) if arch.rope_yarn else {}).items():
+    has_yarn_fields = arch.latent is not None
+    for name, value in (yarn_config(arch.rope_yarn) if arch.rope_yarn and not has_yarn_fields else {}).items():
         setattr(config, name, value)
     return config
-
-
-def yarn_config(yarn: Yarn) -> dict[str, Any]:
-    """What Megatron-Core's YaRN reads from a TransformerConfig. The class has no fields for it."""
-    return {
-        "yarn_rotary_scaling_factor": yarn.factor,
-        "yarn_original_max_position_embeddings": yarn.original_length,
-        "yarn_beta_fast": yarn.beta_fast,
-        "yarn_beta_slow": yarn.beta_slow,
-        "yarn_mscale": yarn.log_scale(),
-        "yarn_mscale_all_dim": 0.0,  # the attention factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ... + 1)
-        "yarn_correction_range_round_to_int": yarn.truncate,
-    }
-
-
-def expert_config(arch: Architecture) -> dict[str, Any]:
-    """TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss."""
-    return {
-        "num_moe_experts": arch.num_experts,
-        "moe_ffn_hidden_size": arch.ffn_hidden_size,
-        "moe_router_topk": arch.experts_per_token,
-        # A softmax over the selected logits equals the softmax over all, renormalised over the selected.
-        "moe_router_pre_softmax": not arch.renormalise_experts,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-    }
 
 
 def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
@@ -212,6 +193,15 @@ def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
+def _set_routers(model: torch.nn.Module, routing: Routing) -> None:
+    """Megatron-Core's routers select experts as `routing` says, with biases in float32 in a bfloat16 model too."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+            if routing.groups > 1:
+                module.router_replay = GroupLimitedChoice(routing.best_of_group)
+
+
 def build_model(
     arch: Architecture,
     megatron: MegatronConfig,
@@ -225,6 +215,8 @@ def build_model(
 
     `has_gradients` False: the model is frozen, and is never wrapped in DDP.
     """
+    if arch.post_norms:  # Transformer Engine's fused modules have no place for such norms
+        megatron = megatron.model_copy(update={"transformer_impl": "local"})
     kernels = choose_kernels(megatron, device, dtype, has_gradients=has_gradients)
     config = transformer_config(arch, megatron, dtype, device.is_cuda, kernels)
     ep = parallel_state.get_expert_model_parallel_world_size()
@@ -234,13 +226,13 @@ def build_model(
     with device.megatron(), engine_gradients(kernels):
         model = model_class(
             config=config,
-            transformer_layer_spec=block_spec(config, kernels),
+            transformer_layer_spec=block_spec(config, kernels, arch),
             vocab_size=arch.padded_vocab_size(megatron.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="rope" if arch.rope_yarn is None else "yarn",
+            position_embedding_type="rope" if arch.rope_yarn is None or arch.latent else "yarn",
             rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # a float works, and some models need a float
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,
@@ -249,7 +241,10 @@ def build_model(
         model.real_vocab_size = arch.vocab_size
         _mark_parameters(model, arch)
         model.to(device.torch_device)
-        return Float16Module(config, model) if config.bf16 else model
+        built = Float16Module(config, model) if config.bf16 else model
+        if arch.routing is not None:
+            _set_routers(built, arch.routing)
+        return built
 
 
 def load_model(

@@ -7,9 +7,7 @@ tensors). Loading, export and the engine sync use the same rows, so they cannot 
 A table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. In an expanded row the
 placeholders are filled in: it is one parameter of the model.
 
-There are H query heads in G groups (n = H / G heads per group), head size d, hidden size h. Megatron fuses attention
-group by group: for each group n*d query rows, then d key rows, then d value rows. It stores [gate; up] per
-tensor-parallel rank.
+Megatron stores [gate; up] per tensor-parallel rank. How it fuses queries, keys and values is in qkv.py.
 """
 
 from __future__ import annotations
@@ -17,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from operator import attrgetter
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -34,11 +33,23 @@ class WeightRow(ABC):
     """`megatron` may contain {layer} and {expert}. `hf` are the Hugging Face names, with the same placeholders.
 
     `expert` is set in an expanded row of an expert: only one expert-parallel rank has that parameter.
+    `layers`: of a model whose first layers have no experts, the layers that have this parameter.
+    `is_constant`: a buffer, which no optimizer changes. It is float32 wherever it is stored or sent.
     """
 
     megatron: str
     hf: tuple[str, ...]
     expert: int | None = field(default=None, kw_only=True)
+    layers: Literal["all", "dense", "experts"] = field(default="all", kw_only=True)
+    is_constant: bool = field(default=False, kw_only=True)
+
+    def is_in(self, layer: int, arch: Architecture) -> bool:
+        """Whether a layer has the parameter of this row of a table."""
+        return self.layers == "all" or (self.layers == "dense") == (layer < arch.num_dense_layers)
+
+    def dtype(self, of_model: torch.dtype) -> torch.dtype:
+        """In a model whose weights are `of_model`."""
+        return torch.float32 if self.is_constant else of_model
 
     def expand(self, layer: int, expert: int | None = None) -> Self:
         """The row of one layer (and expert). Both numbers count from 0 over the whole model."""
@@ -91,7 +102,7 @@ class WeightRow(ABC):
             row, done[tensor] = row + length, done[tensor] + length
 
 
-def _read_part(read: Read, name: str, tp_rank: int, tp: int) -> Tensor:
+def read_part(read: Read, name: str, tp_rank: int, tp: int) -> Tensor:
     """This rank's equal part of the rows of a Hugging Face tensor."""
     tensor = read(name)
     size = tensor.get_shape()[0] // tp if hasattr(tensor, "get_shape") else tensor.shape[0] // tp
@@ -105,7 +116,7 @@ class Replicated(WeightRow):
     size: str = "hidden_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        return ((getattr(arch, self.size),),)
+        return ((attrgetter(self.size)(arch),),)
 
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
         return self.hf_shapes(arch)[0]
@@ -125,11 +136,31 @@ class Replicated(WeightRow):
 
 
 @dataclass(frozen=True)
-class Router(Replicated):
-    """The router's weight [experts, hidden], replicated. Its logits select and weight the experts of a token."""
+class HeadsNorm(WeightRow):
+    """The weight of a norm over all heads, cut by heads. An engine has it whole: it gathers the heads before the norm."""
+
+    size: str = "attention_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        return ((arch.num_experts, arch.hidden_size),)
+        return ((getattr(arch, self.size),),)
+
+    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
+        return (getattr(arch, self.size) // tp,)
+
+    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
+        return read_part(read, self.hf[0], tp_rank, tp)
+
+    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        return [torch.cat(list(shards))]
+
+
+@dataclass(frozen=True)
+class ReplicatedMatrix(Replicated):
+    """A replicated weight [size, hidden]: a router, whose logits select and weight the experts of a token, and the
+    projections to the latents of attention."""
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        return ((attrgetter(self.size)(arch), arch.hidden_size),)
 
 
 @dataclass(frozen=True)
@@ -183,70 +214,48 @@ class InputSplit(WeightRow):
 
 
 @dataclass(frozen=True)
+class OutputSplit(WeightRow):
+    """A linear layer that is cut along its output, head by head: rows_per_head rows for each attention head."""
+
+    rows_per_head: str = "head_dim"
+    columns: str = "hidden_size"
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        return ((arch.num_attention_heads * attrgetter(self.rows_per_head)(arch), attrgetter(self.columns)(arch)),)
+
+    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
+        rows, columns = self.hf_shapes(arch)[0]
+        return (rows // tp, columns)
+
+    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
+        return read_part(read, self.hf[0], tp_rank, tp)
+
+    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        return [torch.cat(list(shards))]
+
+
+@dataclass(frozen=True)
 class GateUp(WeightRow):
     """The first linear layer of SwiGLU. Every rank has [its part of gate; its part of up]."""
 
+    size: str = "ffn_hidden_size"
+
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        return ((arch.ffn_hidden_size, arch.hidden_size),) * 2
+        return ((getattr(arch, self.size), arch.hidden_size),) * 2
 
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        return (2 * arch.ffn_hidden_size // tp, arch.hidden_size)
+        return (2 * getattr(arch, self.size) // tp, arch.hidden_size)
 
     def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        return torch.cat([_read_part(read, name, tp_rank, tp) for name in self.hf])
+        return torch.cat([read_part(read, name, tp_rank, tp) for name in self.hf])
 
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
 
     def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
-        size = arch.ffn_hidden_size // tp
+        size = getattr(arch, self.size) // tp
         return tuple(Piece(i, tp_rank * size, (tp_rank + 1) * size, i * size) for i in (0, 1))
-
-
-@dataclass(frozen=True)
-class QKV(WeightRow):
-    """Fused attention input, group by group: weight [(H+2G)d, h] or bias [(H+2G)d]. There may be more ranks than groups."""
-
-    bias: bool = False
-
-    def _tail(self, arch: Architecture) -> tuple[int, ...]:
-        return () if self.bias else (arch.hidden_size,)
-
-    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        q, kv = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
-        return tuple((rows, *self._tail(arch)) for rows in (q, kv, kv))
-
-    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        rows = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.head_dim
-        return (rows // tp, *self._tail(arch))
-
-    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        d = arch.head_dim
-        for _ in range(arch.num_query_groups):
-            yield 0, arch.num_attention_heads // arch.num_query_groups * d
-            yield 1, d
-            yield 2, d
-
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        if arch.num_query_groups % tp == 0:  # every rank has whole groups: read only this rank's
-            return self._fuse(
-                [_read_part(read, name, tp_rank, tp) for name in self.hf], arch, arch.num_query_groups // tp
-            )
-        fused = self._fuse([read(name)[:] for name in self.hf], arch, arch.num_query_groups)
-        return fused.chunk(tp)[tp_rank]
-
-    def _fuse(self, qkv: list[Tensor], arch: Architecture, groups: int) -> Tensor:
-        tail = self._tail(arch)
-        parts = [part.reshape(groups, -1, *tail) for part in qkv]  # [G, n*d, h], [G, d, h], [G, d, h]
-        return torch.cat(parts, dim=1).reshape(-1, *tail)
-
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        d, tail = arch.head_dim, self._tail(arch)
-        n = arch.num_attention_heads // arch.num_query_groups
-        fused = torch.cat(list(shards)).reshape(arch.num_query_groups, (n + 2) * d, *tail)
-        parts = fused.split([n * d, d, d], dim=1)
-        return [part.reshape(-1, *tail).clone() for part in parts]
 
 
 def is_layered(row: WeightRow) -> bool:
@@ -264,8 +273,9 @@ def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[Wei
     shared = [row for row in table if is_layered(row) and not is_expert(row)]
     experts = [row for row in table if is_expert(row)]
     for layer in range(arch.num_layers):
-        yield from (row.expand(layer) for row in shared)
-        yield from (row.expand(layer, expert) for expert in range(arch.num_experts) for row in experts)
+        yield from (row.expand(layer) for row in shared if row.is_in(layer, arch))
+        own = [row for row in experts if row.is_in(layer, arch)]
+        yield from (row.expand(layer, expert) for expert in range(arch.num_experts) for row in own)
     yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
 
 
@@ -273,6 +283,8 @@ def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[Wei
 TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 
 

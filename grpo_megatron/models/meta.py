@@ -18,7 +18,7 @@ from grpo_megatron.config import Fp8Config, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import build_model
-from grpo_megatron.models.weights import unwrapped
+from grpo_megatron.models.weights import CONSTANTS, unwrapped
 from grpo_megatron.parallel.mesh import destroy_mesh
 
 
@@ -90,4 +90,5 @@ def _count(model: torch.nn.Module, arch: Architecture, tp: int, ep: int) -> Stag
             continue  # a copy of the embedding
         cut = tp if getattr(parameter, "tensor_model_parallel", False) else 1
         whole += parameter.numel() * cut * (ep if is_expert else 1) - padding * is_end
+    whole += sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith(CONSTANTS))
     return Stage(len(model.decoder.layers), dense, experts, whole)  # type: ignore[arg-type, union-attr]

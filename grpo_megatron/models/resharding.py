@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.constants import Constants
 from grpo_megatron.models.precision import dequantized
 from grpo_megatron.models.sync_parameters import sync_parameters
 from grpo_megatron.models.weights import global_parameters, model_rows
@@ -48,7 +49,8 @@ class Resharding:
         parameters = sync_parameters(arch, grid, stage_of)
         plan, rounds, self.traffic = plan_rounds(parameters, tensors.spans, grid, budget)
         self.plan = RankPlan(plan, rounds, mesh.rank)
-        self._shares = self.plan.shares()
+        self._constants = Constants(arch, mesh, stage_of)
+        self._shares = [*self.plan.shares(), *self._constants.shares()]
         rows = model_rows(arch)
         self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
         if len(set(mesh.all_gather(plan.digest))) > 1:
@@ -102,6 +104,7 @@ class Resharding:
         else:
             assert exchange is not None
             yield from exchange.stream()
+        yield from self._constants.stream(parameters, self.device)
 
     def expected_digests(self, model: torch.nn.Module) -> Expected:
         """The digests of the model's current weights, for each rank of the engine. Collective. Raises RankError."""
@@ -115,7 +118,7 @@ class Resharding:
         assert expected is not None
         return expected
 
-    def _check(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def _check(self, parameters: Mapping[str, torch.Tensor]) -> None:
         for name, shape in self._shapes.items():
             if name not in parameters:
                 raise ValueError(f"{name} is missing")
@@ -123,5 +126,5 @@ class Resharding:
                 raise ValueError(f"{name} has shape {tuple(parameters[name].shape)}, expected {shape}")
 
 
-def _reader(parameters: Mapping[str, torch.nn.Parameter]) -> Callable[[str], torch.Tensor]:
+def _reader(parameters: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
     return lambda name: dequantized(parameters[name].detach())

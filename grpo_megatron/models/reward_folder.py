@@ -69,8 +69,9 @@ def read_reward_folder(path: Path, kind: HeadKind = "outcome") -> RewardFolder:
     what, _, output = WHAT[kind].partition(": ")
     if not name.endswith((*READABLE[kind], LANGUAGE_MODEL)):
         labels_allowed = " or ".join("one label" if n == 1 else "two labels" for n in LABELS[kind])
-        other = next((k for k in ("outcome", "process") if name.endswith(CLASSES[k])), None)
-        hint = f" (reward_model.kind={other} reads *{CLASSES[other]})" if other and kind != "value" else ""
+        readable: list[HeadKind] = [] if kind == "value" else ["outcome", "process"]
+        other = next((k for k in readable if name.endswith(CLASSES[k])), None)
+        hint = f" (reward_model.kind={other} reads *{CLASSES[other]})" if other else ""
         classes = " or ".join(f"*{name}" for name in READABLE[kind])
         raise ValueError(
             f"architectures={name!r} cannot be {what}: {output} is {classes} with {labels_allowed}, or"

@@ -12,7 +12,7 @@ always in one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from grpo_megatron.algo.ranking import pairwise_loss
 from grpo_megatron.config import ActorConfig, RewardModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import Pack, forward_backward, unpack
+from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
 from grpo_megatron.models.scalar_head import ScalarPolicy, load_scalar_model, read_at
 from grpo_megatron.models.sharded import ShardedModel
@@ -71,12 +72,27 @@ class StepScorer(ShardedModel):
 
 
 class _Frozen(ShardedModel):
-    """No gradients, no optimizer."""
+    """No gradients, no optimizer. With `actor.megatron.offload_reference` its weights are on the host between two batches."""
 
     def __init__(self, folder: RewardFolder, dtype: str, actor: ActorConfig, mesh: Mesh, device: Device) -> None:
         self.folder = folder
         inner = load_scalar_model(folder, actor.megatron, dtype, mesh, device, has_gradients=False)
         super().__init__(inner.requires_grad_(False), folder.arch, actor, mesh, device)
+        self._offloaded = OffloadedTensors(device)
+        self._offload()
+
+    def _offload(self, *, unchanged: bool = False) -> None:
+        if self.actor.megatron.offload_reference:
+            self._offloaded.offload(self.model.parameters(), unchanged=unchanged)
+
+    def forward_batch(
+        self, batch: Batch, out: Tensor, read: Callable[[Pack, Tensor], Tensor], temperature: float | None = None
+    ) -> Tensor:
+        self._offloaded.onload()
+        try:
+            return super().forward_batch(batch, out, read, temperature)
+        finally:
+            self._offload(unchanged=True)
 
 
 class FrozenRewardModel(SequenceScorer, _Frozen):

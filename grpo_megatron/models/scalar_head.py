@@ -72,10 +72,9 @@ class ScalarModel(LogprobModel):
                 hidden_states, tensor_parallel_output_grad=False
             )
         states = hidden_states.squeeze(1)[labels.state_indices].float()  # [targets, h]
-        numbers = states @ self.score.weight.squeeze(0)
-        if self.score.bias is not None:
-            numbers = numbers + self.score.bias
-        return HeadOutput(numbers, numbers.detach())
+        # Called as a module: with `overlap_param_gather` its hook waits for the head, which has a bucket of its own in bf16.
+        numbers = self.score(states).squeeze(1)
+        return HeadOutput(numbers, torch.zeros_like(numbers))  # no entropy: zeros
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:  # type: ignore[type-arg]
         """Skips GPTModel's own method, which needs an output layer."""

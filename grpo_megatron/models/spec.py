@@ -9,7 +9,7 @@ The local spec runs anywhere, also on the CPU. The Transformer Engine spec and t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,6 +31,9 @@ from torch import Tensor
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.extensions import examine_engine
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.latent_attention import LATENT_KEYS, LatentAttention
+from grpo_megatron.models.norms import HeadsRMSNorm, NormedRowParallelLinear, RMSNorm
 from grpo_megatron.models.tree_attention import TreeParams, tree_attention
 
 
@@ -123,32 +127,24 @@ def engine_gradients(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (arXiv:1910.07467) in float32. Megatron's wrapper of torch's norm refuses sequence parallelism.
-
-    The weight's attribute `sequence_parallel` makes Megatron sum its gradient over tensor-parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
-
-
 class PackedAttention(torch.nn.Module):
-    """Causal grouped-query attention over packed sequences, one fused kernel call per sequence.
+    """Causal attention over packed sequences, one fused kernel call per sequence. Values may have another size than keys.
 
     torch's scaled_dot_product_attention never materialises the [S, S] attention scores. Each sequence is computed alone, so
     nothing is computed between two sequences or for padding between them. Megatron's DotProductAttention materialises the
     scores, computes padding and refuses packed sequences.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *args: Any,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
+        self.softmax_scale = softmax_scale  # None: 1 / sqrt(d)
 
     def forward(
         self,
@@ -160,7 +156,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **kwargs: Any,
     ) -> Tensor:
-        """query [t, H, d], key and value [t, G, d], all sequences end to end -> [t, H, d]."""
+        """query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
         if isinstance(packed_seq_params, TreeParams):
             return tree_attention(query, key, value, packed_seq_params.branches)
         cuts = packed_seq_params.cu_seqlens_q
@@ -169,52 +165,88 @@ class PackedAttention(torch.nn.Module):
         parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         for q, k, v in parts:
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or G, s, d]
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-            out.append(o.squeeze(0).transpose(0, 1))  # [s, H, d]
+            shared = q.shape[1] != k.shape[1]
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared, scale=self.softmax_scale)
+            out.append(o.squeeze(0).transpose(0, 1))  # [s, H, v]
         return torch.cat(out)
 
 
-def block_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) -> TransformerBlockSubmodules:
     """The spec of every layer of this stage and of the final norm."""
-    return te_block_spec(config) if kernels.transformer_engine else local_block_spec(config)
+    if kernels.transformer_engine:
+        assert not arch.post_norms, "checks/families.py refuses it"
+        return te_block_spec(config)
+    return _block(config, post_norm_layer if arch.post_norms else local_layer, RMSNorm)
 
 
-def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The spec with Megatron-Core's local modules."""
+def post_norm_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """The spec of a layer whose norms follow attention and MLP."""
+    layer = local_layer(config, num_experts)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    parts.sharded_state_dict_keys_map = {}
+    attention = parts.self_attention.submodules
+    attention.q_layernorm = ModuleSpec(HeadsRMSNorm, params={"num_heads": config.num_attention_heads})
+    attention.k_layernorm = ModuleSpec(HeadsRMSNorm, params={"num_heads": config.num_query_groups})
+    attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    return layer
+
+
+def local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """The spec of one layer, with `num_experts` experts, or None for an MLP."""
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,  # off unless overridden: one MLP per expert
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        parts.sharded_state_dict_keys_map = dict(LATENT_KEYS)
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     # In a checkpoint of the Transformer Engine spec, the norm before the experts is not fused into a linear layer, and keeps
     # its own name. Keep the same name here, so that either spec reads the other's checkpoints.
-    if config.num_moe_experts:
+    if num_experts:
         parts.sharded_state_dict_keys_map = {
             name: saved for name, saved in parts.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."
         }
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return _block(layer, config, RMSNorm)
+    return layer
 
 
 def te_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The spec with Transformer Engine: fused norms, attention over packed sequences, FP8 linear layers. Not run on a GPU yet."""
     from megatron.core.extensions.transformer_engine import TENorm
 
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
+    return _block(config, _te_layer, TENorm)
+
+
+def _te_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
-    return _block(layer, config, TENorm)
 
 
-def _block(layer: ModuleSpec, config: TransformerConfig, norm: type) -> TransformerBlockSubmodules:
+def _block(
+    config: TransformerConfig, make_layer: Callable[[TransformerConfig, int | None], ModuleSpec], norm: type
+) -> TransformerBlockSubmodules:
+    """The layers of this stage. `config.moe_layer_freq` is 1, or has 0 for each layer with an MLP instead of experts."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
+    has_experts = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+    kinds = [config.num_moe_experts if flag else None for flag in has_experts]
+    made = {kind: make_layer(config, kind) for kind in set(kinds)}
+    return TransformerBlockSubmodules(
+        layer_specs=[made[kind] for kind in kinds[first : first + count]], layer_norm=norm
+    )

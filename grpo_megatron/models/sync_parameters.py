@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.mapping import QKV, Replicated, Vocabulary, WeightRow, expand_table
+from grpo_megatron.models.mapping import HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
+from grpo_megatron.models.qkv import QKV
 from grpo_megatron.models.tensor_parallel import ENGINE_VOCABULARY_MULTIPLE
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.tensors import EngineTensors, Interval, SyncParameter, SyncTensor
@@ -25,8 +26,12 @@ def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str,
 
 
 def sync_parameters(arch: Architecture, grid: Grid, stage_of: Mapping[str, int]) -> list[SyncParameter]:
-    """All parameters of the model, in the order of its table. `stage_of`: Megatron name -> pipeline stage."""
-    return [_sync_parameter(row, arch, grid, stage_of[row.megatron]) for row in expand_table(table_of(arch), arch)]
+    """All parameters of the model, in the order of its table, without its constants, which `Constants` sends.
+
+    `stage_of`: Megatron name -> pipeline stage.
+    """
+    rows = [row for row in expand_table(table_of(arch), arch) if not row.is_constant]
+    return [_sync_parameter(row, arch, grid, stage_of[row.megatron]) for row in rows]
 
 
 def _sync_parameter(row: WeightRow, arch: Architecture, grid: Grid, stage: int) -> SyncParameter:
@@ -60,12 +65,12 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool) -
 
 
 def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Interval:
-    if isinstance(row, Replicated):
+    if isinstance(row, (Replicated, HeadsNorm)):
         return 0, length
     if isinstance(row, Vocabulary):
         size = -(-length // ENGINE_VOCABULARY_MULTIPLE) * ENGINE_VOCABULARY_MULTIPLE // ranks
         return min(rank * size, length), min((rank + 1) * size, length)
-    if isinstance(row, QKV) and index > 0 and arch.num_query_groups < ranks:
+    if isinstance(row, QKV) and index > 0 and arch.num_query_groups < ranks and not arch.post_norms:
         head = rank // (ranks // arch.num_query_groups)
         return head * arch.head_dim, (head + 1) * arch.head_dim
     size = length // ranks

@@ -12,10 +12,17 @@ ENGINE_VOCABULARY_MULTIPLE = 64  # vLLM pads the embedding to it, for every tp (
 def split_problems(arch: Architecture, tp: int) -> list[str]:
     """Why `tp` ranks cannot share a model; empty when they can."""
     mlp = "rows of an expert's MLP" if arch.num_experts else "rows of the MLP"
-    sizes = (("attention heads", arch.num_attention_heads), (mlp, arch.ffn_hidden_size))
+    sizes = (
+        ("attention heads", arch.num_attention_heads),
+        (mlp, arch.ffn_hidden_size),
+        ("rows of a dense layer's MLP", arch.dense_ffn_hidden_size),
+        ("rows of the shared experts' MLP", arch.shared_ffn_hidden_size),
+    )
     problems = [f"{size} {what} over {tp} leave {size % tp}" for what, size in sizes if size % tp]
     groups = arch.num_query_groups
-    if groups % tp and tp % groups:
+    if arch.post_norms and groups % tp:  # their norm is over all heads, and each key head is on one rank
+        problems.append(f"{groups} key-value heads over {tp} leave {groups % tp}")
+    elif groups % tp and tp % groups:
         problems.append(f"{groups} key-value heads and {tp} ranks: neither number divides the other")
     return problems
 

@@ -6,7 +6,7 @@ Any folder loads into any tp x pp x ep layout. From any layout, `hf_weights` str
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from grpo_megatron.models.precision import dequantized, set_parameter
 from grpo_megatron.parallel.mesh import Mesh, all_gather_values
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.types import WeightBucket
+
+CONSTANTS = (".router.expert_bias",)  # buffers with a row in the weight table
 
 
 class WeightsError(ValueError):
@@ -68,12 +70,21 @@ class SafetensorsFolder:
     def slice(self, name: str) -> Any:
         return self._owner[name].get_slice(name)
 
-    def check(self, expected: dict[str, tuple[int, ...]], optional: set[str]) -> None:
-        """Raise WeightsError that lists missing, unexpected and misshapen tensors, 20 at most. Reads headers only."""
+    def check(
+        self,
+        expected: dict[str, tuple[int, ...]],
+        optional: set[str],
+        is_extra: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """Raise WeightsError that lists missing, unexpected and misshapen tensors, 20 at most. Reads headers only.
+
+        `is_extra`: tensors that may be there and are not read.
+        """
         problems = [f"missing {name}" for name in expected if name not in self._owner and name not in optional]
         known = set(expected) | optional
         ignored = ("rotary_emb.inv_freq", "masked_bias")  # buffers written by old exporters
-        problems += [f"unexpected {n}" for n in self._owner if n not in known and not n.endswith(ignored)]
+        unexpected = [n for n in self._owner if n not in known and not n.endswith(ignored) and not is_extra(n)]
+        problems += [f"unexpected {name}" for name in unexpected]
         for name, shape in expected.items():
             if name in self._owner and tuple(self.slice(name).get_shape()) != shape:
                 problems.append(f"{name} has shape {tuple(self.slice(name).get_shape())}, expected {shape}")
@@ -98,7 +109,7 @@ def _indexed_files(index: Path) -> list[str]:
 def check_hf(folder: Path, arch: Architecture) -> None:
     """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
     with SafetensorsFolder(folder) as files:
-        files.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set())
+        files.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set(), arch.is_extra)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -108,16 +119,17 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def global_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of this rank by its global Megatron name in the local layer spec.
+def global_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Every parameter of this rank, and every constant, by its global Megatron name in the local layer spec.
 
     Layer numbers are global. They come from each layer's own `layer_number`, so uneven stages need no offset. Expert
     numbers are global too, from each layer's own `local_expert_indices`.
     """
     inner = unwrapped(model)
     layers: Any = inner.decoder.layers  # type: ignore[union-attr]
-    parameters: dict[str, torch.nn.Parameter] = {}
-    for name, parameter in inner.named_parameters():
+    parameters: dict[str, Tensor] = {}
+    constants = ((name, buffer) for name, buffer in inner.named_buffers() if name.endswith(CONSTANTS))
+    for name, parameter in (*inner.named_parameters(), *constants):
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
             layer = layers[int(parts[2])]
@@ -152,7 +164,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
     """
     rows = model_rows(arch)
     with SafetensorsFolder(folder) as files:
-        files.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set())
+        files.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set(), arch.is_extra)
         for name, parameter in global_parameters(model).items():
             if name == "output_layer.weight" and arch.tied:
                 name = "embedding.word_embeddings.weight"
@@ -183,7 +195,8 @@ def hf_weights(
             except (KeyError, ValueError) as error:
                 problem = f"cannot read weights: {error}"
         mesh.agree(problem)
-        gathered = torch.empty(mesh.tp, sum(sizes), dtype=example.dtype, device=example.device)
+        dtype = rows[0].dtype(example.dtype)  # of all rows of the group
+        gathered = torch.empty(mesh.tp, sum(sizes), dtype=dtype, device=example.device)
         if flat is not None:
             dist.all_gather(list(gathered.unbind(0)), flat, group=mesh.tp_group)
         if mesh.ep > 1 and ep_rank is not None and mesh.pp_rank == stage:
@@ -217,10 +230,10 @@ def stage_owners(model: torch.nn.Module, arch: Architecture, mesh: Mesh) -> dict
 def _row_groups(
     arch: Architecture, mesh: Mesh, bucket_bytes: int, stage_of: dict[str, int], itemsize: int
 ) -> Iterator[list[WeightRow]]:
-    """Consecutive rows with one owner, whose whole tensors have about `bucket_bytes` (at least one row per group)."""
+    """Consecutive rows with one owner and dtype, whose whole tensors have about `bucket_bytes` (at least one row)."""
 
-    def owner(row: WeightRow) -> tuple[int, int | None]:
-        return stage_of[row.megatron], row.ep_rank(arch, mesh.ep)
+    def owner(row: WeightRow) -> tuple[int, int | None, bool]:
+        return stage_of[row.megatron], row.ep_rank(arch, mesh.ep), row.is_constant
 
     group: list[WeightRow] = []
     group_bytes = 0
@@ -234,7 +247,7 @@ def _row_groups(
     yield group
 
 
-def _flatten(rows: list[WeightRow], shapes: list[tuple[int, ...]], parameters: dict[str, torch.nn.Parameter]) -> Tensor:
+def _flatten(rows: list[WeightRow], shapes: list[tuple[int, ...]], parameters: dict[str, Tensor]) -> Tensor:
     """This rank's parameters of the rows, end to end. Raises KeyError or ValueError with the name."""
     parts = []
     for row, shape in zip(rows, shapes, strict=True):

@@ -1,11 +1,13 @@
 """FLOP of a pass and model FLOP utilisation (MFU), for decoders with grouped-query attention and gated MLPs or experts.
 
     training pass = 6 N T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens
-    N = L (3 h f k + h E + h (2 H d + 2 K d)) + 2 V h
+    N = L (3 h f k + h E + A) + 2 V h,  A = h (2 H d + 2 K d)
 
 N counts the parameters that one token passes through ("active"). h hidden size, L layers, H query heads, K key/value
 heads, d head size, V vocabulary, f width of the MLP or of one expert. A dense model has k = 1 and E = 0. A mixture of
-experts sends each token through k of E experts and through the router, h E; shared experts are not supported.
+experts sends each token through k of E experts, through the router, h E, and through an MLP that all tokens share. In
+DeepSeek's models the first layers have an MLP instead, A is the number of weights of latent attention, and d the mean of a
+key's and a value's size.
 
 A multiply-add counts 2 and the backward pass twice the forward pass, so the forward pass alone is one third. Causal
 attention counts half the square. Recomputation never counts. Embedding and head both count, tied or not (as in verl).
@@ -35,23 +37,31 @@ class ModelShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: float
     ffn_size: int  # of the MLP; of one expert in a mixture of experts
     vocab_size: int
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
+    shared_ffn_size: int = 0
+    num_dense_layers: int = 0  # before the layers with experts
+    dense_ffn_size: int = 0
+    attention_parameters: int | None = None  # of a layer; None: grouped-query attention
 
     @property
     def linear_parameters(self) -> int:
         """Active weights of attention, MLPs and experts in all layers: what an FP8 recipe computes in FP8."""
-        attention = self.hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        attention = self.attention_parameters
+        if attention is None:
+            attention = int(self.hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
         mlps_per_token = self.experts_per_token if self.num_experts else 1
-        return self.num_layers * (3 * self.hidden_size * self.ffn_size * mlps_per_token + attention)
+        width = (self.num_layers - self.num_dense_layers) * (self.ffn_size * mlps_per_token + self.shared_ffn_size)
+        width += self.num_dense_layers * self.dense_ffn_size
+        return 3 * self.hidden_size * width + self.num_layers * attention
 
     @property
     def active_parameters(self) -> int:
         """N of the header: without biases and norms, with embedding and head both."""
-        routers = self.num_layers * self.hidden_size * self.num_experts
+        routers = (self.num_layers - self.num_dense_layers) * self.hidden_size * self.num_experts
         return self.linear_parameters + routers + 2 * self.vocab_size * self.hidden_size
 
 

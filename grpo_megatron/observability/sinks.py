@@ -16,13 +16,13 @@ import re
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError, TrainerConfig
+from grpo_megatron.observability.columns import CONSOLE_COLUMNS, Column, console_columns
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import write_file
 
@@ -103,7 +103,7 @@ def build_sinks(
     sinks: list[Sink] = []
     for name in dict.fromkeys(config.logger):
         if name == "console":
-            sinks.append(ConsoleSink(config.total_training_steps, first_step, stream))
+            sinks.append(ConsoleSink(config.total_training_steps, first_step, stream, console_columns(run_config)))
         elif name == "jsonl":
             sinks.append(JsonlSink(config.output_dir / METRICS_FILE, first_step))
         elif name == "tensorboard":
@@ -197,42 +197,6 @@ class WandbSink(Sink):
         self._run.finish()
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of the console's table. `decimals` None: scientific notation."""
-
-    title: str
-    metric: str
-    decimals: int | None
-    legend: str
-
-    def cell(self, metrics: Mapping[str, float]) -> str:
-        value = metrics.get(self.metric)
-        if value is None:
-            return "-"
-        if not math.isfinite(value) or (value == 0 and self.decimals is None):
-            return f"{value:g}"
-        if self.decimals is None or abs(value) >= 1e7 or 0 < abs(value) < 0.5 * 10.0**-self.decimals:
-            return f"{value:.1e}"  # fixed notation would not fit, or would read 0.0000
-        return f"{value:,.{self.decimals}f}"
-
-
-CONSOLE_COLUMNS = (
-    Column("reward", "critic/score/mean", 4, "mean reward of this step's samples, before penalties; should rise"),
-    Column("val acc", "val acc", 4, "accuracy on the validation sets, in steps that validate"),
-    Column("resp len", "response_length/mean", 1, "mean response length, tokens"),
-    Column("entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores"),
-    Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning"),
-    Column("clipped", "actor/pg_clipfrac", 4, "share of tokens whose gradient the ratio clip removed"),
-    Column(
-        "logp gap",
-        "training/rollout_logp_diff_mean",
-        None,
-        "mean |logprob of the policy - of the engine| per token; should be tiny",
-    ),
-    Column("s/step", "timing_s/step", 1, "wall-clock seconds of the step, with validation, without saving"),
-    Column("tok/s", "perf/throughput", 0, "prompt + response tokens per second and device"),
-)
 COLUMN_WIDTH = 11  # 6 + 9 * 11 = 105 characters per line
 ROWS_PER_HEADER = 20
 
@@ -257,7 +221,14 @@ def skip_reason(metrics: Mapping[str, float]) -> str | None:
 class ConsoleSink(Sink):
     """One aligned line per step. On a terminal the lines scroll above a progress bar; a file gets no bar."""
 
-    def __init__(self, total_steps: int, first_step: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        columns: Sequence[Column] = CONSOLE_COLUMNS,
+    ) -> None:
+        self._columns = columns
         self._stream = stream or sys.stdout
         self._rows = 0
         self._bar: Any = None
@@ -268,14 +239,17 @@ class ConsoleSink(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._rows == 0:
-            self.note("\n".join(f"  {column.title:<10} {column.legend}" for column in CONSOLE_COLUMNS) + "\n")
+            self.note("\n".join(f"  {column.title:<10} {column.legend}" for column in self._columns) + "\n")
         if self._rows % ROWS_PER_HEADER == 0:
-            self.note(f"{'step':>6}" + "".join(f"{column.title:>{COLUMN_WIDTH}}" for column in CONSOLE_COLUMNS))
+            self.note(f"{'step':>6}" + "".join(f"{column.title:>{COLUMN_WIDTH}}" for column in self._columns))
         self._rows += 1
         accuracies = [value for name, value in metrics.items() if VALIDATION_ACCURACY.fullmatch(name)]
         if accuracies:
             metrics = {**metrics, "val acc": sum(accuracies) / len(accuracies)}
-        cells = "".join(f"{column.cell(metrics):>{COLUMN_WIDTH}}" for column in CONSOLE_COLUMNS)
+        losses = [value for name, value in metrics.items() if name.startswith("val/loss/")]
+        if losses:
+            metrics = {**metrics, "val loss": sum(losses) / len(losses)}
+        cells = "".join(f"{column.cell(metrics):>{COLUMN_WIDTH}}" for column in self._columns)
         reason = skip_reason(metrics)
         self.note(f"{step:>6}{cells}" + (f"  {reason}" if reason else ""))
         if self._bar is not None:

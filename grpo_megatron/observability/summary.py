@@ -13,9 +13,11 @@ OUTPUTS = {
     "hf": "the trained model, a Hugging Face folder",
     "curves.png": "learning curves",
     METRICS_FILE: "every metric of every step",
+    "calibration.txt": "confidence against accuracy on held-out rows",
     "samples": "completions at each validation, as text",
     "checkpoints": "for resuming the run",
     "warmup": "the model after the supervised warmup",
+    "sft": "metrics and checkpoints of the supervised warmup",
     "tensorboard": "the metrics for TensorBoard",
     "config.yaml": "the configuration of the run",
 }
@@ -36,13 +38,13 @@ class Summary:
         """Add the validation results from before an interruption, read from the run's own metrics.jsonl."""
         with contextlib.suppress(FileNotFoundError):
             for row in read_metrics(self.output_dir / METRICS_FILE):
-                self.add(row["step"], {name: value for name, value in row.items() if name.startswith("val-")})
+                self.add(row["step"], {name: value for name, value in row.items() if name.startswith(("val-", "val/"))})
 
     def show(self, sinks: Sinks) -> None:
         """Print the table and the list of files, and draw the curves. For rank 0 only."""
         rows = self._rows()
         if rows:
-            sinks.note("\n" + format_table(rows, ["held-out problems", "before", "after"]))
+            sinks.note("\n" + format_table(rows, ["held-out data", "before", "after"]))
         with contextlib.suppress(FileNotFoundError):  # without the jsonl sink there are no curves
             from grpo_megatron.observability.curves import plot  # imports matplotlib, which other ranks do not need
 

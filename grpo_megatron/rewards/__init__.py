@@ -3,8 +3,11 @@
 reward.py                 the registry, and what a reward function may return
 gsm8k.py lm_eval.py       numeric answers: our grader, and lm-evaluation-harness' two
 math/                     the grader of MATH (`math/__init__.py` names what other packages may use)
+graded.py                 1 / 0.5 / 0.01, for numbers and other texts
 arithmetic.py             the quickstart's reward
-format.py                 the layout of a response
+format.py style.py        the layout of a response; its length, language and repetition
+judge.py                  the verdict of another model, by HTTP
+composite.py              a weighted sum of rewards
 steps.py equation.py      a step reward: is the written arithmetic right?
 known.py                  completions whose reward is known, for the self-test of the workers
 time_limit.py             a limit on processor time
@@ -14,7 +17,17 @@ Importing this package registers the built-in rewards. It imports the standard l
 some 50 ms; the worker that needs math-verify imports it in `math/formula.py`.
 """
 
-from grpo_megatron.rewards import arithmetic, format, gsm8k, lm_eval, steps  # noqa: F401 - importing registers them
+from grpo_megatron.rewards import (  # noqa: F401 - importing registers them
+    arithmetic,
+    composite,
+    format,
+    graded,
+    gsm8k,
+    judge,
+    lm_eval,
+    steps,
+    style,
+)
 from grpo_megatron.rewards.math import grader  # noqa: F401
 from grpo_megatron.rewards.reward import (
     Extractor,

@@ -1,4 +1,4 @@
-r"""Exact numeric answers: the one extractor of GSM8K training and evaluation, and two rewards on top of it.
+r"""Exact numeric answers: the one extractor of GSM8K training and evaluation, and the reward on top of it.
 
 The last mark decides: `#### 18`, `<answer>18</answer>` or `\boxed{18}`, whichever comes last in the text. The number
 must follow the mark at once. Currency signs, markdown, LaTeX commands, thousands commas and a percent sign are dropped;
@@ -38,21 +38,26 @@ _CONTINUATION = re.compile(
 )
 
 
-def marked_number(text: str) -> Fraction | None:
-    """The number behind the text's last mark; None when there is no mark, or no plain number behind it."""
+def marked_text(text: str) -> str | None:
+    """What stands behind the text's last mark: the line, the content of the tags or of the box. None: nothing is marked."""
     hashes, tag = text.rfind("####"), text.rfind("<answer>")
     box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     last = max(hashes, tag, box)
     if last < 0:
         return None
     if last == hashes:
-        return parse_number(text[last + 4 : last + 4 + 16 * WINDOW].lstrip().partition("\n")[0])
+        return text[last + 4 : last + 4 + 16 * WINDOW].lstrip().partition("\n")[0]
     if last == tag:
         start = last + len("<answer>")
         end = text.find("</answer>", start)
-        return parse_number(text[start:end].strip()) if end >= 0 else None
-    content = last_boxed(text[last : last + WINDOW], joined=False)
-    return None if content is None else parse_number(content)
+        return text[start:end].strip() if end >= 0 else None
+    return last_boxed(text[last : last + WINDOW], joined=False)
+
+
+def marked_number(text: str) -> Fraction | None:
+    """The number behind the text's last mark; None when there is no mark, or no plain number behind it."""
+    marked = marked_text(text)
+    return None if marked is None else parse_number(marked)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -125,7 +130,7 @@ def numeric_prediction(text: str) -> str | None:
     return f"{'-' if value < 0 else ''}{whole}.{rest:0{places}d}"
 
 
-for _name in ("gsm8k", "graded", "arithmetic_steps"):
+for _name in ("gsm8k", "arithmetic_steps"):
     extractors.register(_name)(Extractor(numeric_prediction, numeric_answer))
 
 
@@ -135,13 +140,3 @@ def gsm8k_reward(completion: str, answer: str) -> dict[str, float]:
     expected, prediction = numeric_answer(answer), marked_number(completion)
     correct = float(prediction == expected)
     return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
-
-
-@rewards.register("graded")
-def graded_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 for the exact answer, 0.5 when the answer stands somewhere in the text as a number, 0.01 otherwise."""
-    expected, prediction = numeric_answer(answer), marked_number(completion)
-    if prediction == expected:
-        return {"score": 1.0, "acc": 1.0, "extracted": 1.0}
-    score = 0.5 if contains_number(completion, expected) else 0.01
-    return {"score": score, "acc": 0.0, "extracted": float(prediction is not None)}

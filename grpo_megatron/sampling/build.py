@@ -8,6 +8,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.config import AlgorithmConfig, DataConfig, RolloutConfig
 from grpo_megatron.data.prompts import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.data.weighted_sampler import WeightedSampler
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import (
@@ -30,12 +31,13 @@ def build_collector(
     *,
     prompts: Sequence[Prompt],
     offline_groups: Sequence[OfflineGroup],
-    generator: Generator,
+    generator: Generator | None,
     mesh: Mesh,
     sync_initial: Callable[[int, Metrics], None],
 ) -> Collector:
     """`sync_initial(step, metrics)` streams the initial model into the engine (algorithm.source=initial).
 
+    `generator` is None in a run that draws nothing.
     `prompts` and `offline_groups` are both empty in a run without training steps.
     """
     size = data.train_batch_size
@@ -43,9 +45,9 @@ def build_collector(
         return EmptyCollector()
     if algorithm.source == "file":
         return FileCollector(Sampler(offline_groups, size, data.shuffle, data.seed), mesh)
-    sampler = Sampler(prompts, size, data.shuffle, data.seed)
+    assert generator is not None, "a run that trains on drawn samples has an engine"
     greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
-    collector: Collector = PolicyCollector(generator, sampler, data, rollout, greedy=greedy)
+    collector: Collector = PolicyCollector(generator, prompt_sampler(prompts, data), data, rollout, greedy=greedy)
     if algorithm.source == "initial":
         collector = InitialModelCollector(collector, sync_initial)
     if algorithm.filter_groups.enable:
@@ -59,3 +61,10 @@ def build_collector(
     if algorithm.replay.ratio:
         collector = Replay(collector, algorithm.replay, mesh)
     return collector
+
+
+def prompt_sampler(prompts: Sequence[Prompt], data: DataConfig) -> Sampler[Prompt]:
+    """Every prompt once per epoch; with weights, in proportion to them."""
+    if data.sampling.weight == "uniform":
+        return Sampler(prompts, data.train_batch_size, data.shuffle, data.seed)
+    return WeightedSampler(prompts, [prompt.weight for prompt in prompts], data.train_batch_size, data.seed)

@@ -14,12 +14,14 @@ the same groups.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_megatron.algo.advantages import informative_groups
-from grpo_megatron.config import DataConfig, RolloutConfig
+from grpo_megatron.config import ConfigError, DataConfig, RolloutConfig
 from grpo_megatron.data.prompts import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.observability.metrics import Metrics
@@ -98,6 +100,8 @@ class PolicyCollector:
         if step != self.step:
             self.step, self.num_rounds = step, 0
         prompts = self.prompts.items_from(self.cursor, count)
+        if self.data.sampling.pass_rates is not None:
+            metrics.mean_of("data/pass_rate/mean", [prompt.pass_rate or 0.0 for prompt in prompts])
         samples = self.generator.draw(
             prompts,
             self.rollout.n,
@@ -116,10 +120,24 @@ class PolicyCollector:
         return self.cursor / len(self.prompts.items)
 
     def state(self) -> State:
-        return {"cursor": self.cursor}
+        selection = self._selection()
+        return {"cursor": self.cursor} | ({"selection": selection} if selection else {})
 
     def load_state(self, state: State) -> None:
         self.cursor = state["cursor"]
+        if "selection" in state and state["selection"] != self._selection():
+            raise ConfigError(
+                f"data.sampling.pass_rates={str(self.data.sampling.pass_rates)!r} gives other prompts or weights than in"
+                " the checkpoint, whose position in them would have another meaning; put the old file back, or start a"
+                " new run in another trainer.output_dir"
+            )
+
+    def _selection(self) -> str:
+        """A digest of the selected prompts and their weights; empty if all are drawn alike."""
+        if self.data.sampling.pass_rates is None:
+            return ""
+        selected = [[prompt.uid, prompt.weight] for prompt in self.prompts.items]
+        return hashlib.sha256(json.dumps(selected).encode()).hexdigest()
 
 
 class InitialModelCollector:
@@ -173,6 +191,7 @@ class FileCollector:
                     reward=reward,
                     loss_mask=response.loss_mask(),
                     turns=response.turns,
+                    steps=response.labels,
                 )
                 for i, (response, reward) in enumerate(zip(responses, rewards, strict=True))
             )

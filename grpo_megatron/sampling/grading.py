@@ -3,6 +3,8 @@
 Where grading took less than WORTH_OVERLAP_S of a worker's time in the draw before, it waits until all is drawn: workers that
 wake up for microseconds would only take the engine's processor. The rewards are the same either way.
 
+A reward reads the whole turn: where the prompt has opened it with `<think>`, that comes first (rewards/format.py).
+
 A problem of the workers is kept until `finish` (workers/kept_problem.py).
 """
 
@@ -11,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from grpo_megatron.rewards.reward import RewardResult
+from grpo_megatron.data.steps import tokens_at
+from grpo_megatron.rewards.format import opened_thought
+from grpo_megatron.rewards.reward import RewardResult, rewards
 from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.types import Sample
+from grpo_megatron.types import BY_MODEL, Sample
 from grpo_megatron.workers.kept_problem import KeptProblem
 
 WORTH_OVERLAP_S = 0.05
@@ -31,12 +35,14 @@ class Grading:
     def begin(self, rewards: Iterable[str]) -> None:
         """Before the first sample. `rewards` names all reward functions of the draw."""
         self._samples, self._kept.text = [], None
-        self._kept.attempt(lambda pool: pool.begin(sorted(set(rewards))))
+        self._kept.attempt(lambda pool: pool.begin(sorted({*rewards} - {BY_MODEL})))
 
     def add(self, sample: Sample) -> None:
-        """Queue a complete sample and set its text. Returns at once."""
-        if self.pool is not None:
-            sample.text = self._text(sample.response_ids)
+        """Queue a complete sample, if a function rewards it, and set its text. Returns at once."""
+        if self.pool is None:
+            return
+        sample.text = self._text(sample.response_ids)
+        if sample.prompt.reward != BY_MODEL:
             self._samples.append(sample)
             if self._overlaps:
                 self._submit(sample)
@@ -64,7 +70,8 @@ class Grading:
                 "timeout": float(result.status == "timeout"),
             }
             sample.reward_texts, sample.reward_failure = result.texts, result.message
-            sample.steps = self._step_tokens(sample, result.steps)
+            opened = len(opened_thought(sample.prompt.text))
+            sample.steps = self._step_tokens(sample, [(end - opened, reward) for end, reward in result.steps])
         return self._kept.text
 
     @property
@@ -73,7 +80,10 @@ class Grading:
         return 0.0 if self.pool is None else WORTH_OVERLAP_S * self.pool.num_workers
 
     def _submit(self, sample: Sample) -> None:
-        self._kept.attempt(lambda pool: pool.submit((sample.prompt.reward, sample.text, sample.prompt.answer)))
+        prompt = sample.prompt
+        text = opened_thought(prompt.text) + sample.text
+        question = prompt.text if rewards.facts(prompt.reward).reads_prompt else ""
+        self._kept.attempt(lambda pool: pool.submit((prompt.reward, text, prompt.answer, question)))
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -81,18 +91,10 @@ class Grading:
     def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         """(end of the step in the text, reward) -> (index of the token that completes it, reward).
 
-        That token is the last of the shortest prefix of tokens whose text reaches the end. Steps that end within one token
-        become one step, with their mean reward.
+        See `data.steps.tokens_at`. Steps that end within one token become one step, with their mean reward.
         """
-        ids, low = sample.response_ids, 0
         rewards: dict[int, list[float]] = {}
-        for end, reward in steps:
-            high = len(ids) - 1
-            while low < high:
-                middle = (low + high) // 2
-                if len(self._text(ids[: middle + 1])) >= end:
-                    high = middle
-                else:
-                    low = middle + 1
-            rewards.setdefault(low, []).append(reward)
+        ends = tokens_at([end for end, _ in steps], sample.response_ids, self._text)
+        for token, (_, reward) in zip(ends, steps, strict=True):
+            rewards.setdefault(token, []).append(reward)
         return [(token, sum(values) / len(values)) for token, values in rewards.items()]

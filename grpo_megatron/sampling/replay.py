@@ -37,6 +37,9 @@ class Replay:
             for group in select_informative(fresh, self.mesh)
         ]
         self.buffer = (waiting + arriving)[-self.replay.size :]
+        for group in replayed:
+            for sample in group.samples:
+                sample.is_replayed = True
         return replayed + fresh
 
     def epoch(self) -> float:

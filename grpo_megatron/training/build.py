@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 from torch import Tensor
 
-from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.needs import has_kl_loss
+from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device, DeviceMemory
@@ -19,11 +18,9 @@ from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.loss_pass import LossFunction, MetricSums
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
-from grpo_megatron.models.reward_folder import read_reward_folder
-from grpo_megatron.models.reward_model import FrozenRewardModel, RewardModel
+from grpo_megatron.models.scored_policy import ScoredPolicy
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
-from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
@@ -34,16 +31,18 @@ from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.colocation import Colocation
-from grpo_megatron.training.critic import Critic, NoCritic
+from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
-from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
-from grpo_megatron.training.warm_up import WARMUP_FOLDER
+from grpo_megatron.training.rollout_files import build_rollout_files
+from grpo_megatron.training.score_validation import ScoreValidation
+from grpo_megatron.training.validation import Validator
+from grpo_megatron.training.validation_loss import ValidationLoss
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
+from grpo_megatron.types import BY_MODEL
 
 
 def join_world(config: Config, device: Device) -> Mesh:
@@ -61,6 +60,13 @@ def join_world(config: Config, device: Device) -> Mesh:
     )
     device.seed(config.trainer.seed, mesh.rank)
     return mesh
+
+
+def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:
+    """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
+    if checked.scored_folder is not None:
+        return ScoredPolicy(checked.scored_folder, config.model.dtype, config.actor, mesh, device)
+    return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
@@ -110,14 +116,21 @@ def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
     )
 
 
-def build_colocation(config: Config, checked: Checked, policy: Policy) -> Colocation:
-    """The policy with a sleeping engine beside it. Collective. Raises RankError if too little memory is free.
+def build_colocation(config: Config, checked: Checked, policy: Policy) -> PolicyAlone:
+    """The policy, with a sleeping engine beside it if the run draws. Collective. Raises RankError if too little memory is free.
 
     The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
     buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
     """
     max_length = config.data.max_prompt_length + config.data.max_response_length
     algorithm = config.algorithm
+    provenance = Provenance(
+        policy.mesh,
+        max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
+        is_drawn=algorithm.source != "file",
+    )
+    if not config.draws:
+        return PolicyAlone(provenance)
     policy.offload()
     policy.device.empty_cache()
     engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
@@ -129,11 +142,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
         probe=Probe(
             policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
         ),
-        provenance=Provenance(
-            policy.mesh,
-            max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
-            is_drawn=algorithm.source != "file",
-        ),
+        provenance=provenance,
     )
     policy.device.empty_cache()
     policy.onload()
@@ -141,12 +150,14 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
 
 
 def build_generator(
-    config: Config, checked: Checked, colocation: Colocation, opened: contextlib.ExitStack
-) -> Generator:
-    """What draws and rewards samples, of one turn or of several. `opened` will close its worker processes.
+    config: Config, checked: Checked, colocation: PolicyAlone, opened: contextlib.ExitStack
+) -> Generator | None:
+    """What draws and rewards samples, of one turn or of several; None without an engine.
 
-    Raises RuntimeError when reward workers fail their test.
+    `opened` will close its worker processes. Raises RuntimeError when reward workers fail their test.
     """
+    if not isinstance(colocation, Colocation):
+        return None
     mesh, rollout, environment = colocation.mesh, config.rollout, checked.environment
     rewards = None
     if mesh.is_block_leader and not (environment and environment.gives_rewards):
@@ -165,75 +176,30 @@ def build_generator(
     )
 
 
+def build_validator(config: Config, checked: Checked, generator: Generator | None, mesh: Mesh) -> Validator:
+    """What answers the held-out problems."""
+    folder, num_logged = config.trainer.output_dir, config.trainer.num_logged_samples
+    return Validator(generator, checked.val_prompts, config.data, config.rollout, mesh, folder, num_logged)
+
+
 def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitStack) -> RewardPool:
     """Reward workers that have passed their self-test, before the first step. `opened` will close them.
 
     Raises RuntimeError when they fail the test.
     """
     reward = config.reward
-    pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs)
+    pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, resolved_components(config))
     opened.callback(pool.close)
-    pool.self_test(sorted({prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)}))
+    pool.self_test(sorted({prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)} - {BY_MODEL}))
     return pool
 
 
-def build_reward_model(config: Config, mesh: Mesh, device: Device) -> NoRewardModel:
-    """No reward model, a frozen one, or one that is trained after each outer iteration. Collective."""
-    section, dtype, actor = config.reward_model, config.model.dtype, config.actor
-    if section.path is None:
-        return NoRewardModel()
-    if config.algorithm.iteration_steps is None:
-        return FrozenReward(section, FrozenRewardModel(section, dtype, actor, mesh, device), actor)
-    return LearningReward(
-        section,
-        RewardModel(section, dtype, actor, mesh, device),
-        actor,
-        iteration_steps=config.algorithm.iteration_steps,
-        total_steps=config.trainer.total_training_steps,
-        seed=config.trainer.seed,
-    )
-
-
-def build_critic(config: Config, mesh: Mesh, device: Device) -> NoCritic:
-    """The value model, if the estimator reads values. Collective. Without `critic.path` it starts as the policy does."""
-    section, algorithm, data = config.critic, config.algorithm, config.data
-    if not advantage_estimators.facts(algorithm.adv_estimator).needs_values:
-        return NoCritic()
-    folder = read_reward_folder(section.path or policy_start(config), "value")
-    return Critic(
-        section,
-        ValueModel(section, folder, config.model.dtype, config.actor, mesh, device),
-        algorithm,
-        config.actor,
-        total_steps=config.trainer.total_training_steps,
-        critic_only_steps=config.critic_only_steps,
-        train_batch_size=data.train_batch_size,
-        max_response_length=data.max_response_length,
-    )
-
-
-def policy_start(config: Config) -> Path:
-    """The model that the policy starts from: the warm-up's result, if there is one."""
-    return config.trainer.output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
-
-
-def build_references(
-    config: Config, checked: Checked, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
-) -> References:
-    """Collective. Without `ref.path` the reference starts as the policy does: from the warm-up's result, if any."""
-    return References(
-        config.model,
-        config.actor,
-        config.algorithm,
-        checked.arch,
-        mesh,
-        device,
-        cadence,
-        start=config.ref.path or policy_start(config),
-        folder=config.trainer.output_dir / "iterations",
-        first_step=first_step,
-        temperature=config.rollout.temperature,
-    )
+def build_validation_loss(
+    config: Config, checked: Checked, policy: Policy, references: References, cadence: Cadence
+) -> ValidationLoss:
+    """The loss of held-out rows; with a scalar head, its calibration too."""
+    kind = ValidationLoss if checked.scored_folder is None else ScoreValidation
+    return kind(checked.val_loss_groups, config, policy, references, cadence)
 
 
 def build_loss(actor: ActorConfig) -> LossFunction:
@@ -256,6 +222,7 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks,
         sinks,
         guards,
         policy.has_finite_weights,
+        build_rollout_files(config.trainer, policy.mesh, checked.tokenizer),
         shape=shape,
         peaks=peaks(config, policy.device.name, shape.num_layers),
         multiple=policy.multiple,

@@ -3,6 +3,7 @@
     output_dir/checkpoints/step_000020/
         state/          Megatron-Core distributed checkpoint: policy, optimizer, random state of every rank
         reward_model/   the same for a reward model that learns (training/reward_model.py)
+        critic/         the same for the critic of PPO (training/critic.py)
         trainer.json    step, place in the schedule, config, world size, data position, stored groups, KL coefficient
         manifest.json   size and sha256 of every file above; written last
 
@@ -184,7 +185,7 @@ class Checkpoints:
 
 
 def checkpoint_bytes(arch: Architecture, dtype: str) -> int:
-    """The size of a policy's checkpoint with optimizer: 14 bytes per parameter in bfloat16. A reward model's is extra."""
+    """The size of a policy's checkpoint with optimizer: 14 bytes per parameter in bfloat16. A reward model or critic is extra."""
     return sum(map(math.prod, hf_shapes(arch).values())) * (WEIGHT_BYTES[dtype] + OPTIMIZER_BYTES)
 
 

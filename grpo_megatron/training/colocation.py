@@ -1,5 +1,7 @@
 """Colocation: policy and engine share a device. Hands its memory from one to the other, syncs and checks the weights.
 
+A run that draws nothing has a `PolicyAlone` instead: no engine, so nothing to hand over and nothing to sync.
+
 Entering `rollout()`:
   1. The optimizer states and gradients are offloaded (`actor.megatron.offload_optimizer`).
   2. The engine's weights wake up, and the policy's weights are streamed into them.
@@ -42,7 +44,26 @@ class WeightSource(Protocol):
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor: ...
 
 
-class Colocation:
+class PolicyAlone:
+    """The policy of a run that draws nothing: supervised training from files, validated by its loss."""
+
+    def __init__(self, provenance: Provenance) -> None:
+        self.provenance = provenance
+
+    @contextlib.contextmanager
+    def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
+        """As for a Colocation. Nothing may be drawn inside."""
+        yield
+
+    def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
+        """As for a Colocation."""
+        raise AssertionError("this run draws nothing, so it has no engine that could hold weights")
+
+    def close(self) -> None:
+        """Release the engine. Collective."""
+
+
+class Colocation(PolicyAlone):
     def __init__(
         self,
         policy: Policy,
@@ -53,8 +74,9 @@ class Colocation:
         probe: Probe,
         provenance: Provenance,
     ) -> None:
+        super().__init__(provenance)
         self.policy, self.engine, self.mesh = policy, engine, mesh
-        self.resharding, self.probe, self.provenance = resharding, probe, provenance
+        self.resharding, self.probe = resharding, probe
         self.weights_digest = ""  # of the weights that the engine holds
         self._is_attested = False  # the last sync
         self._has_synced = False  # since this process was started
@@ -86,6 +108,10 @@ class Colocation:
         """Stream another model into the awake engine, which holds it until `rollout` is entered again. Collective."""
         self._sync("reference", source, version, metrics)
         self._probe("reference", source, metrics)
+
+    def close(self) -> None:
+        """See PolicyAlone."""
+        self.engine.shutdown()
 
     def _sync(self, name: str, source: WeightSource, version: int, metrics: Metrics) -> None:
         """Collective. Raises RankError."""

@@ -25,7 +25,7 @@ from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
-from grpo_megatron.training.warm_up import record_update
+from grpo_megatron.training.update_metrics import record_update
 from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
 
 CRITIC_FOLDER, STATE_FILE = "critic", "critic.json"

@@ -36,7 +36,7 @@ class OutputFolder:
     """
 
     def __init__(self, config: TrainerConfig, mesh: Mesh, inputs: Sequence[Path | None] = ()) -> None:
-        self.path, self.mesh = config.output_dir, mesh
+        self.path, self.mesh, self.rollouts = config.output_dir, mesh, config.rollout_data_dir
         self.lock: FolderLock | None = None
         self.moved_to: Path | None = None
         problem = None
@@ -60,6 +60,8 @@ class OutputFolder:
 
     def _move_aside(self, inputs: list[Path]) -> None:
         found = [self.path / name for name in (*OUTPUTS, *OTHER_OUTPUTS) if (self.path / name).exists()]
+        if self.rollouts is not None and self.rollouts.resolve().is_relative_to(self.path.resolve()):
+            found += [self.rollouts] if self.rollouts.exists() else []
         if not found:
             return
         for path in inputs:

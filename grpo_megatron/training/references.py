@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from grpo_megatron.algo.needs import needs_reference, reads_reference
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, ConfigError, ModelConfig
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, ConfigError, ModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.policy import Policy
@@ -23,6 +23,13 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.atomic import remove_folder
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.types import Batch
+
+WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, which GRPO and its reference start from
+
+
+def policy_start(config: Config) -> Path:
+    """The model that the policy starts from: the warm-up's result, if there is one."""
+    return config.trainer.output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
 
 
 class References:

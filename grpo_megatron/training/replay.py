@@ -48,7 +48,7 @@ def replay(dump: Dump) -> list[Comparison]:
             Policy(
                 dump.config.model.model_copy(update={"path": dump.folder / WEIGHTS}),
                 _without_layout(dump.config.actor),
-                read_architecture(dump.folder / WEIGHTS),
+                read_architecture(dump.folder / WEIGHTS, dump.config.model.family),
                 mesh,
                 device,
                 temperature=dump.config.rollout.temperature,

@@ -16,6 +16,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.generator import record_reward_metrics
 from grpo_megatron.sampling.trajectory_metrics import record_trajectory_metrics
 from grpo_megatron.training.guards import Guards
+from grpo_megatron.training.rollout_files import RolloutWriter
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
@@ -31,13 +32,14 @@ class StepReport:
         sinks: Sinks,
         guards: Guards,
         has_finite_weights: Callable[[], bool],
+        rollouts: RolloutWriter,
         *,
         shape: ModelShape,
         peaks: Mapping[str, Any],
         multiple: int,
     ) -> None:
         self.mesh, self.device, self.sinks = mesh, device, sinks
-        self.guards, self.has_finite_weights = guards, has_finite_weights
+        self.guards, self.has_finite_weights, self.rollouts = guards, has_finite_weights, rollouts
         self.shape, self.peaks, self.multiple = shape, peaks, multiple
         self.max_response_length, self.num_epochs = data.max_response_length, actor.ppo_epochs
         self.kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
@@ -52,11 +54,12 @@ class StepReport:
         batch: Batch,
         *,
         epoch: float,
-    ) -> None:
-        """Complete the step's `metrics`, reduce them over the ranks and write them. Collective.
+    ) -> dict[str, float]:
+        """Write the step's samples; complete its `metrics`, reduce them over the ranks, write and return them. Collective.
 
         Raises GuardStop when the step has made weights that are not finite, after its metrics are written.
         """
+        self.rollouts.write(step, metrics, samples, table, plan)
         self._record_batch(metrics.when(self.mesh.is_first_replica_rank), batch)
         record_reward_metrics(metrics.when(self.mesh.is_block_leader), samples)
         record_trajectory_metrics(metrics.when(self.mesh.is_block_leader), samples)
@@ -73,6 +76,7 @@ class StepReport:
         reduced = metrics.reduce(self.mesh.all_gather)
         self.sinks.log(step, reduced | self._speed(reduced, table, plan))
         self.guards.check_weights(reduced)
+        return reduced
 
     def _record_batch(self, metrics: Metrics, batch: Batch) -> None:
         metrics.mean_of("critic/advantages/mean", batch.advantages[batch.loss_mask])

@@ -10,21 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.plan import supervised_plan
-from grpo_megatron.algo.ranking import ranked_pairs, ranking_accuracy
+from grpo_megatron.algo.combination import combined
+from grpo_megatron.algo.ranking import ranked_pairs
 from grpo_megatron.config import ActorConfig, RewardModelConfig
-from grpo_megatron.models.reward_model import RewardModel, SequenceScorer
+from grpo_megatron.models.reward_model import RewardModel
 from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
-from grpo_megatron.parallel.exchange import exchange, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.training.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
+from grpo_megatron.training.scorer import OutcomeScorer, Scorer
 from grpo_megatron.types import GroupTable, Sample
 
 REWARD_MODEL_FOLDER, PAIRS_FILE = "reward_model", "pairs.json"
@@ -46,38 +45,40 @@ class NoRewardModel:
 
 
 class FrozenReward(NoRewardModel):
-    """Rewards from a model that is not trained."""
+    """Rewards from one or more models, whose weighted sum replaces the rule's reward or is added to it."""
 
-    def __init__(self, config: RewardModelConfig, model: SequenceScorer, actor: ActorConfig) -> None:
-        self.config, self.model, self.actor = config, model, actor
+    def __init__(self, config: RewardModelConfig, scorers: Sequence[Scorer]) -> None:
+        self.config, self.scorers = config, scorers
 
     def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
-        """The table with the model's rewards. Collective; `step` is not used."""
+        """The table with the models' rewards. Collective; `step` is not used."""
         labels = table.raw_reward or table.reward
         pairs = pairs_of(table, labels, self.config.max_pairs_per_group)
         with metrics.phase("reward_model"):
-            scores = score_samples(self.model, samples, table, self.actor)
-        _record(metrics, scores, labels, pairs)
-        return with_scores(table, scores, self.config)
+            scores = [scorer.score(samples, table) for scorer in self.scorers]
+        for scorer, of_model in zip(self.scorers, scores, strict=True):
+            scorer.record(metrics, of_model, pairs)
+        if known := [label for label in labels if label == label]:
+            metrics.constant("reward_model/rule_reward/mean", sum(known) / len(known))
+        return combined(table, scores, adds_rule=self.config.combine == "add")
 
 
 class LearningReward(FrozenReward):
-    """The reward model of iterative GRPO. Its learning-rate schedule covers the whole run of `total_steps`."""
-
-    model: RewardModel
+    """The reward model of iterative GRPO, beside frozen ones. Its learning-rate schedule covers the run of `total_steps`."""
 
     def __init__(
         self,
         config: RewardModelConfig,
         model: RewardModel,
         actor: ActorConfig,
+        others: Sequence[Scorer] = (),
         *,
         iteration_steps: int,
         total_steps: int,
         seed: int,
     ) -> None:
-        super().__init__(config, model, actor)
-        self.mesh: Mesh = model.mesh
+        super().__init__(config, [OutcomeScorer("", config, model, actor), *others])
+        self.model, self.actor, self.mesh = model, actor, model.mesh
         self.iteration_steps, self.seed = iteration_steps, seed
         num_updates = config.num_updates(total_steps, iteration_steps)
         model.set_optimizer(config.optim, max(1, num_updates), period=config.steps)
@@ -190,48 +191,3 @@ def gather_pairs(
         local_tokens[row] = torch.tensor([*sample.prompt.prompt_ids, *sample.response_ids], dtype=torch.int32).numpy()
     tokens = {row: torch.as_tensor(array) for part in mesh.all_gather(local_tokens) for row, array in part.items()}
     return [PreferencePair(table.prompt_length[best], tokens[best], tokens[worst]) for best, worst in pairs]
-
-
-def score_samples(
-    model: SequenceScorer, samples: Sequence[Sample], table: GroupTable, actor: ActorConfig
-) -> list[float]:
-    """Collective: the model's score of every row of the table, on every rank. Rows are balanced over ranks by length."""
-    mesh = model.mesh
-    lengths = [(0, p + r) for p, r in zip(table.prompt_length, table.response_length, strict=True)]
-    plan = supervised_plan(lengths, actor, mesh.dp)
-    batch = exchange(samples, table, plan, mesh)
-    scores = gather_rows(dict(zip(batch.rows, model.score(batch).tolist(), strict=True)), mesh)
-    return [scores[row] for row in range(len(table))]
-
-
-def with_scores(table: GroupTable, scores: Sequence[float], config: RewardModelConfig) -> GroupTable:
-    """The table with the model's rewards: coefficient x score, instead of the rule-based reward or added to it.
-
-    Penalties, which are in the reward but not in `table.raw_reward`, are kept. If the rule-based reward is replaced, a row
-    whose reward was NaN gets a reward.
-    """
-    labels = table.raw_reward or table.reward
-    added = [config.coefficient * score for score in scores]
-    if config.combine == "add":
-        base, penalties = labels, [r - s for r, s in zip(table.reward, labels, strict=True)]
-    else:
-        base = [0.0] * len(table)
-        penalties = [
-            r - s if table.raw_reward and r == r and s == s else 0.0 for r, s in zip(table.reward, labels, strict=True)
-        ]
-    totals = [b + a for b, a in zip(base, added, strict=True)]
-    reward = [t + p for t, p in zip(totals, penalties, strict=True)]
-    return replace(table, reward=reward, raw_reward=totals if table.raw_reward else [])
-
-
-def _record(
-    metrics: Metrics, scores: Sequence[float], labels: Sequence[float], pairs: Sequence[tuple[int, int]]
-) -> None:
-    """Record metrics that every rank computes alike, without communication."""
-    known = [label for label in labels if label == label]
-    if scores:
-        metrics.constant("reward_model/score/mean", sum(scores) / len(scores))
-    if known:
-        metrics.constant("reward_model/rule_reward/mean", sum(known) / len(known))
-    if pairs:
-        metrics.constant("reward_model/agreement", ranking_accuracy(scores, pairs))

@@ -34,7 +34,7 @@ class ValidationRow:
 class Validator:
     def __init__(
         self,
-        generator: Generator,
+        generator: Generator | None,
         prompts: Sequence[Prompt],
         data: DataConfig,
         rollout: RolloutConfig,
@@ -48,6 +48,7 @@ class Validator:
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
         """Draw, grade, and return the `val-core/...` and `val-aux/...` metrics, the same on every rank. Collective."""
+        assert self.generator is not None, "a run that validates by drawing has an engine"
         discarded = Metrics()  # generation here counts as `testing`, not as the step's `gen`
         with metrics.phase("testing"):
             samples = self.generator.draw(

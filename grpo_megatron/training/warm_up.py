@@ -1,92 +1,145 @@
-"""The supervised warm-up before GRPO: the same `Policy.update` with the negative log-likelihood as its loss."""
+"""The supervised warm-up before GRPO (section `sft`): a supervised stage of its own, with the parts of any training step.
+
+It is the run that `stage_config` describes: `algorithm.source=file` with the rows of `sft.train_files` in file order. Its
+steps, metrics and checkpoints are in output_dir/sft/, and its result is output_dir/warmup/, a Hugging Face folder. A run
+that ends within the warm-up goes on from the warm-up's newest checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 
-import torch
-
-from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
-from grpo_megatron.algo.plan import supervised_plan
-from grpo_megatron.config import ActorConfig, SftConfig
-from grpo_megatron.data.prompts import SupervisedExample
+from grpo_megatron.algo.plan import make_plan
+from grpo_megatron.checks.resume import check_resume
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
+from grpo_megatron.data.prompts import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.models.loss_pass import LossFunction, MetricSums
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.parallel.exchange import build_batch
-from grpo_megatron.types import Batch
+from grpo_megatron.observability.sinks import build_sinks
+from grpo_megatron.parallel.exchange import exchange, gather_groups
+from grpo_megatron.parallel.heartbeat import Heartbeat
+from grpo_megatron.sampling.collector import FileCollector, numbered_samples
+from grpo_megatron.storage.step_folders import steps_of
+from grpo_megatron.training.build import build_loss, build_report
+from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.training.checkpoint import Checkpoints, run_state
+from grpo_megatron.training.guards import Guards
+from grpo_megatron.training.references import WARMUP_FOLDER
+from grpo_megatron.training.stopping import Stopping
+from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.types import Prompt
 
 NUM_NOTES = 10  # lines of progress per warm-up
-WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, which GRPO and its reference start from
+STAGE_FOLDER = "sft"  # in the output folder
+
+
+def stage_config(config: Config) -> Config:
+    """The warm-up as a run from a file: token-mean of the negative log-likelihood, one optimizer step per training step.
+
+    The guards' bands are those of GRPO, so they are off here.
+    """
+    sft, guards, trainer = config.sft, config.guards, config.trainer
+    data = {"train_files": sft.train_files, "train_batch_size": sft.train_batch_size, "shuffle": False}
+    actor = {"loss_mode": "sft", "loss_agg_mode": "token-mean", "use_kl_loss": False, "entropy_coeff": 0.0}
+    run = {
+        "output_dir": trainer.output_dir / STAGE_FOLDER,
+        "total_training_steps": sft.steps,
+        "total_epochs": None,
+        "rollout_data_dir": None,
+        "save_freq": -1 if trainer.save_freq == -1 else sft.save_freq,
+        "logger": [name for name in trainer.logger if name in ("jsonl", "tensorboard")],  # W&B has the run itself
+    }
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=data),
+            "actor": config.actor.model_copy(
+                update={**actor, "ppo_mini_batch_size": None, "ppo_epochs": 1, "optim": sft.optim}
+            ),
+            "algorithm": AlgorithmConfig(source="file", adv_estimator="constant"),
+            "guards": GuardsConfig(**{name: getattr(guards, name) for name in ("logprobs", "gradients", "weights")}),
+            "trainer": trainer.model_copy(update=run),
+        }
+    )
 
 
 def warm_up(
+    config: Config,
+    checked: Checked,
     policy: Policy,
-    rows: Sequence[SupervisedExample],
-    sft: SftConfig,
-    actor: ActorConfig,
+    heartbeat: Heartbeat,
     note: Callable[[str], None],
+    save_hf: Callable[[Path], None],
 ) -> None:
-    """`sft.steps` supervised updates, rows in file order. Sets its own optimizer. Collective.
+    """`sft.steps` supervised updates, rows in file order; then save the model. Sets its own optimizer. Collective.
 
-    `note(text)` shows progress, about ten times.
+    `note(text)` shows progress, about ten times. Raises Stopped when a stop was requested, after a checkpoint.
     """
-    policy.set_optimizer(sft.optim, sft.steps)
-    sampler = Sampler(rows, sft.train_batch_size, shuffle=False)
-    loss = supervised_loss(actor)
-    for step in range(sft.steps):
-        metrics = Metrics()
-        with metrics.phase("step"):
-            batch = _batch(sampler.batch(step), actor, policy)
-            sums, constants = policy.update(batch, loss)
-        record_update(metrics, sums, constants, policy.mesh.is_first_replica_rank)
-        reduced = metrics.reduce(policy.mesh.all_gather)
-        if (step + 1) % max(1, sft.steps // NUM_NOTES) == 0 or step + 1 == sft.steps:
-            note(
-                f"warm-up {step + 1:5d}/{sft.steps}  loss {reduced['actor/pg_loss']:.4f}  "
-                f"lr {reduced['actor/lr']:.2e}  {reduced['timing_s/step']:.2f} s/step"
-            )
+    stage, mesh = stage_config(config), policy.mesh
+    trainer, batch_size = stage.trainer, stage.data.train_batch_size
+    policy.set_optimizer(stage.actor.optim, config.sft.steps)
+    collector = FileCollector(Sampler(_groups(checked), batch_size, shuffle=False), mesh)
+    checkpoints = Checkpoints(trainer.output_dir, mesh, 1, trainer.verify_checkpoints)
+    first_step = _resume(checkpoints, stage, policy, collector, note)
+    cadence, stopping, loss = Cadence(trainer, None), Stopping(config.trainer, mesh), build_loss(stage.actor)
+    guards = Guards(stage, mesh, save_hf, heartbeat.phase)
+    metrics = Metrics(policy.device.synchronize)
+    metrics.within = heartbeat.phase
+
+    def save(steps_done: int) -> Path:
+        return checkpoints.save(steps_done, policy, stage, {"collector": collector.state()}, [])
+
+    with build_sinks(trainer, rank=mesh.rank, first_step=first_step) as sinks, heartbeat.naming_timeouts():
+        report = build_report(stage, checked, policy, sinks, guards)
+        for step in range(first_step, config.sft.steps):
+            heartbeat.step = step
+            with metrics.phase("step"):
+                samples = numbered_samples(collector.groups(step, batch_size, metrics))
+                table = gather_groups(samples, mesh)
+                guards.begin(step, table)
+                plan = make_plan(
+                    table,
+                    stage.algorithm,
+                    stage.actor,
+                    dp=mesh.dp,
+                    train_batch_size=batch_size,
+                    max_response_length=stage.data.max_response_length,
+                )
+                batch = exchange(samples, table, plan, mesh)
+                with metrics.phase("update_actor"):
+                    sums, constants = policy.update(batch, loss, guard=guards)
+                record_update(metrics, sums, constants, mesh.is_first_replica_rank)
+            reduced = report.log(step, metrics, samples, table, plan, batch, epoch=collector.epoch())
+            if (step + 1) % max(1, config.sft.steps // NUM_NOTES) == 0 or step + 1 == config.sft.steps:
+                note(
+                    f"warm-up {step + 1:5d}/{config.sft.steps}  loss {reduced['actor/pg_loss']:.4f}  "
+                    f"lr {reduced['actor/lr']:.2e}  {reduced['timing_s/step']:.2f} s/step"
+                )
+            if cadence.saves_after(step + 1):
+                save(step + 1)
+            stopping.after(step + 1, save)
+    save_hf(config.trainer.output_dir / WARMUP_FOLDER)
 
 
-def supervised_loss(actor: ActorConfig) -> LossFunction:
-    """The mean negative log-likelihood, without an entropy bonus."""
-    plain = actor.model_copy(update={"entropy_coeff": 0.0})
-
-    def loss(inputs: LossInputs) -> tuple[torch.Tensor, MetricSums]:
-        return total_loss(inputs, plain, policy_losses.get("sft"), None)
-
-    return loss
+def _groups(checked: Checked) -> list[OfflineGroup]:
+    """The rows of the warm-up as rows of a file source."""
+    return [
+        (Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0])
+        for number, (prompt, response) in enumerate(checked.supervised_rows)
+    ]
 
 
-def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[str, float], contributes: bool) -> None:
-    """Record what `Policy.update` returned: token means, and sums averaged over the optimizer steps.
-
-    `sums` has one dict per optimizer step. `contributes` is true on one rank per replica.
-    """
-    local = metrics.when(contributes)
-    for step_sums in sums:
-        for name, part in step_sums.items():
-            if part.num_tokens is None:
-                local.sum(name, part.total / len(sums))
-            else:
-                local.mean(name, part.total, part.num_tokens)
-    for name, value in constants.items():
-        metrics.constant(name, value)
-
-
-def _batch(examples: Sequence[SupervisedExample], actor: ActorConfig, policy: Policy) -> Batch:
-    """This data-parallel rank's share. Every rank has all examples, so nothing is sent."""
-    lengths = [(len(prompt), len(response)) for prompt, response in examples]
-    num_loss_tokens = [response.num_loss_tokens for _, response in examples]
-    plan = supervised_plan(lengths, actor, policy.mesh.dp, num_loss_tokens)
-    rows = plan.rows(policy.mesh.dp_rank)
-    return build_batch(
-        rows,
-        plan,
-        policy.mesh.dp_rank,
-        tokens=[torch.tensor([*examples[row][0], *examples[row][1].ids]) for row in rows],
-        prompt_lengths=[len(examples[row][0]) for row in rows],
-        rollout_logprobs=[torch.zeros(len(examples[row][1])) for row in rows],
-        loss_spans=[examples[row][1].loss_spans for row in rows],
-    )
+def _resume(
+    checkpoints: Checkpoints, stage: Config, policy: Policy, collector: FileCollector, note: Callable[[str], None]
+) -> int:
+    """Load the warm-up's newest checkpoint, if there is one. Returns the steps that it has done."""
+    checkpoint = checkpoints.newest()
+    if checkpoint is None:
+        return 0
+    check_resume(checkpoint, stage)
+    checkpoints.load(checkpoint, policy, [])
+    collector.load_state(run_state(checkpoint)["collector"])
+    note(f"the warm-up resumed from {checkpoint}")
+    return steps_of(checkpoint)

@@ -80,7 +80,7 @@ def test_gspo_clips_the_sequence_and_its_gradient() -> None:
 
 def test_names_and_aggregations_exist() -> None:
     assert policy_losses.get("geo_mean") is policy_losses.get("gmpo")
-    assert NEED_SEQUENCE_MEAN == ["dpo", "geo_mean", "gmpo", "gspo", "gspo_token", "sapo"]
+    assert NEED_SEQUENCE_MEAN == ["bradley_terry", "dpo", "geo_mean", "gmpo", "gspo", "gspo_token", "sapo"]
     needed = {mode for name in policy_losses.names() for mode in policy_losses.facts(name).aggregation}
     assert needed <= set(token_weightings.names())
 

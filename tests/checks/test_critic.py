@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 
 from grpo_megatron.checks.bounds import batch_problems
-from grpo_megatron.checks.critic import critic_problems
+from grpo_megatron.checks.critic import critic_problems, read_critic
+from grpo_megatron.checks.dry_run import count_models, describe_run
 from grpo_megatron.checks.learning_rate import schedule_problems
+from grpo_megatron.checks.memory import memory_of_stages
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.names import name_problems
+from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.checks.resume import refusals
+from grpo_megatron.checks.reward_model import check_reward_folder
+from grpo_megatron.checks.validate import validate
+from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
+from grpo_megatron.models.families import read_architecture
+from tests import runs
+from tests.checks.test_reward_model import changed
 
 GAE = {"adv_estimator": "gae"}
 
@@ -25,11 +34,8 @@ def config_of(**sections: Any) -> Config:
 
 def problems(**sections: Any) -> list[str]:
     config = config_of(**sections)
-    return [
-        problem
-        for check in (critic_problems, method_problems, name_problems, schedule_problems, batch_problems)
-        for problem in check(config)
-    ]
+    checks = (method_problems, name_problems, schedule_problems, batch_problems)
+    return [*critic_problems(config, 2, None, None), *(problem for check in checks for problem in check(config))]
 
 
 def test_ppo_needs_no_key_of_its_own_and_no_group() -> None:
@@ -110,3 +116,62 @@ def test_a_checkpoint_without_a_critic_cannot_go_on_with_one() -> None:
     found = list(refusals(Path("run/step_000002"), saved, new))
     assert any("grpo -> gae: run/step_000002 has no critic" in problem for problem in found), found
     assert not list(refusals(Path("run/step_000002"), new.model_dump(mode="json"), config_of()))
+
+
+# -- the folder, and the plan ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_run(tmp_path_factory.mktemp("run"))
+
+
+def found_in(run: Path, folder: Path) -> list[str]:
+    """What `validate` finds about the critic in `folder`."""
+    config = load_config(run / "run.yaml", ["algorithm.adv_estimator=gae", f"critic.path={folder}"])
+    found = ProblemList()
+    critic = found.attempt(read_critic, folder)
+    found.add(critic_problems(config, 2, read_architecture(config.model.path), critic))
+    if critic is not None:
+        found.attempt(check_reward_folder, critic, "critic")
+    return found.messages
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),  # a language model, which gets a new head
+        ({"architectures": ["Qwen2ForTokenClassification"], "num_labels": 3}, "with 3 labels cannot be a value model"),
+        ({"architectures": ["Qwen2ForQuestionAnswering"]}, "'Qwen2ForQuestionAnswering' cannot be a value model"),
+        ({"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "x"}}, "missing score.weight"),
+        ({"max_position_embeddings": 20}, "exceed the max_position_embeddings 20 of critic.path"),
+    ],
+)
+def test_folders(run: Path, tmp_path: Path, config: dict[str, Any], expected: str | None) -> None:
+    found = found_in(run, changed(run, tmp_path / "model", **config))
+    assert found == [] if expected is None else any(expected in line and "critic.path" in line for line in found), found
+
+
+def test_the_tokens_must_be_the_policys(run: Path, tmp_path: Path) -> None:
+    other = changed(run, tmp_path / "model")
+    runs.write_tokenizer(other, [*runs.VOCABULARY[:4], *reversed(runs.VOCABULARY[4:])])
+    (line,) = found_in(run, other)
+    assert line.startswith("critic.path=") and "another tokenizer than the policy" in line
+
+
+def test_the_plan_counts_the_critic(run: Path) -> None:
+    """A model of the policy's size without its output head: weights, gradients and 8 bytes of Adam per parameter."""
+    overrides = ["algorithm.adv_estimator=gae", "algorithm.lam=0.95", "critic.lam=1", "critic.pretrain_steps=1"]
+    config = load_config(run / "run.yaml", [*overrides, "critic.ppo_epochs=3"])
+    checked = validate(config, 2, dry_run=True)
+    plan = describe_run(config, checked, 2)
+    (line,) = [line for line in plan.splitlines() if line.strip().startswith("critic ")]
+    assert line.split(maxsplit=1)[1] == (
+        "the model that the policy starts from, new head, gamma 1, lambda 0.95 (targets 1), 3 updates per step, trained"
+        " alone before step 1"
+    )
+    policy, _, critic = count_models(config, checked, 2)
+    assert critic is not None and critic[0].total == policy[0].total - checked.arch.padded_vocab_size(1) * 64
+    (memory,) = memory_of_stages(config, 2, policy, [], critic)
+    assert memory.critic_weights == 4 * critic[0].total and memory.critic == (4 + 4 + 8 / 2) * critic[0].total
+    assert "critic" in plan.split("Memory of one rank")[1].splitlines()[1]

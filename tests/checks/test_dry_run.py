@@ -36,6 +36,7 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_architecture
 from tests import tiny
+from tests.models.test_moe import MODELS
 from tests.runs import make_run, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,7 @@ MIXTRAL = {
     "max_position_embeddings": 32768,
     "vocab_size": 32000,
 }
+ALL_FAMILIES = {**tiny.FAMILIES, **MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,14 @@ def test_a_dry_run_needs_no_weights_and_says_so(run: Path, tmp_path: Path, capsy
     assert "NOT FOUND, so not checked" in plan(run, capsys, f"model.path={folder}")
 
 
+def test_epochs_are_shown_as_arithmetic(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """9 rows in batches of 8: the file's 4 steps are 4 epochs. In a plan for another machine nobody may know the rows."""
+    expected = "9 prompts of task arithmetic; trainer.total_epochs: 4 x floor(9 / 8) = 4 steps x 8 = 3.56 epochs"
+    assert expected in plan(run, capsys, "trainer.total_epochs=4")
+    elsewhere = ["data.train_files=[gone.jsonl]", "--world-size", "2"]
+    assert "4 epochs, of unknown length" in plan(run, capsys, "trainer.total_epochs=4", *elsewhere)
+
+
 def test_a_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(run, capsys, f"trainer.output_dir={tmp_path / 'out'}")
     assert list(tmp_path.iterdir()) == []
@@ -198,10 +208,10 @@ def test_the_ends_of_the_pipeline_hold_embedding_and_head(run: Path) -> None:
 
 
 @pytest.mark.parametrize("is_reward_model", [False, True])
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "mixtral", "olmo2", "deepseek_v3"])
 def test_the_weight_table_counts_what_megatron_builds(run: Path, family: str, is_reward_model: bool) -> None:
     """Tied (llama3), not tied, and 8 experts over ep 2: tp 1 x pp 2 on 4 ranks. A reward model has no output head."""
-    changes = {**MIXTRAL, **tiny.COMMON} if family == "mixtral" else {**tiny.COMMON, **tiny.FAMILIES[family]}
+    changes = {**MIXTRAL, **tiny.COMMON} if family == "mixtral" else {**tiny.COMMON, **ALL_FAMILIES[family]}
     arch = dataclasses.replace(architecture_of(changes), max_position_embeddings=128)
     if is_reward_model:
         arch = dataclasses.replace(arch, tied=True)  # as models/reward_folder.py reads it
@@ -241,7 +251,7 @@ def test_adam_is_divided_over_the_replicas(run: Path, cp: int, ep: int, sharded:
     megatron: dict[str, Any] = {TP: 2, PP: 2, EP: ep, "actor.megatron.context_parallel_size": cp}
     megatron["actor.megatron.use_distributed_optimizer"] = str(sharded).lower()
     config = load_config(run / "run.yaml", ["model.dtype=bfloat16", *(f"{k}={v}" for k, v in megatron.items())])
-    (memory,) = memory_of_stages(config, 32, [StageParameters(layers=1, dense=800, experts=160)], None)
+    (memory,) = memory_of_stages(config, 32, [StageParameters(layers=1, dense=800, experts=160)], [])
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * 960, 4 * 960, expected)
 
 
@@ -266,7 +276,7 @@ def test_a_reference_is_counted_where_the_method_needs_one(
 ) -> None:
     """In float32, the reference has the 4 bytes per parameter of the policy's weights, and nothing else."""
     config = load_config(run / "run.yaml", overrides)
-    (memory,) = memory_of_stages(config, 2, [StageParameters(layers=4, dense=1000, experts=0)], None)
+    (memory,) = memory_of_stages(config, 2, [StageParameters(layers=4, dense=1000, experts=0)], [])
     assert memory.reference == (4000 if has_reference else 0)
     assert memory.total == 4000 + 4000 + 8000 / 2 + memory.reference
     assert f"reference         {words}\n" in plan(run, capsys, *overrides)
@@ -300,9 +310,9 @@ def test_a_reward_model_is_counted(
     (policy,) = count_parameters(arch, config, 2)
     (reward,) = count_parameters(dataclasses.replace(arch, tied=True), config, 2, is_reward_model=True)
     assert reward.total == policy.total - 104 * 64
-    (memory,) = memory_of_stages(config, 2, [policy], [reward])
+    (memory,) = memory_of_stages(config, 2, [policy], [[reward]])
     assert memory.reward_model == bytes_per_parameter * reward.total
-    assert memory.total == memory_of_stages(config, 2, [policy], None)[0].total + memory.reward_model
+    assert memory.total == memory_of_stages(config, 2, [policy], [])[0].total + memory.reward_model
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

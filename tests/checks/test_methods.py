@@ -91,6 +91,14 @@ CASES = {
         {"algorithm": {"source": "file", "adv_estimator": "constant", "dupo": True}, "actor": {"loss_mode": "sft"}},
         "chooses among drawn groups",
     ),
+    "temperature of a file": (
+        {
+            "algorithm": {"source": "file", "adv_estimator": "constant"},
+            "actor": {"loss_mode": "sft"},
+            "rollout": {"temperature": 0.7},
+        },
+        "rollout.temperature=0.7 would also divide the logits of the training",
+    ),
     "both fillers": (
         {"algorithm": {"dupo": True, "filter_groups": {"enable": True}}},
         "fill the same places",
@@ -258,10 +266,10 @@ def test_the_trainer_reads_the_same_facts() -> None:
 )
 def test_what_cannot_share_prompts(sections: dict[str, Any], message: str | None) -> None:
     raw = {"model": {"path": "m"}, **sections, "actor": {**sections.get("actor", {}), "share_prompts": True}}
-    found = list(sharing_problems(Config.model_validate(raw)))
+    found = list(sharing_problems(Config.model_validate(raw), None))
     assert len(found) == (message is not None) and all(message in problem for problem in found)
     raw["actor"]["share_prompts"] = False
-    assert list(sharing_problems(Config.model_validate(raw))) == []
+    assert list(sharing_problems(Config.model_validate(raw), None)) == []
 
 
 def test_a_kl_of_coefficient_zero_cannot_be_guarded() -> None:

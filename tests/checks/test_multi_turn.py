@@ -60,6 +60,10 @@ CASES: dict[str, tuple[Config, str]] = {
         "max_tool_response_length=400 tokens of one observation leave no turn in data.max_response_length=400",
     ),
     "two graders": (config(GAME, reward={"function": "gsm8k"}), "reward.function='gsm8k' would not be called"),
+    "a sum beside": (
+        config(GAME, reward={"components": [{"name": "format"}]}),
+        "reward.components would not be called",
+    ),
     "replaced": (
         config(GAME, reward_model={"path": "rm", "combine": "replace"}),
         "reward_model.combine=replace would discard them; set combine=add",

@@ -59,10 +59,13 @@ def config_of(megatron: dict[str, Any] | None = None, **sections: Any) -> Config
     return Config.model_validate({"model": {"path": "x"}, "actor": actor, **sections})
 
 
-def phases_of(config: Config, *, world_size: int = 8, has_reward_model: bool = False) -> dict[str, Phase]:
+def phases_of(
+    config: Config, *, world_size: int = 8, reward_models: int = 0, has_critic: bool = False
+) -> dict[str, Phase]:
     arch = arch_8b()
     policy = parameters_from_table(arch, config.actor.megatron)
-    phases = memory_phases(config, arch, world_size, policy, policy if has_reward_model else None)
+    critic = policy if has_critic else None
+    phases = memory_phases(config, arch, world_size, policy, [policy] * reward_models, critic)
     return {phase.name: phase for phase in phases}
 
 
@@ -119,16 +122,50 @@ def test_what_is_on_the_device_in_each_phase() -> None:
         assert phases[name].certain == sum(sizes[part] for part in parts), name
     assert phases["save"].parts["gathered states"] == 4 * P * (1 + 1 / 8)
 
-    learning = phases_of(config_of(algorithm=ITERATIVE), has_reward_model=True)
+    learning = phases_of(config_of(algorithm=ITERATIVE, reward_model={"path": "r"}), reward_models=1)
     for name, phase in phases.items():
         reward = 0 if name in ("load", "start") else 2 * P
         assert learning[name].certain == phase.certain + reward, name
     assert learning["learn"].certain == learning["update"].certain + training
 
     stays = {"override_transformer_config": FULL}  # nothing is offloaded
-    on_device = phases_of(config_of(stays, algorithm=ITERATIVE), has_reward_model=True)
+    on_device = phases_of(config_of(stays, algorithm=ITERATIVE, reward_model={"path": "r"}), reward_models=1)
     assert on_device["rollout"].certain == 2 * P + training + 2 * P + (2 * P + training)
     assert on_device["update"].parts["reference"] == 2 * P
+
+
+def test_the_critic_is_on_the_device_whole_or_in_part_or_only_in_its_own_phase() -> None:
+    """Of the policy's size: 2 P weights, 4 P + 12 P / 8 to train it. The phase `critic` has all of it."""
+    weights, training, plain = 2 * P, 4 * P + 12 * P / 8, phases_of(config_of())
+    beside = {
+        "optimizer offloaded": (OFFLOAD, False, weights),
+        "all offloaded": (OFFLOAD, True, 0),
+        "nothing offloaded": ({"override_transformer_config": FULL}, False, weights + training),
+    }
+    for megatron, offload, resident in beside.values():
+        phases = phases_of(config_of(megatron, critic={"offload": offload}), has_critic=True)
+        assert set(phases) == {*plain, "critic"}
+        for name in ("sync", "rollout", "scoring", "update", "save"):
+            assert phases[name].parts.get("critic", 0) == resident, name
+        assert phases["critic"].certain - phases["update"].certain == weights + training - resident
+        assert "critic" not in {*phases["load"].parts, *phases["start"].parts}
+    config = config_of(WITH_GRADIENTS)
+    problems = list(phase_problems(config, arch_8b(), list(phases_of(config, has_critic=True).values()), 80 * GIB))
+    assert any("phase rollout" in problem and "critic.offload=true" in problem for problem in problems), problems
+
+
+def test_every_reward_model_is_on_the_device_or_one_at_a_time() -> None:
+    """Three models, of 2 P each. The first learns with algorithm.iteration_steps: it is not offloaded."""
+    sections = {"reward_model": {"path": "r"}, "algorithm": ITERATIVE}
+    for offload, rewards, update in ((False, 3, 3), (True, 2, 1)):
+        megatron = {**OFFLOAD, "offload_reference": offload}
+        phases = phases_of(config_of(megatron, **sections), reward_models=3)
+        assert phases["rewards"].parts["reward model"] == rewards * 2 * P
+        assert phases["update"].parts["reward model"] == phases["rollout"].parts["reward model"] == update * 2 * P
+        assert phases["rewards"].parts.get("reference", 0) == (0 if offload else 2 * P)
+    frozen = phases_of(config_of({**OFFLOAD, "offload_reference": True}), reward_models=2)
+    assert frozen["rewards"].parts["reward model"] == 2 * P
+    assert "reward model" not in frozen["update"].parts and "rewards" not in phases_of(config_of())
 
 
 @pytest.mark.parametrize(
@@ -218,10 +255,10 @@ def test_the_check_before_the_engine_agrees_with_vllm() -> None:
 def test_a_run_on_gpus_is_refused_before_anything_is_built() -> None:
     config = config_of(WITH_GRADIENTS)
     with mock.patch.object(validate, "device_bytes", return_value=80 * GIB):
-        problems = list(validate.phase_shortages(config, 8, arch_8b(), None))
-        fits = list(validate.phase_shortages(config_of(), 8, arch_8b(), None))
+        problems = list(validate.phase_shortages(config, 8, arch_8b(), {}))
+        fits = list(validate.phase_shortages(config_of(), 8, arch_8b(), {}))
     assert len(problems) == 2 and not fits
-    assert not list(validate.phase_shortages(config.model_copy(), 8, arch_8b(), None))  # no GPU here
+    assert not list(validate.phase_shortages(config.model_copy(), 8, arch_8b(), {}))  # no GPU here
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_megatron.checks import inputs
 from grpo_megatron.checks.problems import ProblemList
-from grpo_megatron.checks.reward_model import check_reward_folder, read_reward_model, reward_model_problems
+from grpo_megatron.checks.reward_model import (
+    check_reward_folder,
+    read_reward_model,
+    reward_model_problems,
+    scoring_models,
+)
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.types import BY_MODEL
 from tests import runs
 
 WORKS = ["reward_model.path=REWARD", "algorithm.iteration_steps=2", "reward_model.start_iteration=1"]
@@ -30,12 +37,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> list[str]:
     """What `validate` finds about the reward model, in its order."""
     config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
-    found, folder = ProblemList(), None
-    if config.reward_model.path is not None:
-        folder = found.attempt(read_reward_model, config.reward_model.path)
-    found.add(reward_model_problems(config, world, read_architecture(config.model.path), folder))
-    if folder is not None:
-        found.attempt(check_reward_folder, folder)
+    found = ProblemList()
+    read = {key: found.attempt(read_reward_model, model, key) for key, model in scoring_models(config).items()}
+    folders = {key: folder for key, folder in read.items() if folder is not None}
+    found.add(reward_model_problems(config, world, read_architecture(config.model.path), folders))
+    for key, folder in folders.items():
+        found.attempt(check_reward_folder, folder, key)
     return found.messages
 
 
@@ -63,17 +70,32 @@ def test_a_language_model_can_give_rewards_from_the_second_iteration_on(run: Pat
         ([*WORKS, "algorithm.adv_estimator=remax"], "'remax' needs the reward of a greedy response"),
         ([*WORKS, "rollout.n=1"], "set rollout.n=2 or more"),
         ([*WORKS, "actor.ppo_max_token_len_per_gpu=63"], "a pair of full sequences, 2 x 32"),
+        (["reward_model.kind=process"], "reward_model.kind has no effect without a reward model"),
+        ([*WORKS, "reward_model.kind=process"], "would learn from pairs of whole responses, which is for kind=outcome"),
+        ([WORKS[0], "algorithm.adv_estimator=grpo_process"], "set reward_model.kind=process with such a model"),
+        (
+            ["reward_models={a: {path: REWARD}}"],
+            "reward_models.a.path='REWARD' is a language model, whose new head scores",
+        ),
+        (["reward_models={a b: {path: REWARD}}"], "reward_models.a b: the name is part of metric names"),
+        (["reward_models={loss: {path: REWARD}}"], "and none of score, step_score"),
+        (["reward_models={a: {coefficient: 2}}"], "reward_models.a.path is not set"),
+        ([WORKS[0], "algorithm.filter_groups.enable=true"], "algorithm.filter_groups.enable compares rewards while"),
+        ([WORKS[0], "algorithm.replay.ratio=0.5"], "algorithm.replay.ratio compares rewards while responses are drawn"),
     ],
 )
 def test_keys_against_keys(run: Path, overrides: list[str], expected: str) -> None:
     found = problems(run, run / "model", overrides)
-    assert any(expected in line for line in found), found
+    assert any(expected.replace("REWARD", str(run / "model")) in line for line in found), found
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"architectures": ["Qwen2ForTokenClassification"]}, "'Qwen2ForTokenClassification' cannot be a reward model"),
+        (
+            {"architectures": ["Qwen2ForTokenClassification"]},
+            "(reward_model.kind=process reads *ForTokenClassification)",
+        ),
         ({**CLASSIFIER, "num_labels": 3}, "with 3 labels cannot be a reward model"),
         (CLASSIFIER, "with 2 labels cannot be a reward model"),  # transformers' default
         ({**CLASSIFIER, "id2label": {"0": "score"}}, "missing score.weight"),
@@ -85,6 +107,48 @@ def test_keys_against_keys(run: Path, overrides: list[str], expected: str) -> No
 def test_folders_that_are_no_reward_model(run: Path, tmp_path: Path, config: dict[str, Any], expected: str) -> None:
     found = problems(run, changed(run, tmp_path / "model", **config), WORKS)
     assert any(expected in line and "reward_model.path" in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            CLASSIFIER,
+            "cannot be a process reward model: one score per step is *ForTokenClassification with one label or two",
+        ),
+        ({"architectures": ["Qwen2ForTokenClassification"], "num_labels": 3}, "it needs 1 or 2, not 3"),
+        ({"architectures": ["Qwen2ForTokenClassification"]}, "missing score.weight"),
+    ],
+)
+def test_folders_that_are_no_process_reward_model(
+    run: Path, tmp_path: Path, config: dict[str, Any], expected: str
+) -> None:
+    folder = changed(run, tmp_path / "model", **config)
+    found = problems(run, folder, ["reward_models={steps: {path: REWARD, kind: process}}"])
+    assert any(expected in line and "reward_models.steps.path" in line for line in found), found
+
+
+def test_a_reward_function_is_called_where_its_reward_is_used(run: Path) -> None:
+    """Frozen models replace it; a learning model needs its labels; with combine=add it is part of the sum."""
+
+    def has_rule(*overrides: str) -> bool:
+        return load_config(run / "run.yaml", list(overrides)).has_rule
+
+    assert has_rule() and has_rule("reward_model.path=x", "algorithm.iteration_steps=2")
+    assert has_rule("reward_model.path=x", "reward_model.combine=add")
+    assert has_rule("reward_model.path=x", "reward.function=math")
+    assert not has_rule("reward_model.path=x") and not has_rule("reward_models={a: {path: x}}")
+
+
+def test_rows_need_no_answer_without_a_rule(run: Path, tmp_path: Path) -> None:
+    rows = runs.write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n} + 1 ="} for n in range(9)])
+    config = load_config(run / "run.yaml", [f"data.train_files=[{rows}]", "reward_models={a: {path: x}}"])
+    tokenizer = inputs.read_tokenizer(config, None)
+    prompts = inputs.read_train_prompts(config, tokenizer)
+    assert len(prompts) == 9 and {(prompt.answer, prompt.reward) for prompt in prompts} == {("", BY_MODEL)}
+    with_rule = load_config(run / "run.yaml", [f"data.train_files=[{rows}]"])
+    with pytest.raises(ConfigError, match="none of the fields .*answer|field 'answer' is missing"):
+        inputs.read_train_prompts(with_rule, tokenizer)
 
 
 def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.convert.cli import main
-from grpo_megatron.models.families import architecture_of, hf_shapes
+from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
+from grpo_megatron.models.mapping import expand_table
 from tests import tiny
 from tests.models.test_moe import MODELS
 
@@ -26,7 +27,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
-    """The same architecture with small sizes."""
+    """The same architecture with small sizes, unquantised."""
     changes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48, "vocab_size": 101, "head_dim": 16}
     changes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     for key, size in (
@@ -37,16 +38,25 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     ):
         if key in config:
             changes[key] = size
-    return {**config, **changes}
+    if "kv_lora_rank" in config:
+        del changes["head_dim"]
+        changes |= {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "n_routed_experts": 8}
+        changes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "n_group": 4, "topk_group": 2}
+        changes |= {"num_experts_per_tok": 3, "first_k_dense_replace": 1}
+    return {key: value for key, value in {**config, **changes}.items() if key != "quantization_config"}
 
 
-def write(folder: Path, config: dict[str, Any], dtype: str = "float32", num_files: int = 1) -> Path:
+def write(
+    folder: Path, config: dict[str, Any], dtype: str = "float32", num_files: int = 1, family: str | None = None
+) -> Path:
     """A folder with random tensors of the shapes that the config needs, in `num_files` files."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(3)
+    arch = architecture_of(config, family)
+    constants = {name for row in expand_table(table_of(arch), arch) if row.is_constant for name in row.hf}
     tensors = {
-        name: torch.randn(shape, generator=generator).to(DTYPES[dtype])
-        for name, shape in hf_shapes(architecture_of(config)).items()
+        name: torch.randn(shape, generator=generator).to(torch.float32 if name in constants else DTYPES[dtype])
+        for name, shape in hf_shapes(arch).items()
     }
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
     put(folder, tensors, num_files)

@@ -22,7 +22,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.state import METADATA
-    from grpo_megatron.models.weights import hf_weights, stage_owners, unwrapped
+    from grpo_megatron.models.weights import global_parameters, hf_weights, stage_owners, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
     device = Device("cpu")
@@ -35,14 +35,14 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
         arch = read_architecture(folder)
         model = build_model(arch, MegatronConfig.model_validate(sizes), "float32", device)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in global_parameters(model).values():
                 parameter.fill_(torch.nan)
         with device.megatron():
             wanted = unwrapped(model).sharded_state_dict(metadata=METADATA)
             state = dist_checkpointing.load({"model": wanted}, str(checkpoint))
             missing, unexpected = unwrapped(model).load_state_dict(state["model"], strict=False)
         assert not [name for name in [*missing, *unexpected] if "_extra_state" not in name]
-        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        assert all(parameter.isfinite().all() for parameter in global_parameters(model).values())
         stages = stage_owners(model, arch, mesh)
         results.append({n: t.clone() for bucket in hf_weights(model, arch, mesh, 1 << 20, stages) for n, t in bucket})
     return results if mesh.rank == 0 else None

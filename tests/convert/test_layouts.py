@@ -19,7 +19,7 @@ from tests.convert.folders import convert, same_bits, tensors_of
 
 LAYOUTS = {
     (1, 1): ["llama2", "qwen2-tied"],
-    (2, 1): ["qwen3", "llama3"],
+    (2, 1): ["qwen3", "llama3", "olmo2"],
     (1, 2): ["mistral", "qwen2-tied"],
     (2, 2): ["qwen2", "llama3", "qwen3"],
     (4, 1): ["qwen2", "llama3"],
@@ -64,9 +64,12 @@ def test_loads(layout: tuple[int, int], converted: dict[str, tuple[Path, Path]])
 
 @pytest.mark.parametrize(("tp", "pp", "ep", "world"), [(1, 1, 2, 2), (2, 2, 1, 4), (2, 1, 2, 4)])
 def test_experts_load(tp: int, pp: int, ep: int, world: int, tmp_path: Path) -> None:
-    """Mixtures of experts of real config.json files, shrunk: experts are an axis of the stored tensors."""
+    """Mixtures of experts of real config.json files, shrunk: experts are an axis of the stored tensors.
+
+    DeepSeek-V3's first layer has none: each of its layers is stored alone.
+    """
     pairs = []
-    for name in ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1"):
+    for name in ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "DeepSeek-V3"):
         config = folders.shrunk(json.loads((folders.CONFIGS / f"{name}.json").read_text()))
         pairs.append((folders.write(tmp_path / name, config), tmp_path / f"{name}-megatron"))
         assert convert("to-megatron", *pairs[-1], "--quiet") == 0
@@ -76,7 +79,8 @@ def test_experts_load(tp: int, pp: int, ep: int, world: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "tp", "pp", "dtype"), [("qwen3", 2, 2, "bfloat16"), ("qwen2-tied", 4, 1, "float32")]
+    ("family", "tp", "pp", "dtype"),
+    [("qwen3", 2, 2, "bfloat16"), ("qwen2-tied", 4, 1, "float32"), ("deepseek_v3", 1, 2, "bfloat16")],
 )
 def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str, tmp_path: Path) -> None:
     """A training step, with its optimizer state, converts to the tensors of the policy's own stream, bit for bit."""

@@ -14,6 +14,7 @@ from grpo_megatron.convert import chunks, span
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.rows import hf_runs, megatron_runs
 from grpo_megatron.convert.span import row_blocks
+from grpo_megatron.evaluation.weights import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
 from tests import tiny
@@ -34,6 +35,27 @@ def test_bitwise(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3
     same_bits(tensors_of(source), tensors_of(tmp_path / "back"))
     assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_a_family_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--family` in all four commands. Without it, the error names the key that would help."""
+    own = "tests.models.seed_oss:FAMILY"
+    config = {**folders.config_of("qwen2"), "model_type": "seed_oss", "head_dim": 64}
+    source = folders.write(tmp_path / "hf", config, family=own)
+    assert convert("to-megatron", source, tmp_path / "megatron") == 2
+    assert "model_type='seed_oss' is not supported" in capsys.readouterr().err
+    assert convert("to-megatron", source, tmp_path / "megatron", "--family", own) == 0
+    assert convert("to-hf", tmp_path / "megatron", tmp_path / "back", "--family", own) == 0
+    same_bits(tensors_of(source), tensors_of(tmp_path / "back"))
+    assert convert("verify", tmp_path / "megatron", source, "--family", own) == 0
+    step = tmp_path / "step"  # as a training run leaves it: its trainer.json names the family
+    (tmp_path / "megatron").rename(tmp_path / "state")
+    step.mkdir()
+    (tmp_path / "state").rename(step / "state")
+    (step / "trainer.json").write_text(json.dumps({"config": {"model": {"path": str(source), "family": own}}}))
+    assert convert("inspect", step) == 0
+    assert own in capsys.readouterr().out
+    assert open_model(source, None, own).arch.family == own  # the evaluation's --family
 
 
 def test_transformers_reads_the_result(tmp_path: Path) -> None:
@@ -146,10 +168,13 @@ def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys:
         return
     assert config["model_type"] in FAMILIES
     source = folders.write(tmp_path / "hf", config, "bfloat16")
+    wanted = tensors_of(source)
+    if config.get("num_nextn_predict_layers"):  # DeepSeek-V3's layer after the last is left out
+        folders.put(source, {**wanted, "model.layers.2.eh_proj.weight": torch.ones(3)})
     assert convert("to-megatron", source, tmp_path / "megatron") == 0
     shutil.move(source, tmp_path / "away")  # nothing of the original is needed
     assert convert("to-hf", tmp_path / "megatron", tmp_path / "back") == 0
-    same_bits(tensors_of(tmp_path / "away"), tensors_of(tmp_path / "back"))
+    same_bits(wanted, tensors_of(tmp_path / "back"))
     assert convert("verify", tmp_path / "away", tmp_path / "megatron") == 0
 
 

@@ -206,7 +206,7 @@ print(json.dumps(peaks))
 def sparse(path: Path, config: dict[str, Any]) -> int:
     """A folder whose only safetensors file is sparse (all holes). Returns the file's size."""
     shapes = hf_shapes(architecture_of(config))
-    start = shards.safetensors_header(shapes, torch.bfloat16)
+    start = shards.safetensors_header(shapes, dict.fromkeys(shapes, torch.bfloat16))
     size = len(start) + sum(torch.Size(shape).numel() for shape in shapes.values()) * 2
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))

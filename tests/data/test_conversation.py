@@ -14,7 +14,7 @@ import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.prompts import load_tokenizer
+from grpo_megatron.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = ROOT.parent / "shared" / "data" / "tokenizers" / "qwen" / "tokenizer.json"

@@ -11,7 +11,8 @@ import pytest
 
 from grpo_megatron.config import DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
-from grpo_megatron.data.prompts import load_prompts, load_supervised, load_tokenizer
+from grpo_megatron.data.prompts import load_prompts, load_supervised
+from grpo_megatron.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"

@@ -89,7 +89,16 @@ def test_wrong_rows(task: str, row: dict[str, Any], message: str) -> None:
 
 def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
     benchmarks = {"gsm8k", "math", "math500", "svamp", "olympiadbench", "aime", "amc", "minerva"}
-    assert benchmarks | {"gsm8k_lm_eval", "boxed", "arithmetic", "products", "two_hops", "jsonl"} == set(task_names())
+    assert benchmarks | {
+        "gsm8k_lm_eval",
+        "gsm8k_r1",
+        "r1",
+        "boxed",
+        "arithmetic",
+        "products",
+        "two_hops",
+        "jsonl",
+    } == set(task_names())
     for task in get_tasks(task_names()):
         assert task.name in task_names() and len(task.sha256) == 64 and task.title
         for reward in {*task.graders.values(), *([task.reward] if task.reward else [])}:
@@ -131,6 +140,20 @@ def test_a_chat_is_system_turn_examples_and_question() -> None:
     assert chat[-1]["content"] == "q"  # the row is not changed
     with pytest.raises(ValueError, match="'gsm8k_lm_eval' has plain text prompts only"):
         get_task("gsm8k_lm_eval").messages("q")
+
+
+def test_the_r1_prompt_is_the_published_one_in_both_forms(tmp_path: Path) -> None:
+    """As a system turn and as plain text; a task of the user's own extends it."""
+    task = get_task("gsm8k_r1")
+    head = "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant"
+    assert task.plain_text("1+1?") == f"{task.system_prompt} User: 1+1?. Assistant:"
+    assert task.messages("1+1?") == _turns(("system", str(task.system_prompt)), ("user", "1+1?"))
+    assert str(task.system_prompt).startswith(head) and "answer here </answer>." in str(task.system_prompt)
+    row = {"question": "1+1?", "answer": "one and one\n#### 2"}
+    assert (task.read_row(row), task.reward) == (("1+1?", "2"), "graded_answer")
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nextends: r1\nversion: 1\ntitle: mine\nreward: math\n")
+    assert get_task(str(path)).read_row({"problem": "p", "answer": "a"}) == ("p", "a")
 
 
 def test_plain_text_is_examples_and_question() -> None:

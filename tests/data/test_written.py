@@ -81,6 +81,26 @@ def test_rows_with_messages_need_no_environment(tmp_path: Path) -> None:
         load_supervised(plain, write(tmp_path / "plain.jsonl", row), tokenizer)
 
 
+GENERATION = (  # ChatML with the marks by which transformers knows the assistant's tokens
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_the_loss_mask_is_that_of_transformers(tmp_path: Path) -> None:
+    """For a template with generation marks. Transformers' rendering has one newline more, after the last turn."""
+    tokenizer = tokenizer_with(GENERATION, "<|im_end|>")
+    turns = [ANSWER, {"role": "user", "content": "And 2*4?"}, {"role": "assistant", "content": "8"}]
+    messages = [{"role": "system", "content": "Be brief."}, QUESTION, *turns, QUESTION, ANSWER]
+    [(prompt, response)] = load_supervised(DATA, write(tmp_path / "sft.jsonl", {"messages": messages}), tokenizer)
+    expected = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert [*prompt, *response.ids] == expected["input_ids"][:-1]
+    assert [0] * len(prompt) + response.loss_mask() == expected["assistant_masks"][:-1]
+    assert 0 < response.num_loss_tokens < len(response)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

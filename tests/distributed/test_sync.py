@@ -25,7 +25,7 @@ CASES = [
     ("qwen2-tied", "TP2xPP2+SP", 2),
     ("qwen3", "TP2xPP2+SP", 4),
     ("qwen3", "DP2xTP2", 1),
-    ("qwen2", "DP2xTP2", 2),
+    ("olmo2", "DP2xTP2", 2),  # vLLM has it by transformers' modules
     ("llama3", "DP2xTP2", 4),
 ]
 # (family, training layout, rollout tp, ranks per node): the ranks are taken for several nodes, so that parts are relayed

@@ -138,6 +138,28 @@ def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
     }
 
 
+def train_in_turn(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train one config after the other in one world, without an engine. Returns what `train` does, per run."""
+    from grpo_megatron import trainer as trainer_module
+    from grpo_megatron.parallel import mesh as mesh_module
+    from grpo_megatron.training import build
+
+    mesh: list[Any] = []
+
+    def build_once(*args: Any, **kwargs: Any) -> Any:
+        if not mesh:
+            mesh.append(mesh_module.build_mesh(*args, **kwargs))
+        return mesh[0]
+
+    with (
+        mock.patch.object(build, "build_mesh", build_once),
+        mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
+    ):
+        results = [train(raw) for raw in raws]
+    mesh_module.destroy_mesh()
+    return results
+
+
 def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train one config after the other in one world with one engine, because starting these takes most of the time.
 
@@ -157,18 +179,13 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
         return cached
 
-    results = []
     with (
         mock.patch.object(build, "build_engine", once("engine", build.build_engine)),
         mock.patch.object(build, "build_mesh", once("mesh", build.build_mesh)),
         mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
         mock.patch.object(probe, "LENGTH", 32),  # the engine is that of the first run, and no longer
     ):
-        for raw in raws:
-            if "engine" in built:
-                built["engine"].shutdown = lambda: None
-            results.append(_recorded(raw))
-    del built["engine"].shutdown  # back to the class's own
+        results = [_recorded(raw) for raw in raws]
     built["engine"].shutdown()
     mesh_module.destroy_mesh()
     return results
@@ -190,7 +207,7 @@ def _recorded(raw: dict[str, Any]) -> dict[str, Any]:
         log(step, samples, table, plan, batch)
 
     trainer.log = record  # type: ignore[method-assign]
-    trainer.engine.shutdown = lambda: None  # type: ignore[method-assign]
+    trainer.colocation.close = lambda: None  # type: ignore[method-assign]
     with _no_curves():
         trainer.run()
     seen["weights"] = {name: t.clone() for bucket in trainer.policy.hf_weights(1) for name, t in bucket}

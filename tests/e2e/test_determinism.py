@@ -49,6 +49,7 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
 
     def run(name: str, steps: int) -> list[dict[str, Any]]:
         trainer = {"total_training_steps": steps, "save_freq": 2}
+        trainer["rollout_data_dir"] = str(tmp_path / name / "rollouts")
         # The learning rate is constant, so that it does not depend on the number of steps.
         raw = merged(run_ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), TP2)
         if name == "halves":
@@ -63,6 +64,11 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
         assert a["samples"] == {**b["samples"], **c["samples"]}
         assert_same(a, c)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "halves")
+    written = [
+        {path.name: path.read_text() for path in (tmp_path / name / "rollouts").iterdir()}
+        for name in ("whole", "halves")
+    ]
+    assert written[0] == written[1] and len(written[0]) == 5  # four steps, and run.json
     rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("sync/density", 0) > 0 for row in rows if "sync/bytes_received" in row] == [0, 1, 0, 1]
     before = first[0]["weights"]

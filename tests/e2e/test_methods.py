@@ -13,13 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from grpo_megatron.checks.critic import read_critic
+from grpo_megatron.checks.reward_model import check_reward_folder
+from grpo_megatron.data.arithmetic import build_tokenizer
 from tests import worlds
 from tests.e2e import run_ranks
+from tests.models.test_reward_model import make_classifier, make_step_classifier
 
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
 PARITY = {"function": "tests.e2e.rewards:parity_reward"}  # 0 or 1: some groups are not informative
+PPO = {
+    "algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}},
+    "critic": {"lam": 0.5, "pretrain_steps": 1, "ppo_mini_batch_size": 6, "optim": {"lr": 1e-3}},
+    "actor": {"use_kl_loss": False},
+}
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dynamic": {
@@ -56,11 +66,24 @@ METHODS: dict[str, dict[str, Any]] = {
         "actor": {"use_kl_loss": False},
     },
     "rejection": {"algorithm": {"rollout_correction": {"rollout_rs": "token", "rollout_rs_threshold": 1.0000001}}},
+    "ppo": {**PPO, "trainer": {"total_training_steps": 3, "save_hf_at_end": True}},
+    "ppo again": {**PPO, "trainer": {"total_training_steps": 2, "save_freq": 2}},
+    "ppo resumed": {  # and offloaded, which changes no bit
+        **PPO,
+        "critic": {**PPO["critic"], "offload": True},
+        "trainer": {"total_training_steps": 3, "save_freq": 2, "save_hf_at_end": True},
+    },
     "rft": {"algorithm": {"source": "initial", "adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
     "online rft": {"algorithm": {"adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
     "sft": {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": SFT},
     "dpo": {"algorithm": {"source": "initial", "adv_estimator": "best_worst"}, "actor": DPO},
     "dpo from a file": {"algorithm": {"source": "file", "adv_estimator": "best_worst"}, "actor": DPO},
+    "frozen models": {  # rows without an answer, and no reward function
+        "algorithm": {"adv_estimator": "grpo_process"},
+        "reward": {"function": None},
+        "reward_model": {"kind": "process", "step_separator": "3", "coefficient": 2.0},
+        "actor": {"megatron": {"offload_reference": True}},
+    },
     "iterative": {"algorithm": {"iteration_steps": 2}, "trainer": {"total_training_steps": 3, "save_freq": 1}},
 }
 
@@ -75,13 +98,28 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         if sections.get("algorithm", {}).get("source") == "file":
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
+        if name == "frozen models":
+            use_frozen_models(raw, workspace, folder)
         raws.append(raw)
     results, other_rank = worlds.run(run_ranks.train_many, 2, timeout_s=2300, raws=raws)
     for raw, result, other in zip(raws, results, other_rank, strict=True):
         result["token_weights"] = list(zip(result["token_weights"], other["token_weights"], strict=True))
         lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+        result["output_dir"] = Path(raw["trainer"]["output_dir"])
         result["metrics"] = [json.loads(line) for line in lines]
     return dict(zip(METHODS, results, strict=True))
+
+
+def use_frozen_models(raw: dict[str, Any], workspace: Path, folder: Path) -> None:
+    """A process reward model and an outcome one of random weights, and prompts without answers."""
+    sizes = {"vocab_size": 80, "num_hidden_layers": 2}
+    raw["reward_model"]["path"] = str(make_step_classifier(folder / "steps", **sizes))
+    raw["reward_models"] = {"outcome": {"path": str(make_classifier(folder / "outcome", "qwen2", **sizes))}}
+    for name in ("steps", "outcome"):
+        build_tokenizer().save_pretrained(folder / name)
+    rows = [json.loads(line) for line in (workspace / "data/train.jsonl").read_text().splitlines()]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    raw["data"] |= {"train_files": [str(folder / "prompts.jsonl")], "val_files": []}
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # one fixture does all the runs
@@ -93,11 +131,13 @@ def column(run: dict[str, Any], name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_it_trains(runs: dict[str, dict[str, Any]], name: str) -> None:
-    run = runs[name]
-    norms = column(run, "actor/grad_norm")
-    assert len(norms) == METHODS[name].get("trainer", {}).get("total_training_steps", 2) or "again" in name
+    run, frozen = runs[name], METHODS[name].get("critic", {}).get("pretrain_steps", 0)  # steps without an update
+    assert not any("actor/grad_norm" in row for row in run["metrics"][:frozen])
+    updates = {"metrics": run["metrics"][frozen:]}
+    norms = column(updates, "actor/grad_norm")
+    assert frozen + len(norms) == METHODS[name].get("trainer", {}).get("total_training_steps", 2) or "again" in name
     assert all(math.isfinite(norm) and norm > 0 for norm in norms)
-    assert column(run, "actor/skipped_updates") == [0] * len(norms)
+    assert column(updates, "actor/skipped_updates") == [0] * len(norms)
 
 
 def test_dynamic_sampling_trains_on_informative_groups(runs: dict[str, dict[str, Any]]) -> None:
@@ -140,6 +180,21 @@ def test_step_rewards_reach_their_tokens(runs: dict[str, dict[str, Any]]) -> Non
         assert any(len(set(advantage)) > 1 for advantage in plan.advantages if isinstance(advantage, list))
 
 
+def test_frozen_models_need_no_rule(runs: dict[str, dict[str, Any]]) -> None:
+    """Step rewards: 2 x the probability of the step, and at the last one also the outcome model's score."""
+    run = runs["frozen models"]
+    for number, table in enumerate(run["tables"]):
+        assert all(math.isfinite(reward) for reward in table.reward)
+        steps = [value for row in table.step_rewards for _, value in row]
+        not_last = [value for row in table.step_rewards for _, value in row[:-1]]
+        assert not_last and all(0 < value < 2 for value in not_last)
+        outcome = column(run, "reward_model/outcome/score/mean")[number]
+        mean_step = column(run, "reward_model/step_score/mean")[number]
+        assert sum(steps) == pytest.approx(2 * mean_step * len(steps) + outcome * len(table), abs=1e-4)
+    names = {name for row in run["metrics"] for name in row}
+    assert not {"reward/failed_ratio", "reward_model/rule_reward/mean", "reward_model/agreement"} & names
+
+
 def test_kl_in_the_reward_moves_advantages_and_its_coefficient(runs: dict[str, dict[str, Any]]) -> None:
     run = runs["kl in reward"]
     first, second = column(run, "actor/reward_kl_penalty")
@@ -148,6 +203,28 @@ def test_kl_in_the_reward_moves_advantages_and_its_coefficient(runs: dict[str, d
     assert before == 0.5 and after == pytest.approx(0.5 * (1 - 0.2 * 18 / 100))
     spread = [advantage for advantage in run["plans"][1].advantages if isinstance(advantage, list)]
     assert any(len(set(values)) > 1 for values in spread)  # one advantage per token, not one per sample
+
+
+def test_ppo_trains_its_critic_and_resumes_with_it(runs: dict[str, dict[str, Any]]) -> None:
+    """Step 0 trains the critic alone, with lambda 1: every token's target is the reward. The KL to the start is still 0."""
+    run, resumed = runs["ppo"], runs["ppo resumed"]
+    assert all(norm > 0 for norm in column(run, "critic/grad_norm")) and column(run, "critic/lr") == [1e-3] * 3
+    first, *later = column(run, "critic/values/mean")
+    assert first == 0 and all(later)
+    assert column(run, "critic/vf_explained_var")[0] == 0 and column(run, "critic/vf_loss")[0] > 0
+    table = run["tables"][0]
+    weighted = [reward * count for reward, count in zip(table.reward, table.response_length, strict=True)]
+    assert column(run, "critic/returns/mean")[0] == pytest.approx(sum(weighted) / sum(table.response_length), rel=1e-5)
+    for table, plan in zip(run["tables"], run["plans"], strict=True):
+        advantages = [a for row, value in enumerate(plan.advantages) for a in value if table.response_length[row]]
+        assert math.fsum(advantages) == pytest.approx(0, abs=1e-6)
+        assert math.fsum(a * a for a in advantages) / (len(advantages) - 1) == pytest.approx(1, abs=1e-6)
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in run["weights"].items())
+    critics = [load_file(result["output_dir"] / "critic/model.safetensors") for result in (run, resumed)]
+    assert set(critics[0]) == set(critics[1]) >= {"score.weight", "score.bias"}
+    assert all(torch.equal(tensor, critics[1][name]) for name, tensor in critics[0].items())
+    assert not torch.equal(critics[0]["model.norm.weight"], run["weights"]["model.norm.weight"])
+    check_reward_folder(read_critic(run["output_dir"] / "critic"), "critic")  # critic.path accepts it
 
 
 def test_rejected_tokens_weigh_nothing_and_the_rest_sums_to_one(runs: dict[str, dict[str, Any]]) -> None:

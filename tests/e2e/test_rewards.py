@@ -1,7 +1,8 @@
-"""A reward function that raises or never returns loses only its samples. Metrics count them. The run continues."""
+"""A reward that raises or never returns loses only its samples. Metrics count them and show each component. The run goes on."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -10,14 +11,53 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests import worlds
+from tests import tiny, worlds
 from tests.e2e import run_ranks
+
+
+def sentencepiece_folder(folder: Path) -> Path:
+    """A Llama whose only tokenizer file is SentencePiece's tokenizer.model, of the kind that Llama 2 has."""
+    from sentencepiece import SentencePieceTrainer
+
+    tiny.make_model(folder, "llama2", num_hidden_layers=2, vocab_size=304, std=0.05)
+    text, model = io.BytesIO(), folder / "tokenizer.model"
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([f"{a}+{b}= {a + b}" for a in range(30) for b in range(30)]),
+        model_writer=text,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    model.write_bytes(text.getvalue())
+    return folder
 
 
 @pytest.mark.slow
 def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -> None:
-    raw = run_ranks.settings(workspace, tmp_path, 2)
-    raw["reward"] = {"function": "tests.e2e.rewards:troubled_reward", "timeout_s": 0.5, "num_workers": 2}
+    """From a folder that has only tokenizer.model. The ids are SentencePiece's own, and the result has that file too.
+
+    The family is named as one of the user's own would be.
+    """
+    from sentencepiece import SentencePieceProcessor
+
+    from grpo_megatron.config import DataConfig
+    from grpo_megatron.data.tokenizer import load_tokenizer
+
+    folder = sentencepiece_folder(tmp_path / "llama")
+    model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer, text = load_tokenizer(folder, DataConfig()), "12+7= 19, 3 +4"
+    assert tokenizer.encode(text, add_special_tokens=False) == model.encode(text)
+    assert tokenizer.decode(model.encode(text)) == text
+    named = {"path": str(folder), "family": "grpo_megatron.models.families:llama"}
+    changes = {"model": named, "data": {"max_prompt_length": 64}, "trainer": {"save_hf_at_end": True}}
+    raw = run_ranks.settings(workspace, tmp_path, 2, **changes)
+    component = {"name": "troubled", "function": "tests.e2e.rewards:troubled_reward"}
+    gated = {"name": "tag_count", "weight": 0.0, "gate": {"component": "troubled", "min": 2.0}}
+    raw["reward"] = {"components": [component, gated], "timeout_s": 0.5, "num_workers": 2}
     raw["reward"]["max_failed_ratio"] = 1.0  # half of the samples fail, by chance some more
     raw["actor"] = {**raw["actor"], "use_kl_loss": False}
     results = worlds.run(run_ranks.train, 2, raw=raw)
@@ -27,10 +67,14 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
     assert len(rows) == 2
     for row, step in zip(rows, run_ranks.all_samples(results).values(), strict=True):
         failed = sum(math.isnan(sample[-1]) for sample in step) / len(step)
+        scored = [sample[-1] for sample in step if not math.isnan(sample[-1])]
         assert row["reward/failed_ratio"] == pytest.approx(failed)
+        assert row["reward/troubled/mean"] == pytest.approx(sum(scored) / len(scored))
+        assert row["reward/tag_count/open/mean"] == pytest.approx(sum(value >= 2 for value in scored) / len(scored))
         assert row["critic/unscorable_ratio"] == pytest.approx(failed)
         assert row["actor/skipped_updates"] == 0
     assert rows[0]["reward/timeout_ratio"] + rows[1]["reward/timeout_ratio"] > 0
+    assert (tmp_path / "hf/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
 
 @pytest.mark.slow

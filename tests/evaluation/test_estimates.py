@@ -76,6 +76,18 @@ def test_intervals_are_seeded_and_shrink_with_the_root_of_the_problems() -> None
     assert estimate([1.0, 0.0])["problems"] == 2 and estimate([1.0, 0.0])["value"] == 0.5
 
 
+@pytest.mark.parametrize("right, n", [(0, 10), (1, 10), (50, 100), (99, 100), (100, 100)])
+def test_the_interval_of_a_share_never_collapses(right: int, n: int) -> None:
+    """Wilson's ends are the shares from which the observed one is 1.96 of their own standard errors away."""
+    value = estimate([1.0] * right + [0.0] * (n - right))
+    low, high = value["low"], value["high"]
+    assert high - low > 1 / n
+    for end in {low, high} - {0.0, 1.0}:
+        assert abs(right / n - end) == pytest.approx(1.96 * math.sqrt(end * (1 - end) / n), rel=1e-3)
+    assert (low == 0) == (right == 0) and (high == 1) == (right == n)
+    assert estimate([0.25] * 8)["low"] < 0.25 < estimate([0.25] * 8)["high"]  # of equal averages, too
+
+
 def test_mcnemar() -> None:
     assert comparison.mcnemar(1, 9) == pytest.approx(0.021484375, abs=1e-12)
     assert comparison.mcnemar(15, 5) == pytest.approx(0.041389465, abs=1e-9)

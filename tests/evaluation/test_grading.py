@@ -10,6 +10,8 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.grading import Grade, grade, grade_file, grader_of, same_answers
+from grpo_megatron.evaluation.ledger import LedgerEntry
+from grpo_megatron.evaluation.results import _grades
 from grpo_megatron.rewards.workers.pool import RewardPool
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -29,6 +31,20 @@ def test_grades_of_gsm8k() -> None:
     assert [verdict.format_ok for verdict in expected] == [True, True, True, False, False]
     assert grade("svamp", answers, texts) == expected
     assert [verdict.correct for verdict in grade("gsm8k_flexible", answers, texts)] == [True, False, False, False, True]
+
+
+def test_grades_between_answer_tags_and_behind_an_opened_thought() -> None:
+    """`gsm8k_r1`: in this process and in workers, numbers and texts. `format` needs the `<think>` that the prompt wrote."""
+    answers = ["18", "18", "Paris", "Paris"]
+    texts = [f"6 + 12</think><answer>{text}</answer>" for text in ("18.0", "17", " paris.", "")]
+    expected = [Grade(True, "18"), Grade(False, "17"), Grade(True, "paris"), Grade(False, None)]
+    assert grade("gsm8k_r1", answers, texts) == grade("graded_answer", answers, texts, workers=2) == expected
+    assert same_answers("graded_answer", [("1/2", "0.5"), ("Rome", "ROME"), ("1", "2")]) == [True, True, False]
+    entries = [LedgerEntry("u", 0, text, 9, "stop") for text in texts[:2]]
+    with RewardPool(1, 30.0) as pool:
+        for opened, kept in (("<think>\n", True), ("", False)):
+            grades = _grades("format", ["", ""], entries, [opened, ""], pool)
+            assert [verdict.correct for verdict in grades] == [kept, False]
 
 
 def test_grades_of_math_and_a_failure_of_the_grader() -> None:

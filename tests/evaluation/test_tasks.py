@@ -190,6 +190,8 @@ def test_formats_and_stops(tokenizer: Any) -> None:
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
     "gsm8k_lm_eval": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
+    "gsm8k_r1": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
+    "r1": {"prompt": "Which city?", "answer": "Paris"},
     "svamp": {"Body": "One and one.", "Question": "What is it?", "Answer": 2.0},
     "math": {"problem": "Find $x{y}$.", "solution": "It is $\\boxed{\\frac12}$."},
     "math500": {"problem": "Find $x$.", "answer": "\\frac12"},

@@ -86,7 +86,7 @@ def planned_mib(folder: Path, utilization: float) -> dict[str, float]:
     raw: dict[str, Any] = {"model": {"path": str(folder)}, "rollout": {"gpu_memory_utilization": utilization}}
     raw["actor"] = {"use_kl_loss": False, "megatron": {"offload_optimizer": True}}
     config, arch = Config.model_validate(raw), read_architecture(folder)
-    phases = {phase.name: phase for phase in memory_phases(config, arch, 1, count_parameters(arch, config, 1), None)}
+    phases = {phase.name: phase for phase in memory_phases(config, arch, 1, count_parameters(arch, config, 1), [])}
     planned = {name: sum(phase.parts.get(part, 0.0) for part in HELD) / MIB for name, phase in phases.items()}
     planned["peak of load"] = planned["load"] + phases["load"].parts["copy of weights"] / MIB
     return {**planned, "engine": phases["rollout"].utilization * total_mib()}

@@ -16,7 +16,8 @@ def named_gradients(policy: Any) -> dict[str, torch.Tensor]:
     """This rank's summed gradients by global Megatron name."""
     from grpo_megatron.models.weights import global_parameters
 
-    return {name: parameter.main_grad.clone() for name, parameter in global_parameters(policy.ddp).items()}  # type: ignore[attr-defined]
+    parameters = global_parameters(policy.ddp).items()
+    return {name: p.main_grad.clone() for name, p in parameters if isinstance(p, torch.nn.Parameter)}  # type: ignore[attr-defined]
 
 
 class _NoFloat32(TorchFunctionMode):

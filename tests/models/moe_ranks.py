@@ -23,7 +23,9 @@ def world(layout: Layout, rollout_tp: int = 1) -> tuple[Any, Any]:
     return device, build_mesh(device, tp=tp, pp=pp, ep=ep, rollout_tp=rollout_tp)
 
 
-def build(folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", **megatron: Any) -> Any:
+def build(
+    folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", family: str | None = None, **megatron: Any
+) -> Any:
     from grpo_megatron.config import ActorConfig, ModelConfig
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
@@ -35,7 +37,7 @@ def build(folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", **meg
     }
     optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
     config = ActorConfig.model_validate({"megatron": megatron, "optim": optim, "logprob_chunk_size": 7})
-    policy = Policy(ModelConfig(path=folder, dtype=dtype), config, read_architecture(folder), mesh, device)
+    policy = Policy(ModelConfig(path=folder, dtype=dtype), config, read_architecture(folder, family), mesh, device)
     policy.set_optimizer(config.optim, 1)
     return policy
 
@@ -79,6 +81,8 @@ def whole(policy: Any) -> dict[str, torch.Tensor]:
     dist.all_gather_object(gathered, (policy.mesh.tp_rank, policy.mesh.ep_rank, named_gradients(policy)))
     out = {}
     for name, row in model_rows(policy.arch).items():
+        if row.is_constant:
+            continue
         owner = row.ep_rank(policy.arch, policy.mesh.ep)
         shards: dict[int, torch.Tensor] = {}
         for tp_rank, ep_rank, held in gathered:
@@ -132,10 +136,12 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
     return worst
 
 
-def logprobs(folders: list[Path], pairs: Any) -> list[torch.Tensor]:
-    """Log-probabilities of the pairs under each model, on one rank."""
+def logprobs(folders: list[Path], pairs: Any, families: list[str | None] | None = None) -> list[torch.Tensor]:
+    """Log-probabilities of the pairs under each model, on one rank. `families`: `model.family` for each."""
     device, mesh = world((1, 1, 1, 1))
-    return [build(f, device, mesh).logprobs(tiny.make_batch(pairs, [[list(range(len(pairs)))]])) for f in folders]
+    batch = tiny.make_batch(pairs, [[list(range(len(pairs)))]])
+    named = zip(folders, families or [None] * len(folders), strict=True)
+    return [build(folder, device, mesh, family=family).logprobs(batch) for folder, family in named]
 
 
 def checkpointed(

@@ -57,10 +57,70 @@ def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
     return pairs
 
 
-def scores(folders: dict[str, Path], sequences: Any, layout: Layout) -> dict[str, torch.Tensor]:
-    """Family -> scores, in micro-batches of different sizes, one of them empty."""
+def scores(
+    folders: dict[str, Path], sequences: Any, layout: Layout, steps: dict[str, Path] | None = None, ends: Any = None
+) -> dict[str, torch.Tensor]:
+    """Family -> scores, in micro-batches of different sizes, one of them empty. `steps`: folders of process reward models."""
     batch = tiny.make_batch(sequences, [[[0, 1], [2], [], [3, 4, 5]]])
-    return {family: build(folder, layout).score(batch) for family, folder in folders.items()}
+    out = {family: build(folder, layout).score(batch) for family, folder in folders.items()}
+    out |= {f"frozen {family}": frozen(folder, layout).score(batch) for family, folder in folders.items()}
+    return out | {
+        name: frozen(folder, layout, "process").score_steps(batch, ends) for name, folder in (steps or {}).items()
+    }
+
+
+def frozen(folder: Path, layout: Layout, kind: Any = "outcome") -> Any:
+    """A model that is not trained. Its weights are on the host before and after each batch."""
+    from grpo_megatron.models.reward_folder import read_reward_folder
+    from grpo_megatron.models.reward_model import FrozenRewardModel, FrozenStepModel
+
+    device, mesh = world(layout)
+    cls = FrozenStepModel if kind == "process" else FrozenRewardModel
+    model = cls(read_reward_folder(folder, kind), "float32", actor(layout, offload_reference=True), mesh, device)
+
+    def check(forward: Any) -> Any:
+        def checked(*args: Any) -> Any:
+            assert all(p.untyped_storage().nbytes() == 0 for p in model.model.parameters() if p.numel() > 1)
+            out = forward(*args)
+            assert all(p.untyped_storage().nbytes() == 0 for p in model.model.parameters() if p.numel() > 1)
+            return out
+
+        return checked
+
+    model.forward_batch = check(model.forward_batch)
+    return model
+
+
+def decoded(ids: Any) -> str:
+    """Token 7 ends a step; token 2 is a special token, which has no text."""
+    return "".join("" if token == 2 else ";" if token == 7 else "x" for token in ids)
+
+
+def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> dict[str, Any]:
+    """A step rewarded by the sum of two frozen models: 2 x the outcome model's score, 0.5 x that of the process model."""
+    from grpo_megatron.config import RewardModelConfig, ScoringModel
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.parallel.exchange import gather_groups
+    from grpo_megatron.training.reward_model import FrozenReward
+    from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer
+
+    config = RewardModelConfig.model_validate({"path": outcome, "coefficient": 2.0, "combine": combine})
+    steps = ScoringModel.model_validate({"path": process, "coefficient": 0.5, "step_separator": ";", "kind": "process"})
+    _, mesh = world(layout)
+    limits = actor(layout)
+    scorers = [
+        OutcomeScorer("", config, frozen(outcome, layout), limits),
+        ProcessScorer("prm", steps, frozen(process, layout, "process"), limits, decoded),
+    ]
+    samples = make_samples(mesh, 0)
+    table = gather_groups(samples, mesh)
+    metrics = Metrics()
+    rewarded = FrozenReward(config, scorers).reward(0, samples, table, metrics)
+    whole = [(list(s.prompt.prompt_ids), s.response_ids) for part in mesh.all_gather(samples) for s in part]
+    order = [(s.prompt_index, s.index) for part in mesh.all_gather(samples) for s in part]
+    sequences = [pair for _, pair in sorted(zip(order, whole, strict=True))]
+    reduced = metrics.reduce(mesh.all_gather)
+    return {"table": rewarded, "rules": table.reward, "sequences": sequences, "metrics": reduced}
 
 
 def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:

@@ -26,9 +26,11 @@ LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
 LLAMA3 = {**tiny.LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
 STEEP_YARN = {**YARN, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
+OWN = "tests.models.seed_oss:FAMILY"  # a family that only the config names
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # model -> (tiny family, changes)
     **{name: (name, {}) for name in ("llama2", "mistral", "qwen2", "qwen3")},
     **{name: ("llama2", MODELS[name]) for name in ("qwen3_moe", "mixtral")},
+    OWN: ("llama2", {"model_type": "seed_oss", "head_dim": 64, "attention_bias": True}),
 }
 LONG = [([7 * i * i % 101 for i in range(600)], list(range(40))), ([3 * i % 101 for i in range(640)], [5, 50])]
 
@@ -40,7 +42,9 @@ def _scaled(root: Path, name: str, rope: dict[str, Any]) -> Path:
         settings["head_dim"] = tiny.COMMON["hidden_size"] // tiny.COMMON["num_attention_heads"]
     if rope:
         settings["rope_parameters"] = rope
-    return tiny.make_model(root / f"{name}-{rope.get('rope_type')}-{len(rope)}", family, std=0.1, **settings)
+    return tiny.make_model(
+        root / f"{name.partition(':')[0]}-{rope.get('rope_type')}-{len(rope)}", family, std=0.1, **settings
+    )
 
 
 @pytest.mark.slow
@@ -49,7 +53,8 @@ def test_rope_scaling_equals_transformers(tmp_path: Path) -> None:
     cases = [(name, LINEAR) for name in SETTINGS] + [("llama2", LLAMA3), ("qwen3", LLAMA3)]
     cases += [("llama2", YARN), ("qwen2", STEEP_YARN), ("mixtral", YARN)]
     folders = [_scaled(tmp_path, name, rope) for name, rope in cases]
-    [results] = worlds.run(moe_ranks.logprobs, 1, folders=folders, pairs=LONG)
+    own = [name if name == OWN else None for name, _ in cases]
+    [results] = worlds.run(moe_ranks.logprobs, 1, folders=folders, pairs=LONG, families=own)
     for (name, rope), folder, got in zip(cases, folders, results, strict=True):
         halved = _with_rope(folder, {**rope, "factor": rope["factor"] / 2})
         for i, want in enumerate(tiny.transformers_logprobs(folder, LONG)):
@@ -69,6 +74,7 @@ def _with_rope(folder: Path, rope: dict[str, Any]) -> Path:
 
 
 COUNTS = {
+    "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a further token
     "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.2-1B": 1_235_814_400,
@@ -99,16 +105,14 @@ def _published(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("name", "feature"), [("DeepSeek-V3", "deepseek_v3"), ("gemma-2-2b", "gemma2"), ("gemma-3-1b-it", "gemma3_text")]
-)
+@pytest.mark.parametrize(("name", "feature"), [("gemma-2-2b", "gemma2"), ("gemma-3-1b-it", "gemma3_text")])
 def test_published_models_of_other_families_are_refused(name: str, feature: str) -> None:
     _refused(_published(name), f"model_type='{feature}' is not supported")
 
 
-def _refused(config: dict[str, Any], message: str) -> None:
+def _refused(config: dict[str, Any], message: str, family: str | None = None) -> None:
     with pytest.raises(UnsupportedModel) as error:
-        architecture_of(config)
+        architecture_of(config, family)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
@@ -138,7 +142,23 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and probabilities scaled to sum to 1"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: it has 4 experts"),
     ("gemma3_text", {}, "model_type='gemma3_text'"),
-    ("deepseek_v3", {}, "model_type='deepseek_v3'"),
+    (
+        "deepseek_v3",
+        {"topk_method": None},
+        "deepseek_v3 with topk_method=None: vLLM would route other than transformers",
+    ),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': vLLM would route"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported (supported: 1e-06)"),
+    ("deepseek_v3", {"first_k_dense_replace": 4}, "first_k_dense_replace=4 of 4 layers"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "needs mscale and mscale_all_dim, or neither"),
+    ("deepseek_v3", {"rope_parameters": LINEAR}, "latent attention with llama3 or linear RoPE scaling"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has a key head for each of"),
+    ("deepseek_v3", {"kv_lora_rank": 0}, "latent.kv_rank=0, not a positive integer"),
+    ("deepseek_v2", {"n_group": 3}, "8 experts in n_group=3"),
+    ("deepseek_v2", {"topk_group": 1}, "a token cannot select num_experts_per_tok=4 of them"),
+    ("deepseek_v2", {"topk_method": "greedy"}, "topk_method=greedy and n_group=4: vLLM would limit the groups"),
 ]
 
 
@@ -148,6 +168,24 @@ def test_what_cannot_be_expressed_is_refused_in_one_line(family: str, changes: d
     if family in FAMILIES:
         architecture_of(base)  # without the changes it is supported
     _refused({**base, **changes}, message)
+
+
+def test_a_family_of_the_users_own_is_found_by_its_name() -> None:
+    """And not by model_type. Every way to name none is one line that says what to write."""
+    config = {**tiny.COMMON, "model_type": "seed_oss", "attention_bias": True}
+    arch = architecture_of(config, OWN)
+    assert arch.family == OWN and arch.qkv_bias
+    assert sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values()) == arch.num_parameters()
+    _refused(config, "model_type='seed_oss' is not supported (supported: ")
+    for family, message in (
+        ("tests.models.seed_oss:FAMILIES", "module 'tests.models.seed_oss' has no attribute 'FAMILIES'"),
+        ("tests.models.no_such:FAMILY", "cannot import module 'tests.models.no_such'"),
+        ("tests.models.seed_oss:NO_TABLE", "has no function architecture_from and no weight_table; name a"),
+        ("tests.models.seed_oss:NO_ARCHITECTURE", "architecture_from returned a dict, not a"),
+        ("seed_oss", "model_type='seed_oss' is not supported"),
+    ):
+        _refused(config, message, family)
+    _refused({**config, "attention_out_bias": True}, "Seed-OSS with attention_out_bias=true", OWN)
 
 
 @pytest.mark.parametrize(("family", "key"), [("qwen3_moe", "num_experts"), ("mixtral", "num_local_experts")])

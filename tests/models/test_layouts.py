@@ -23,6 +23,7 @@ from tests.models.gradients import transformers_backward
 PAIRS = tiny.make_sequences(6)
 EXACT = 5e-6
 UPDATED = ("qwen3", "qwen2-tied")  # q/k norms; biases, and an embedding that two pipeline stages share
+SPREAD_NORMS = "olmo2"  # q/k norms over the heads of all tensor-parallel ranks: in the layouts that differ for them
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, Path]) -> dict[tuple[str, bool], dict]:
-    folders = {family: models[family] for family in UPDATED}
+    folders = {family: models[family] for family in (*UPDATED, SPREAD_NORMS)}
     return worlds.run(policy_ranks.updates, 1, folders=folders, pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"], micro=2)[
         0
     ]
@@ -72,7 +73,7 @@ def by_hand(models: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     batch = tiny.make_batch(PAIRS, [], masked=True)
     assert 0 < int(batch.loss_mask.sum()) < int(batch.response_mask.sum())
-    for family in UPDATED:
+    for family in (*UPDATED, SPREAD_NORMS):
         model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float64)
         for row, (prompt, response) in enumerate(PAIRS):
             in_loss = batch.loss_mask[row].nonzero().squeeze(1)
@@ -96,7 +97,7 @@ def near(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert max(gradient.abs().max() for gradient in want.values()) > 0.1
 
 
-@pytest.mark.parametrize("family", UPDATED)
+@pytest.mark.parametrize("family", (*UPDATED, SPREAD_NORMS))
 def test_gradients_equal_those_of_a_hand_built_loss_without_the_masked_tokens(
     alone: dict[tuple[str, bool], dict], by_hand: dict[str, dict[str, torch.Tensor]], family: str
 ) -> None:
@@ -116,7 +117,8 @@ def test_gradients_and_weights_do_not_depend_on_the_layout(
 ) -> None:
     """The norm too: it decides the clipping. Only the norm shows a shard that is counted twice or not at all."""
     shape = policy_ranks.LAYOUTS[layout]
-    folders = {family: models[family] for family in UPDATED}
+    names = (*UPDATED, SPREAD_NORMS) if layout in ("TP2", "TP2xPP2+SP") else UPDATED
+    folders = {family: models[family] for family in names}
     for results in worlds.run(policy_ranks.updates, shape[0], folders=folders, pairs=PAIRS, layout=shape, micro=2):
         for (family, distributed), got in results.items():
             want = alone[family, distributed]

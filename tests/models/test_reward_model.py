@@ -47,6 +47,48 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders | {"mixtral": make_classifier(root / "mixtral", "mixtral", **CLASSIFIERS_MOE)}
 
 
+def make_step_classifier(folder: Path, **changes: Any) -> Path:
+    """A random *ForTokenClassification with two labels, which transformers gives a bias."""
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    settings = {**tiny.COMMON, **tiny.FAMILIES["qwen2"], "num_labels": 2, "num_hidden_layers": 2, **changes}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
+    model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise if "score" in name else 0.06 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def step_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("steps")
+    return {
+        "two labels": make_step_classifier(root / "two"),
+        "one label": make_step_classifier(root / "one", num_labels=1),
+    }
+
+
+def transformers_steps(folder: Path, sequences: Any, ends: list[list[int]]) -> list[list[float]]:
+    """The log-odds at the last response token of each step."""
+    from transformers import AutoModelForTokenClassification
+
+    model, out = AutoModelForTokenClassification.from_pretrained(folder).eval(), []
+    for (prompt, response), row_ends in zip(sequences, ends, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response])).logits[0]
+        odds = logits[:, -1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, 0]
+        out.append([odds[len(prompt) + end].item() for end in row_ends])
+    return out
+
+
+ENDS = [sorted({0, len(response) // 2, len(response) - 1}) for _, response in SEQUENCES]
+ENDS[2] = []  # a row without a step
+
+
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("reward") / "qwen2-tied", "qwen2-tied", num_hidden_layers=2)
@@ -67,11 +109,23 @@ def transformers_scores(folder: Path, sequences: list[tuple[list[int], list[int]
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2xPP2+SP"])
-def test_scores_of_every_kind_equal_transformers(models: dict[str, Path], layout: str) -> None:
-    """On every rank. The models cover biases, tied embeddings, llama3 RoPE, q/k norms, experts, and padding at the end."""
+def test_scores_of_every_kind_equal_transformers(
+    models: dict[str, Path], step_models: dict[str, Path], layout: str
+) -> None:
+    """On every rank. The models cover biases, tied embeddings, llama3 RoPE, q/k norms, experts, and padding at the end.
+
+    The scores of the same models when frozen and offloaded, and of process models at the ends of steps.
+    """
     want = {family: transformers_scores(folder, SEQUENCES) for family, folder in models.items()}
+    want |= {f"frozen {family}": scores for family, scores in want.items()}
+    for name, folder in step_models.items():
+        want[name] = torch.zeros(len(SEQUENCES), 3)
+        for row, scores in enumerate(transformers_steps(folder, SEQUENCES, ENDS)):
+            want[name][row, : len(scores)] = torch.tensor(scores)
     shape = policy_ranks.LAYOUTS[layout]
-    for got in worlds.run(reward.scores, shape[0], folders=models, sequences=SEQUENCES, layout=shape):
+    inputs = {"folders": models, "steps": step_models, "ends": ENDS, "sequences": SEQUENCES, "layout": shape}
+    for got in worlds.run(reward.scores, shape[0], **inputs):
+        assert got.keys() == want.keys()
         for family, scores in got.items():
             assert scores.std() > 0.1
             torch.testing.assert_close(scores, want[family], rtol=0, atol=1e-5, msg=family)
@@ -147,6 +201,49 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(models: dict[st
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combine", ["replace", "add"])
+def test_frozen_models_reward_a_step_in_every_layout(
+    models: dict[str, Path], step_models: dict[str, Path], combine: str
+) -> None:
+    """reward = 2 x score + 0.5 x the smallest probability of a step (+ the rule's reward, which is the last step's, too).
+
+    Steps end at token 7 and at the end. A 7 after another, or at the start, ends no step.
+    """
+    process = step_models["two labels"]
+    for name in ("1", "DP2", "TP2xPP2+SP") if combine == "replace" else ("1",):
+        shape = policy_ranks.LAYOUTS[name]
+        inputs = {"outcome": models["qwen2"], "process": process, "layout": shape, "combine": combine}
+        for got in worlds.run(reward.frozen_loop, shape[0], **inputs):
+            sequences, table = got["sequences"], got["table"]
+            ends = [[end for end, _ in row] for row in table.step_rewards]
+            assert ends == [expected_ends(response) for _, response in sequences] and max(map(len, ends)) > 2
+            scores = transformers_scores(models["qwen2"], sequences).tolist()
+            odds = transformers_steps(process, sequences, ends)
+            rules = got["rules"] if combine == "add" else [0.0] * len(scores)
+            for row, (score, rule) in enumerate(zip(scores, rules, strict=True)):
+                right = torch.tensor(odds[row]).sigmoid().tolist()
+                assert table.reward[row] == pytest.approx(rule + 2 * score + 0.5 * min(right), abs=1e-5)
+                steps = [0.5 * p for p in right]
+                steps[-1] += 2 * score + rule
+                assert [value for _, value in table.step_rewards[row]] == pytest.approx(steps, abs=1e-5)
+            metrics, flat = got["metrics"], [p for row in odds for p in torch.tensor(row).sigmoid().tolist()]
+            assert metrics["reward_model/score/mean"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+            assert metrics["reward_model/prm/step_score/mean"] == pytest.approx(sum(flat) / len(flat), abs=1e-5)
+            assert metrics["reward_model/prm/steps/mean"] == len(flat) / len(scores)
+            assert {"reward_model/agreement", "reward_model/prm/agreement"} <= metrics.keys()
+            assert metrics["reward_model/rule_reward/mean"] == sum(got["rules"]) / len(scores)
+
+
+def expected_ends(response: list[int]) -> list[int]:
+    """By hand: a 7 after a token that is neither 7 nor the special token 2; then what is left, if it has text."""
+    ends, has_text = [], False
+    for place, token in enumerate(response):
+        if token == 7 and has_text:
+            ends.append(place)
+        has_text = token not in (2, 7) or (has_text and token == 2)
+    return [*ends, len(response) - 1] if has_text or not ends else ends
 
 
 def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:

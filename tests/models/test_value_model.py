@@ -99,6 +99,14 @@ def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, An
         assert got["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
 
 
+def test_bfloat16_and_overlapped_gathers(models: dict[str, Path], alone: dict[str, Any]) -> None:
+    """Offloading changes no bit here either. The head stays float32, so values are near those of float32."""
+    for got in worlds.run(value.in_bfloat16, 2, folder=models["qwen2"], pairs=PAIRS):
+        assert got["weights"]["score.weight"].dtype == torch.float32
+        assert got["weights"]["model.norm.weight"].dtype == torch.bfloat16
+        assert got["metrics"]["critic/grad_norm"] == pytest.approx(alone["metrics"]["critic/grad_norm"], rel=0.05)
+
+
 def test_a_critic_that_starts_as_a_language_model_is_saved_as_a_token_classifier(tmp_path: Path) -> None:
     """After two updates. transformers and another layout compute the same values from the folder."""
     folder, target = tiny.make_model(tmp_path / "model", "qwen2-tied", num_hidden_layers=2), tmp_path / "critic"

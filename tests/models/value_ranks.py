@@ -14,7 +14,9 @@ from tests.models.gradients import named_gradients
 HEADS = ("score.weight", "score.bias")
 
 
-def build(folder: Path, layout: reward_ranks.Layout, *, offload: bool = False, **megatron: Any) -> Any:
+def build(
+    folder: Path, layout: reward_ranks.Layout, *, offload: bool = False, dtype: str = "float32", **megatron: Any
+) -> Any:
     from grpo_megatron.config import CriticConfig
     from grpo_megatron.models.reward_folder import read_reward_folder
     from grpo_megatron.models.value_model import ValueModel
@@ -23,7 +25,7 @@ def build(folder: Path, layout: reward_ranks.Layout, *, offload: bool = False, *
     config = CriticConfig.model_validate({"offload": offload, "optim": optim})
     device, mesh = reward_ranks.world(layout)
     actor = reward_ranks.actor(layout, **megatron)
-    model = ValueModel(config, read_reward_folder(folder, "value"), "float32", actor, mesh, device)
+    model = ValueModel(config, read_reward_folder(folder, "value"), dtype, actor, mesh, device)
     with model.in_use():
         model.set_optimizer(config.optim, 2)
     return model
@@ -51,11 +53,23 @@ def update(folder: Path, pairs: Any, layout: reward_ranks.Layout) -> dict[str, A
     batch = make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp))
     model.backward_values(batch, batch.mini_batches[0])
     gradients = whole(model, named_gradients(model))
-    plain, offloaded = (trained(build(folder, layout, offload=offload), batch) for offload in (False, True))
+    return {"gradients": gradients, **trained_offloaded_or_not(folder, batch, layout)}
+
+
+def trained_offloaded_or_not(folder: Path, batch: Any, layout: reward_ranks.Layout, **options: Any) -> dict[str, Any]:
+    """What `trained` returns, which must be the same bits with and without offloading."""
+    plain, offloaded = (trained(build(folder, layout, offload=offload, **options), batch) for offload in (False, True))
     assert all(torch.equal(plain["weights"][name], offloaded["weights"][name]) for name in plain["weights"])
     assert torch.equal(plain["values"], offloaded["values"]) and plain["metrics"] == offloaded["metrics"]
     assert offloaded["on_device"] < plain["on_device"] / 20
-    return {"gradients": gradients, **plain}
+    return plain
+
+
+def in_bfloat16(folder: Path, pairs: Any) -> dict[str, Any]:
+    """Two ranks, and weights that are gathered during the next forward pass."""
+    batch = make_batch(pairs, policy_ranks.share(len(pairs), reward_ranks.world((2, 1, 1, False))[1].dp_rank, 2))
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    return trained_offloaded_or_not(folder, batch, (2, 1, 1, False), dtype="bfloat16", **overlap)
 
 
 def trained(model: Any, batch: Any) -> dict[str, Any]:

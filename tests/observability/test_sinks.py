@@ -16,8 +16,8 @@ import pytest
 
 from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.observability import curves
+from grpo_megatron.observability.columns import CONSOLE_COLUMNS, SUPERVISED_COLUMNS, console_columns
 from grpo_megatron.observability.sinks import (
-    CONSOLE_COLUMNS,
     ConsoleSink,
     JsonlSink,
     build_sinks,
@@ -257,6 +257,20 @@ def test_a_score_that_is_missing_after_training_is_a_dash(tmp_path: Path) -> Non
     assert ["b/acc/mean@1", "0.2500", "-"] in lines
 
 
+def test_a_supervised_run_shows_its_losses() -> None:
+    """The validation loss of a step is the mean over the files; no rewards, clips and gaps."""
+    stream = io.StringIO()
+    columns = console_columns({"algorithm": {"source": "file"}})
+    sink = ConsoleSink(2, stream=stream, columns=columns)
+    sink.log(0, {"actor/pg_loss": 2.5, "val/loss/a": 1.0, "val/loss/b": 2.0, "actor/lr": 1e-3})
+    *_, header, row = stream.getvalue().splitlines()
+    cells = dict(zip(header.replace("val acc", "acc").replace("val loss", "val").split(), row.split(), strict=False))
+    assert columns == SUPERVISED_COLUMNS != CONSOLE_COLUMNS == console_columns(None)
+    scored = console_columns({"algorithm": {"source": "file"}, "actor": {"loss_mode": "step_labels"}})
+    assert "actor/step_accuracy" in [column.metric for column in scored] and len(scored) == len(columns)
+    assert (cells["loss"], cells["val"], cells["acc"], cells["step"]) == ("2.5000", "1.5000", "-", "0")
+
+
 def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
     """Validated at steps 0 and 2 before an interruption, and at 4 after it: the table compares steps 0 and 4."""
     run, accuracy, sampled = config(tmp_path, "console", "jsonl"), "val-core/gsm8k/acc/mean@1", "val-aux/gsm8k/length"
@@ -270,8 +284,8 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
         summary.show(sinks)
     table, _, files = stream.getvalue().strip().partition("\n\n")
     assert [line.split() for line in table.splitlines()] == [
-        ["held-out", "problems", "before", "after"],
-        ["-----------------", "------", "------"],
+        ["held-out", "data", "before", "after"],
+        ["----------------", "------", "------"],
         ["gsm8k/acc/mean@1", "0.2500", "0.7500"],  # val-aux has one value only: there is nothing to compare
     ]
     assert [line.split()[0] for line in files.splitlines()] == [

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from grpo_megatron.types import Prompt, Sample
 
@@ -17,13 +22,14 @@ def draw(num_prompts: int, n: int) -> list[Sample]:
     """
     samples = []
     for p in range(num_prompts):
-        prompt = Prompt(f"t/{p}", tuple(range(1, 2 + p)), "", "", "t", "r")
+        prompt = Prompt(f"t/{p}", tuple(range(1, 2 + p)), "", f"{p}", "t", "r", question=f"question {p}")
         for i in range(n):
             rng = random.Random(f"{p}/{i}")
             length = rng.randint(1, 9)
             ids = [rng.randint(0, 50000) for _ in range(length)]
             logprobs = [-rng.random() for _ in ids]
             sample = Sample(prompt, p, i, ids, logprobs, rng.choice(["stop", "length"]), version=0)
+            sample.text = f"response {p} {i}"
             if (p, i) == (0, 1):
                 sample.loss_mask = [0] * length
             elif i == 2:
@@ -33,7 +39,8 @@ def draw(num_prompts: int, n: int) -> list[Sample]:
     return samples
 
 
-def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int) -> dict[str, Any]:
+def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int, out: Path) -> dict[str, Any]:
+    """Also writes the samples into `out`, a rollout file; its folder refuses the file of step 1."""
     from grpo_megatron.algo.plan import make_plan
     from grpo_megatron.config import ActorConfig, AlgorithmConfig
     from grpo_megatron.device import Device
@@ -52,6 +59,7 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int) -> di
     batch = exchange(held, table, plan, mesh)
     rows = batch.rows
     return {
+        "refused": write_rollouts(out, held, table, plan, mesh),
         "dp_rank": mesh.dp_rank,
         "holders": len(set(table.holder)),
         "loss_spans": (unmasked.loss_spans, table.loss_spans),
@@ -66,6 +74,31 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int) -> di
         "padding": bool((batch.loss_mask & ~batch.response_mask).any()),
         "plan_weights": plan.token_weights,
     }
+
+
+def write_rollouts(out: Path, held: list[Sample], table: Any, plan: Any, mesh: Any) -> str:
+    """Write step 0, then step 1 on a full disk, then step 2. Returns the message of step 1's failure."""
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.parallel.mesh import RankError
+    from grpo_megatron.training import rollout_files
+
+    files = rollout_files.RolloutFiles(out, out / "run", mesh, tokenizer=None)
+    refused = ""
+    with mock.patch.object(rollout_files, "TOKENS_PER_PART", 20):
+        files.write(0, Metrics(), held, table, plan)
+        try:
+            with mock.patch.object(rollout_files, "write_file", full_disk):
+                files.write(1, Metrics(), held, table, plan)
+        except RankError as error:
+            refused = str(error)
+        files.write(2, Metrics(), held, table, plan)
+    return refused
+
+
+def full_disk(path: Path, parts: Iterator[str]) -> None:
+    """Fails after the first part: the others are on their way to rank 0."""
+    next(parts)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def drawn_twice() -> str:

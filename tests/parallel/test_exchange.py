@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -28,14 +31,23 @@ def float32(values: list[float]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict:
-    return worlds.run(exchange_ranks.roundtrip, 1, tp=1, pp=1, rollout_tp=1, num_prompts=5, n=3)[0]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    out = tmp_path_factory.mktemp("alone") / "rollouts"
+    result: dict = worlds.run(exchange_ranks.roundtrip, 1, tp=1, pp=1, rollout_tp=1, num_prompts=5, n=3, out=out)[0]
+    return {**result, "rollouts": {path.name: path.read_text() for path in out.glob("step_*.jsonl")}}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_row_arrives_once_per_replica_with_exact_advantages(alone: dict, layout: tuple[int, ...]) -> None:
+def test_every_row_arrives_once_per_replica_with_exact_advantages(
+    alone: dict, layout: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The rollout files, which rank 0 writes, are also the same bytes in every layout."""
     world, tp, pp, rollout_tp = layout
-    results = worlds.run(exchange_ranks.roundtrip, world, tp=tp, pp=pp, rollout_tp=rollout_tp, num_prompts=5, n=3)
+    arguments = {"tp": tp, "pp": pp, "rollout_tp": rollout_tp, "num_prompts": 5, "n": 3, "out": tmp_path}
+    results = worlds.run(exchange_ranks.roundtrip, world, **arguments)
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == alone["rollouts"]
+    assert all("rank 0: cannot write the rollouts of step 1" in result["refused"] for result in results)
+    assert all("No space left on device" in result["refused"] for result in results)
     samples = exchange_ranks.draw(5, 3)
     dp = world // (tp * pp)
     assert results[0]["holders"] == world // rollout_tp
@@ -58,6 +70,21 @@ def test_every_row_arrives_once_per_replica_with_exact_advantages(alone: dict, l
     assert len(by_replica) == dp
     trained = sorted(row for rows in by_replica.values() for row in rows)
     assert trained == [row for row in range(15) if row not in (1, 3)]  # (0, 1) has no loss token, (1, 0) no reward
+
+
+def test_a_rollout_file_has_every_sample_in_order(alone: dict) -> None:
+    assert sorted(alone["rollouts"]) == ["step_000000.jsonl", "step_000002.jsonl"]
+    lines = [json.loads(line) for line in alone["rollouts"]["step_000002.jsonl"].splitlines()]
+    samples = exchange_ranks.draw(5, 3)
+    assert [(row["group"], row["index"]) for row in lines] == [(s.prompt_index, s.index) for s in samples]
+    for row, sample, advantage in zip(lines, samples, alone["advantages"], strict=True):
+        assert (row["prompt"], row["answer"]) == (f"question {row['group']}", f"{row['group']}")
+        assert row["response"] == f"response {row['group']} {row['index']}"
+        assert row["reward"] == row["score"] == (None if math.isnan(sample.reward) else sample.reward)
+        is_trained_on = (row["group"], row["index"]) not in ((0, 1), (1, 0))  # no loss token, no reward
+        assert row["advantage"] == (advantage if is_trained_on else None)
+        assert (row["step"], row["version"], row["finish_reason"]) == (2, 0, sample.finish_reason)
+        assert row["response_tokens"] == len(sample.response_ids)
 
 
 def test_masks_travel_as_spans_and_only_where_there_is_a_zero(alone: dict) -> None:

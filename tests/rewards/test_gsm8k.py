@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from grpo_megatron.rewards import rewards
 from grpo_megatron.rewards.arithmetic import arithmetic_reward
+from grpo_megatron.rewards.graded import graded_reward
 from grpo_megatron.rewards.gsm8k import (
     contains_number,
-    graded_reward,
     gsm8k_reward,
     marked_number,
     numeric_answer,

@@ -29,7 +29,17 @@ os._exit(3)
 
 def test_built_in_rewards() -> None:
     assert rewards.names() == [
-        *("arithmetic", "arithmetic_steps", "format", "graded", "gsm8k", "gsm8k_flexible", "gsm8k_strict", "math")
+        *(
+            "arithmetic",
+            "arithmetic_steps",
+            "composite",
+            "format",
+            "graded",
+            "graded_answer",
+            "gsm8k",
+            "gsm8k_flexible",
+        ),
+        *("gsm8k_strict", "judge", "language", "length", "math", "repetition", "tag_count"),
     ]
 
 

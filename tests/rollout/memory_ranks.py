@@ -31,6 +31,7 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 # vLLM's attention on CPU needs head sizes that are multiples of 32
 CHANGES = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4}
@@ -55,9 +56,13 @@ class Subject:
     def weights(self, seed: int) -> Weights:
         generator = torch.Generator().manual_seed(seed)
         return {
-            name: (0.1 * torch.randn(tensor.shape, generator=generator)).to(self.dtype)
+            name: (0.1 * torch.randn(tensor.shape, generator=generator)).to(self._dtype_of(name))
             for name, tensor in self.tensors.tensors.items()
         }
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """A router's bias is float32 in a bfloat16 model too."""
+        return torch.float32 if name.endswith("e_score_correction_bias") else self.dtype
 
     def expected(self, whole: Weights) -> Expected:
         shares = [share for tensor in self.tensors.tensors.values() for share in self._shares(tensor)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu
 from tests.rollout.memory_ranks import attest
 from tests.worlds import run
 
@@ -19,6 +20,7 @@ CASES = {
         ("qwen3", "bfloat16", False),
         ("llama-tied", "float32", False),
         ("qwen3-moe", "float32", False),
+        ("deepseek-v3", "bfloat16", False),
     ],
     2: [
         ("qwen3-moe", "bfloat16", True),
@@ -32,4 +34,5 @@ CASES = {
 
 @pytest.mark.parametrize("tp", CASES)
 def test_wrong_weights_are_named_and_good_ones_never(tp: int, tmp_path: Path) -> None:
-    run(attest, tp, folder=tmp_path, tp=tp, cases=CASES[tp])
+    cases = [case for case in CASES[tp] if computes_latents_on_cpu() or case[0] != "deepseek-v3"]
+    run(attest, tp, folder=tmp_path, tp=tp, cases=cases)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from grpo_megatron.config import DataConfig, ReplayConfig, RolloutConfig
+from grpo_megatron.config import ConfigError, DataConfig, ReplayConfig, RolloutConfig
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.sampling.build import prompt_sampler
 from grpo_megatron.sampling.collector import (
     FileCollector,
     Group,
@@ -90,6 +93,41 @@ def test_a_resumed_collector_goes_on_with_the_next_prompt() -> None:
     second.load_state(json.loads(json.dumps(first.state())))
     collect(second, range(2, 4), count=2)
     assert halves.draws == whole.draws
+
+
+def weighted_collector(generator: Any, weights: list[float]) -> PolicyCollector:
+    """Of five prompts with pass rates 0, 0.2, ... 0.8, in batches of 2."""
+    data = DataConfig.model_validate(
+        {"train_batch_size": 2, "sampling": {"pass_rates": "rates.jsonl", "weight": "file"}}
+    )
+    prompts = [replace(prompt(i), pass_rate=0.2 * i, weight=weight) for i, weight in enumerate(weights)]
+    return PolicyCollector(generator, prompt_sampler(prompts, data), data, RolloutConfig(n=3))
+
+
+def test_weighted_draws_are_in_proportion_reported_and_go_on_after_a_resume() -> None:
+    """Ten draws are two epochs: prompts of weight 3, 1, 1, 0, 0 come 6, 2, 2, 0, 0 times."""
+    whole, halves = FakeGenerator(), FakeGenerator()
+    collected = collect(weighted_collector(whole, [0, 1, 0, 3, 1]), range(5), count=2)
+    drawn = [int(uid[2:]) for draw in whole.draws for uid in draw["uids"]]
+    assert Counter(drawn) == {3: 6, 1: 2, 4: 2}
+    pairs = [drawn[i : i + 2] for i in range(0, 10, 2)]
+    assert column(collected, "data/pass_rate/mean") == pytest.approx([0.2 * sum(pair) / 2 for pair in pairs])
+    first = weighted_collector(halves, [0, 1, 0, 3, 1])
+    collect(first, range(2), count=2)
+    state = json.loads(json.dumps(first.state()))
+    second = weighted_collector(halves, [0, 1, 0, 3, 1])
+    second.load_state(state)
+    collect(second, range(2, 5), count=2)
+    assert halves.draws == whole.draws
+    with pytest.raises(ConfigError, match="gives other prompts or weights than in the checkpoint"):
+        weighted_collector(halves, [0, 1, 0, 3, 2]).load_state(state)
+
+
+def test_without_pass_rates_nothing_is_reported_and_the_state_is_the_position() -> None:
+    collector = policy_collector(FakeGenerator())
+    [(_, metrics)] = collect(collector, range(1), count=2)
+    assert "data/pass_rate/mean" not in metrics
+    assert collector.state() == {"cursor": 2}
 
 
 def test_the_initial_model_is_streamed_once_per_step() -> None:
@@ -235,6 +273,8 @@ def test_the_age_of_a_replayed_group_counts_from_its_draw() -> None:
     assert max(age for step in ages(collected) for age in step) == 2
     for step, (groups, metrics) in enumerate(collected):
         replayed = groups[: int(metrics["train/replayed_groups"])]
+        marked = [all(sample.is_replayed for sample in group.samples) for group in groups]
+        assert marked == [True] * len(replayed) + [False] * (len(groups) - len(replayed))
         assert metrics["train/replay_staleness_max"] == max((step - g.version for g in replayed), default=0)
 
 

@@ -87,12 +87,12 @@ class SlowPool:
         self.events: list[str] = []
         self.seconds = seconds
         self.problem = problem
-        self.items: list[tuple[str, str, str]] = []
+        self.items: list[tuple[str, str, str, str]] = []
 
     def begin(self, names: list[str]) -> None:
         self.events, self.items = [f"begin {names}"], []
 
-    def submit(self, item: tuple[str, str, str]) -> None:
+    def submit(self, item: tuple[str, str, str, str]) -> None:
         self.events.append("submit")
         self.items.append(item)
 
@@ -103,7 +103,7 @@ class SlowPool:
 
     def collect(self) -> list[RewardResult]:
         self.events.append("collect")
-        return [RewardResult(float(len(text)), {"acc": 1.0}, seconds=self.seconds) for _, text, _ in self.items]
+        return [RewardResult(float(len(text)), {"acc": 1.0}, seconds=self.seconds) for _, text, _, _ in self.items]
 
 
 def draw_and_grade(pool: SlowPool, num_draws: int = 1) -> tuple[list[Sample], SeedEngine]:
@@ -189,3 +189,20 @@ def test_a_step_ends_with_the_token_that_completes_it() -> None:
 
 def test_steps_within_one_token_are_one_step() -> None:
     assert steps_of([0, 1, 2, 3], [(5, 1.0), (6, 0.0), (8, 0.5)]) == [(3, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "question"), [("gsm8k", ""), ("composite", "Q <think>\n"), ("judge", "Q <think>\n")]
+)
+def test_a_reward_reads_the_whole_turn_and_if_it_asks_the_prompt(reward: str, question: str) -> None:
+    """The prompt has opened the thought: 8 characters, which are not those of the response's steps."""
+    pool = SlowPool()
+    pool.collect = lambda: [RewardResult(1.0, steps=((4, 0.5), (8 + 3, 1.0), (8 + 8, 0.0)))]  # type: ignore[method-assign]
+    grading = Grading(pool, Letters())  # type: ignore[arg-type]
+    sample = Sample(Prompt("u", (1,), "Q <think>\n", "42", "s", reward), 0, 0, [0, 1, 2, 3], [0.0] * 4, "stop", 0)
+    grading.begin([reward])
+    grading.add(sample)
+    assert grading.finish() is None
+    assert pool.items == [(reward, "<think>\nabc\ndefg", "42", question)]
+    assert sample.text == "abc\ndefg"
+    assert sample.steps == [(0, 0.5), (1, 1.0), (3, 0.0)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.families import hf_shapes, table_of
+from grpo_megatron.models.families import table_of
 from grpo_megatron.models.mapping import WeightRow, expand_table
 from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
@@ -24,6 +24,7 @@ from grpo_megatron.sync.pool import Pool
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.rounds import Rounds, Traffic, plan_rounds
 from grpo_megatron.sync.transport import Envelope
+from tests.sync.architectures import planned_shapes
 
 HANG_S = 120.0
 
@@ -121,7 +122,7 @@ def world(
 ) -> World:
     plan, rounds, traffic = planned(arch, grid, sizes, budget)
     generator = torch.Generator().manual_seed(0)
-    whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in hf_shapes(arch).items()}
+    whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in planned_shapes(arch).items()}
     return World(arch, grid, plan, rounds, traffic, whole)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.models.families import hf_shapes, table_of
+from grpo_megatron.models.families import table_of
 from grpo_megatron.models.mapping import expand_table, is_layered
 from grpo_megatron.models.sync_parameters import engine_tensors, sync_parameters
 from grpo_megatron.parallel.grid import Grid
@@ -18,7 +18,7 @@ from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.rank_plan import RankPlan
 from grpo_megatron.sync.rounds import choose_rounds
 from grpo_megatron.sync.tensors import EngineTensors
-from tests.sync.architectures import FAMILIES, architecture
+from tests.sync.architectures import FAMILIES, architecture, planned_shapes
 
 Weights = dict[str, torch.Tensor]
 # (world, tp, pp, ep, rollout tp)
@@ -28,7 +28,7 @@ LAYOUTS = [(1, 1, 1, 1, 1), (4, 2, 2, 1, 4), (8, 4, 1, 1, 2), (8, 2, 2, 2, 8), (
 @cache
 def weights_of(family: str) -> Weights:
     generator = torch.Generator().manual_seed(1)
-    shapes = hf_shapes(architecture(family))
+    shapes = planned_shapes(architecture(family))
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
@@ -39,7 +39,8 @@ def expected_of(family: str, layout: tuple[int, ...], whole: Weights) -> tuple[E
     rows = {row.megatron: row for row in expand_table(table_of(arch), arch)}
     stages = {name: i * pp // len(rows) if is_layered(row) else 0 for i, (name, row) in enumerate(rows.items())}
     parameters = sync_parameters(arch, grid, stages)
-    engine = engine_tensors(arch, rollout_tp, reads_shards=True)
+    complete, names = engine_tensors(arch, rollout_tp, reads_shards=True), planned_shapes(arch)
+    engine = EngineTensors(*({name: part[name] for name in names} for part in (complete.tensors, complete.spans)))
     plan = SyncPlan(parameters, engine.spans, grid)
     rounds, _ = choose_rounds(plan, 1 << 20)
     total: Any = 0

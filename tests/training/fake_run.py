@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,11 @@ import torch
 
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
+from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.sync.attest import Expected
-from grpo_megatron.training import build, references
+from grpo_megatron.training import build, references, validation_loss, warm_up
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
 ARCH: dict[str, Any] = {
@@ -34,6 +36,10 @@ ARCH: dict[str, Any] = {
     "ffn_hidden_size": 16,
     "num_experts": 0,
     "experts_per_token": 0,
+    "latent": None,
+    "shared_ffn_hidden_size": 0,
+    "num_dense_layers": 0,
+    "dense_ffn_hidden_size": 0,
 }
 
 WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
@@ -193,7 +199,7 @@ class FakeCheckpoints:
 
     def save(self, step: int, policy: FakePolicy, config: Config, run: Any, parts: Any) -> Path:
         folder: Path = self.root / f"step_{step:06d}"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         content = {"step": step, "updates": policy.updates, "run": run, "config": config.model_dump(mode="json")}
         (folder / "trainer.json").write_text(json.dumps(content))
         self.events.append(("save", step))
@@ -220,11 +226,19 @@ class FakeStopping:
 
 
 def run(
-    output_dir: Path, *, rows: list[Any] | None = None, stop_after: int | None = None, **sections: dict[str, Any]
+    output_dir: Path,
+    *,
+    rows: list[Any] | None = None,
+    num_loss_rows: int = 0,
+    stop_after: int | None = None,
+    stop_warm_up_after: int | None = None,
+    **sections: dict[str, Any],
 ) -> tuple[list[Any], list[dict[str, float]]]:
     """Run a Trainer of six prompts, two per step, and three held-out ones. Returns the events and metrics.jsonl.
 
-    `sections` are merged into the config. `stop_after`: interrupted, as by a signal, after so many steps.
+    With algorithm.source=file, the six prompts have one response each and nothing is held out. `sections` are merged into
+    the config. `stop_after`, `stop_warm_up_after`: interrupted, as by a signal, after so many steps. `rows` are those of the
+    warm-up. `num_loss_rows`: rows of `data.val_loss_files`, of 1, 2, 3... response tokens.
     """
     raw: dict[str, Any] = {
         "model": {"path": "start"},
@@ -244,14 +258,24 @@ def run(
     for section, values in sections.items():
         raw[section] = {**raw.get(section, {}), **values}
     config = Config.model_validate(raw)
+    is_from_file = config.algorithm.source == "file"
     checked = SimpleNamespace(
         arch=SimpleNamespace(**ARCH),
         tokenizer=None,
         train_prompts=[prompt(i) for i in range(6)],
-        val_prompts=[prompt(100 + i) for i in range(3)],
+        val_prompts=[] if is_from_file else [prompt(100 + i) for i in range(3)],
         supervised_rows=rows or [],
-        offline_groups=[],
+        offline_groups=[(prompt(i), [WrittenResponse([7, 1])], [1.0]) for i in range(6)] if is_from_file else [],
         environment=None,
+        scored_folder=None,
+        reward_folder=None,
+        reward_folders={},
+        critic_folder=None,
+        val_loss_groups=[
+            (replace(prompt(200 + i), uid=f"task/held_out/{i}"), [WrittenResponse([7] * i + [1])], [1.0])
+            for i in range(num_loss_rows)
+        ],
+        resolved=lambda config: config,
     )
     events: list[Any] = []
     policies: list[FakePolicy] = []
@@ -281,6 +305,7 @@ def run(
             tokens=[torch.tensor([*s.prompt.prompt_ids, *s.response_ids]) for s in drawn],
             prompt_lengths=[len(s.prompt.prompt_ids) for s in drawn],
             rollout_logprobs=[torch.tensor(s.rollout_logprobs) for s in drawn],
+            loss_spans=[table.spans_of(row) for row in chosen],
         )
 
     def show(summary: Summary, sinks: Any) -> None:
@@ -290,15 +315,21 @@ def run(
         trainer_module: {
             "join_world": lambda config, device: LoneMesh(),
             "destroy_mesh": lambda: events.append("destroy mesh"),
-            "Policy": build_policy,
             "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
-            "build_reward_model": lambda config, mesh, device: FakeRewardModel(events),
+            "build_reward_model": lambda config, checked, mesh, device: FakeRewardModel(events),
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
             "save_hf": save_hf,
             "checkpoint_bytes": lambda arch, dtype: 0,
         },
+        warm_up: {
+            "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
+            "Stopping": lambda config, mesh: FakeStopping(events, stop_warm_up_after),
+            "exchange": local_exchange,
+        },
+        validation_loss: {"exchange": local_exchange},
         build: {
+            "Policy": build_policy,
             "build_rollout_engine": build_rollout_engine,
             "build_resharding": lambda *_: FakeResharding(),
             "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),

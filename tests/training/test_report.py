@@ -15,6 +15,7 @@ from grpo_megatron.observability.flops import ModelShape
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.report import StepReport
+from grpo_megatron.training.rollout_files import NoRolloutFiles
 from grpo_megatron.types import GroupTable, Plan
 from tests import tiny
 from tests.sampling.fakes import LoneMesh
@@ -37,6 +38,7 @@ def step_report(sinks: Any, guards: Guards, has_finite_weights: Callable[[], boo
         sinks,
         guards,
         has_finite_weights,
+        NoRolloutFiles(),
         shape=ModelShape(8, 1, 1, 1, 8, 8, 8),
         peaks={"peak": None},
         multiple=4,

@@ -232,7 +232,7 @@ def test_the_warm_up_comes_first_and_has_an_optimizer_of_its_own(tmp_path: Path)
     assert events[: events.index(("draw", 0, [0, 1], 0))] == [
         ("engine", "policy offloaded"),  # and no optimizer yet: vLLM requires free memory
         ("optimizer", 0.5, 3),
-        *[("update", 2)] * 3,
+        *[event for step in range(3) for event in (("update", 2), ("after", step + 1))],
         ("save hf", "warmup", "policy after 3"),
         ("optimizer", 0.25, 24),
         ("sync", 0, "policy after 3"),
@@ -253,6 +253,59 @@ def test_a_resumed_run_does_not_warm_up_again(tmp_path: Path) -> None:
     ]
 
 
+# -- without an engine -------------------------------------------------------------------------------------------------
+
+FROM_FILE = {
+    "algorithm": {"source": "file", "adv_estimator": "constant"},
+    "actor": {"loss_mode": "sft", "use_kl_loss": False},
+}
+
+
+def trained_rows(output_dir: Path, **options: Any) -> tuple[list[list[int]], list[Any]]:
+    """The prompts of each update, and the events."""
+    update, seen = fake_run.FakePolicy.update, []
+
+    def watched(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
+        seen.append(sorted(int(tokens[0]) for tokens in batch.tokens))
+        return update(self, batch, *arguments, **named)
+
+    with mock.patch.object(fake_run.FakePolicy, "update", watched):
+        events, _ = run(output_dir, **options)
+    return seen, events
+
+
+def test_a_run_that_draws_nothing_has_no_engine(tmp_path: Path) -> None:
+    """No engine, no reward workers, no sync, no draw; the rest of each step is as in any run."""
+    events, rows = run(tmp_path, **FROM_FILE, trainer={"save_freq": 4})
+    assert events == [
+        ("optimizer", 1e-6, 4),
+        *[event for step in range(3) for event in (("reward model", step), ("update", 2), ("after", step + 1))],
+        *[("reward model", 3), ("update", 2), ("save", 4), ("after", 4)],
+        *[("summary", []), ("finished", 4), "destroy mesh"],
+    ]
+    assert [row["training/epoch"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
+
+
+def test_the_loss_of_held_out_rows_comes_before_the_steps(tmp_path: Path) -> None:
+    """Every token has log-probability -1 - 0.01 x updates, in rows of 1, 2 and 3 tokens: so has the mean over the tokens."""
+    trainer = {"total_training_steps": 7, "test_freq": 3, "val_before_train": True}
+    _, rows = run(tmp_path, **FROM_FILE, trainer=trainer, num_loss_rows=3)
+    losses = {row["step"]: row["val/loss/held_out"] for row in rows if "val/loss/held_out" in row}
+    assert losses == pytest.approx({0: 1.0, 3: 1.03, 6: 1.06, 7: 1.07}, abs=1e-6)
+
+
+def test_every_epoch_has_every_row_once_in_its_own_order(tmp_path: Path) -> None:
+    """Six rows in batches of two, for three epochs; stopped within the second one, the order goes on."""
+    sections: dict[str, Any] = {**FROM_FILE, "data": {"shuffle": True}, "trainer": {"total_training_steps": 9}}
+    whole, _ = trained_rows(tmp_path / "whole", **sections)
+    epochs = [sorted(row for batch in whole[i : i + 3] for row in batch) for i in (0, 3, 6)]
+    assert epochs == [[0, 1, 2, 3, 4, 5]] * 3
+    assert whole[:3] != whole[3:6] != whole[6:]
+    first, _ = trained_rows(tmp_path / "halves", **sections, stop_after=4)
+    second, _ = trained_rows(tmp_path / "halves", **sections)
+    assert first + second == whole
+
+
 # -- stop and resume ---------------------------------------------------------------------------------------------------
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -260,6 +313,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "iterative": ITERATIVE,
     "KL in the reward": KL_IN_REWARD,
     "initial": INITIAL,
+    "from a file": FROM_FILE,
     "initial, iterative": {**INITIAL, "algorithm": {**INITIAL["algorithm"], "iteration_steps": 3}},
     "dynamic": {"algorithm": {"filter_groups": {"enable": True}}, "data": {"gen_batch_size": 5}},
     "replay": {"algorithm": {"replay": {"ratio": 0.5}}},
@@ -277,7 +331,8 @@ def test_stop_and_resume_are_as_if_never_stopped(tmp_path: Path, name: str, stop
     kinds = ("sync", "draw", "validate", "update", "after", "reward model", "reward model learns", "save hf")
     assert only(first, *kinds) + only(second, *kinds) == only(whole, *kinds)
     assert plain(rows) == plain(expected)
-    assert only(second, "summary") == only(whole, "summary") == [("summary", [0, 3, 6, 7])]
+    validated = [] if name == "from a file" else [0, 3, 6, 7]
+    assert only(second, "summary") == only(whole, "summary") == [("summary", validated)]
 
 
 def test_the_adaptive_coefficient_moves_once_per_step(tmp_path: Path) -> None:

@@ -1,66 +1,104 @@
-"""The supervised warm-up: which rows each update sees, and what progress it reports."""
+"""The supervised warm-up, a stage of its own: its rows, metrics and checkpoints, and where a run that ends in it goes on.
+
+The trainer is the real one over stand-ins (fake_run.py).
+"""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
-from grpo_megatron.config import ActorConfig, OptimConfig, SftConfig
+from grpo_megatron.config import ConfigError
 from grpo_megatron.data.written import WrittenResponse
-from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Turn
-from tests.sampling.fakes import LoneMesh
+from tests.training import fake_run
+from tests.training.fake_run import only
+
+ROWS = [([number], WrittenResponse([7])) for number in range(5)]
 
 
-def run(steps: int) -> tuple[list[Any], list[str], list[Any]]:
-    """Five rows of one token each, two per update. Returns the prompts of each update, the notes, the optimizers."""
-    updates: list[Any] = []
-    optimizers: list[Any] = []
-    notes: list[str] = []
+def run(
+    folder: Path, steps: int, rows: Any = ROWS, save_freq: int = 100, **options: Any
+) -> tuple[list[Any], list[Any]]:
+    """A warm-up of two rows per update before one step of GRPO. Returns its batches, and all events."""
+    sft = {"steps": steps, "train_batch_size": 2, "save_freq": save_freq, "optim": {"lr": 0.5}}
+    trainer = {"total_training_steps": 1, "save_freq": 9, "logger": ["jsonl", "console"], **options.pop("trainer", {})}
+    update, batches = fake_run.FakePolicy.update, []
 
-    def update(batch: Any, loss: Any) -> Any:
-        updates.append(sorted(int(tokens[0]) for tokens in batch.tokens))
-        return [], {"actor/lr": 0.5, "actor/pg_loss": float(len(updates))}
+    def watched(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
+        if any(event[0] == "draw" for event in self.events):
+            return update(self, batch, *arguments, **named)
+        batches.append(batch)
+        sums, constants = update(self, batch, *arguments, **named)
+        return sums, {**constants, "actor/lr": 0.5, "actor/pg_loss": float(self.updates)}
 
-    policy: Any = SimpleNamespace(
-        mesh=LoneMesh(), update=update, set_optimizer=lambda optim, total: optimizers.append((optim.lr, total))
-    )
-    rows = [([number], WrittenResponse([7])) for number in range(5)]
-    sft = SftConfig(steps=steps, train_batch_size=2, optim=OptimConfig(lr=0.5))
-    warm_up(policy, rows, sft, ActorConfig(), notes.append)
-    return updates, notes, optimizers
+    with mock.patch.object(fake_run.FakePolicy, "update", watched):
+        events, _ = fake_run.run(folder, rows=rows, sft=sft, trainer=trainer, **options)
+    return batches, events
 
 
-def test_rows_come_in_file_order_again_and_again() -> None:
-    updates, _, optimizers = run(4)
-    assert updates == [[0, 1], [2, 3], [0, 4], [1, 2]]
-    assert optimizers == [(0.5, 4)]
+def numbers(batches: list[Any]) -> list[list[int]]:
+    """The rows of each update."""
+    return [sorted(int(tokens[0]) for tokens in batch.tokens) for batch in batches]
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "sft/metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
+
+
+def test_rows_come_in_file_order_again_and_again(tmp_path: Path) -> None:
+    batches, events = run(tmp_path, 4)
+    assert numbers(batches) == [[0, 1], [2, 3], [0, 4], [1, 2]]
+    assert only(events, "optimizer")[0] == ("optimizer", 0.5, 4)
 
 
 @pytest.mark.parametrize(("steps", "noted"), [(3, [1, 2, 3]), (25, [*range(2, 25, 2), 25])])
-def test_it_notes_its_progress_and_its_end(steps: int, noted: list[int]) -> None:
-    _, notes, _ = run(steps)
+def test_it_notes_its_progress_and_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, noted: list[int]
+) -> None:
+    run(tmp_path, steps)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warm-up")]
     assert [note.split()[1] for note in notes] == [f"{step}/{steps}" for step in noted]
     assert notes[-1].startswith(f"warm-up {steps:5d}/{steps}  loss {steps}.0000  lr 5.00e-01")
 
 
-def test_observations_are_not_learned() -> None:
+def test_observations_are_not_learned(tmp_path: Path) -> None:
     """Two rows of 6 and 2 response tokens. Three of the six are an observation: the weights are 1 / (3 + 2)."""
-    batches: list[Any] = []
-
-    def update(batch: Any, loss: Any) -> Any:
-        batches.append(batch)
-        return [], {"actor/lr": 0.5, "actor/pg_loss": 1.0}
-
-    policy: Any = SimpleNamespace(mesh=LoneMesh(), update=update, set_optimizer=lambda optim, total: None)
     turns = [Turn(0, 2, "assistant", 0, 0), Turn(2, 5, "observation", 0, 0), Turn(5, 6, "assistant", 0, 0)]
     rows = [([1], WrittenResponse([7, 1, 9, 9, 9, 1], turns)), ([2], WrittenResponse([7, 1]))]
-    warm_up(policy, rows, SftConfig(steps=1, train_batch_size=2), ActorConfig(), lambda note: None)
-    [batch] = batches
-    assert [tokens.tolist() for tokens in batch.tokens] == [[1, 7, 1, 9, 9, 9, 1], [2, 7, 1]]
-    weights = [[w / 5 for w in (1, 1, 0, 0, 0, 1)], [w / 5 for w in (1, 1, 0, 0, 0, 0)]]
-    assert torch.allclose(batch.token_weights, torch.tensor(weights))
-    assert batch.loss_mask.tolist() == (batch.token_weights > 0).tolist()
+    ([batch], _) = run(tmp_path, 1, rows)
+    order = [int(tokens[0]) for tokens in batch.tokens]
+    weights = dict(zip(order, batch.token_weights.tolist(), strict=True))
+    assert weights[1] == pytest.approx([0.2, 0.2, 0, 0, 0, 0.2])
+    assert weights[2][:2] == pytest.approx([0.2, 0.2])
+
+
+@pytest.mark.parametrize("stop_after", [2, 5])
+def test_a_run_that_ends_in_the_warm_up_goes_on_from_there(tmp_path: Path, stop_after: int) -> None:
+    """The same rows, updates and logged steps as without the stop; after the last of the five steps none is left."""
+    whole, _ = run(tmp_path / "whole", 5)
+    first, events = run(tmp_path / "halves", 5, stop_warm_up_after=stop_after)
+    assert only(events, "draw", "save hf") == [] and only(events, "save")[-1] == ("save", stop_after)
+    second, events = run(tmp_path / "halves", 5)
+    assert numbers(first) + numbers(second) == numbers(whole)
+    assert only(events, "load")[0] == ("load", f"step_{stop_after:06d}")
+    assert only(events, "save hf")[0] == ("save hf", "warmup", "policy after 5")
+    assert logged(tmp_path / "halves") == logged(tmp_path / "whole")
+    assert [row["training/epoch"] for row in logged(tmp_path / "whole")] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2])
+
+
+def test_when_it_saves(tmp_path: Path) -> None:
+    assert only(run(tmp_path / "a", 5, save_freq=2)[1], "save") == [("save", 2), ("save", 4), ("save", 5), ("save", 1)]
+    _, events = run(tmp_path / "b", 5, save_freq=2, trainer={"save_freq": -1})
+    assert only(events, "save") == []
+
+
+def test_a_changed_warm_up_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, 5, stop_warm_up_after=2)
+    with pytest.raises(ConfigError, match="sft.steps 5 -> 6: cannot change when a run resumes"):
+        run(tmp_path, 6)

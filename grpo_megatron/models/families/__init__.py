@@ -1,33 +1,77 @@
 """Model families, one file each, with two functions: `architecture_from(config)` and `weight_table(arch)`.
 
 `config` is the contents of config.json. To add a family, write the file and list it in `FAMILIES`: loader, converter,
-export, sync and tests use that table.
+export, sync and tests use that table. A family of the user's own is named by `model.family: my.module:FAMILY`, where FAMILY
+is a `ModelFamily`, or a module with the two functions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
-from grpo_megatron.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_megatron.models.families import deepseek, llama, mistral, mixtral, olmo2, qwen2, qwen3, qwen3_moe
 from grpo_megatron.models.mapping import WeightRow, expand_table
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown
 from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.registry import import_function
 
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 MAX_CONFIG = 1 << 24  # bytes of a config.json
 
 FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
+    "deepseek_v2": deepseek,
+    "deepseek_v3": deepseek,
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "olmo2": olmo2,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A family of the user's own. `architecture_from` raises UnsupportedModel for what it cannot express.
+
+    The names in `weight_table` are those of Megatron-Core's modules, and of the tensors in the Hugging Face folder.
+    """
+
+    architecture_from: Callable[[dict[str, Any]], Architecture]
+    weight_table: Callable[[Architecture], list[WeightRow]]
+
+
+def find_family(name: str) -> ModuleType | ModelFamily:
+    """A family of this package by its model_type, or `package.module:FAMILY`. Raises UnsupportedModel."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if ":" not in name:
+        raise UnsupportedModel(
+            f"model_type={shown(name)} is not supported (supported: {', '.join(sorted(FAMILIES))}; or one of your own:"
+            " model.family=my.module:FAMILY)"
+        )
+    try:
+        found: Any = import_function(name)
+    except ValueError as error:
+        raise UnsupportedModel(f"model family {error}") from error
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise UnsupportedModel(
+            f"model family {name!r}: importing it raised {type(error).__name__}: {cut(str(error))}; fix the module"
+        ) from error
+    lacking = [part for part in ("architecture_from", "weight_table") if not callable(getattr(found, part, None))]
+    if lacking:
+        raise UnsupportedModel(
+            f"model family {name!r} has no function {' and no '.join(lacking)}; name a"
+            " grpo_megatron.models.families.ModelFamily"
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -44,34 +88,41 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_architecture(folder: Path) -> Architecture:
+def read_architecture(folder: Path, family: str | None = None) -> Architecture:
     """The architecture of a Hugging Face folder. Raises ValueError; UnsupportedModel for a family or feature."""
-    return architecture_of(read_config(folder))
+    return architecture_of(read_config(folder), family)
 
 
-def architecture_of(config: dict[str, Any]) -> Architecture:
-    """The architecture that a config.json describes, with sizes and numbers in their bounds. Raises UnsupportedModel."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UnsupportedModel(
-            f"model_type={shown(model_type)} is not supported (supported: {', '.join(sorted(FAMILIES))})"
-        )
+def architecture_of(config: dict[str, Any], family: str | None = None) -> Architecture:
+    """The architecture that a config.json describes, with sizes and numbers in their bounds. Raises UnsupportedModel.
+
+    `family`: `package.module:FAMILY`, or None for the one that model_type names.
+    """
+    name = config.get("model_type") if family is None else family
+    found = find_family(name if isinstance(name, str) else shown(name))
     for key in SWITCHES:
         if config.get(key) not in (None, True, False):  # bool("false") is true
             raise UnsupportedModel(f"config.json gives {key}={shown(config[key])}, not true or false")
     try:
-        arch: Architecture = FAMILIES[model_type].architecture_from(config)
+        arch = found.architecture_from(config)
     except UnsupportedModel:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:  # of a value of another type
         raise UnsupportedModel(f"config.json has a value that cannot be used ({cut(str(error))})") from error
+    if not isinstance(arch, Architecture):
+        raise UnsupportedModel(
+            f"model family {name!r}: architecture_from returned a {type(arch).__name__}, not a"
+            " grpo_megatron.models.architecture.Architecture"
+        )
+    if family is not None:
+        arch = replace(arch, family=family)  # by which `table_of` finds it again
     check_bounds(arch)
     return arch
 
 
 def table_of(arch: Architecture) -> list[WeightRow]:
     """The weight table, in Megatron's names of the local layer spec, with {layer} and {expert} placeholders."""
-    return FAMILIES[arch.family].weight_table(arch)  # type: ignore[no-any-return]
+    return find_family(arch.family).weight_table(arch)  # type: ignore[no-any-return]
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:

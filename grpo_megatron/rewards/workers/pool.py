@@ -9,7 +9,6 @@ started them (PR_SET_PDEATHSIG). A worker that was lost between two calls is rep
 
 from __future__ import annotations
 
-import json
 import logging
 import selectors
 import sys
@@ -18,8 +17,9 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from grpo_megatron.rewards.composite import COMPOSITE, Components, functions_of
 from grpo_megatron.rewards.known import KNOWN_REWARDS
-from grpo_megatron.rewards.reward import RewardResult
+from grpo_megatron.rewards.reward import Kwargs, RewardResult, check_json
 from grpo_megatron.rewards.workers.process import WorkerProcess
 from grpo_megatron.workers.family import end_orphans
 from grpo_megatron.workers.process import MAX_FAILED_STARTS, printable
@@ -29,11 +29,12 @@ logger = logging.getLogger(__name__)
 QUEUED = 2  # items per worker: one in work, one in its pipe; more would wait behind a slow item
 MAX_LOG = 1 << 16  # characters of the workers' output that are shown per batch
 
-Item = tuple[str, str, str]  # (reward name, completion, answer)
+Item = tuple[str, str, str] | tuple[str, str, str, str]  # (reward name, completion, answer[, rendered prompt])
 
 
 class RewardPool:
-    """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function.
+    """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function, but
+    `components` to the reward COMPOSITE.
 
     `grade` waits for the results of a batch. `begin`, `submit`, `serve` and `collect` are its parts, for a busy caller.
     Use the pool in a `with` block, or call `close`, and from one thread. `counts` sums the statuses of
@@ -41,18 +42,16 @@ class RewardPool:
     of rewards.
     """
 
-    def __init__(self, num_workers: int = 1, timeout_s: float = 10.0, kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, num_workers: int = 1, timeout_s: float = 10.0, kwargs: Kwargs | None = None, components: Components = ()
+    ) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ValueError(f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be positive")
-        self.timeout_s = timeout_s
-        self.kwargs = dict(kwargs or {})
-        try:
-            json.dumps(self.kwargs)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
+        self.num_workers, self.timeout_s = num_workers, timeout_s
+        self.kwargs, self._composite = dict(kwargs or {}), {"components": list(components)}
+        check_json([self.kwargs, self._composite])
         end_orphans()
         self.counts: Counter[str] = Counter()
-        self.num_workers = num_workers
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._tested: set[str] = set()
@@ -87,7 +86,7 @@ class RewardPool:
         `quiet`: the caller reports failures. Raises RuntimeError when worker processes cannot start, when a reward of this
         package fails its self-test, or when the pool is closed.
         """
-        self.begin(sorted({name for name, _, _ in items}))
+        self.begin(sorted({item[0] for item in items}))
         for item in items:
             self.submit(item)
         return self.collect(quiet=quiet)
@@ -142,7 +141,7 @@ class RewardPool:
 
         `begin` calls this for each name that is new to the pool.
         """
-        for name in names:
+        for name in [part for reward in names for part in functions_of(reward, self._composite)]:
             known = KNOWN_REWARDS.get(name, [])
             self._begin({})
             for completion, answer, _ in known:
@@ -153,7 +152,7 @@ class RewardPool:
                         f"the reward workers fail their self-test: {name!r} gave {result.reward} ({result.status}"
                         f" {result.message}) instead of {reward} for completion {completion!r}, answer {answer!r}"
                     )
-            self._tested.add(name)
+        self._tested.update(names)
 
     def _begin(self, kwargs: dict[str, Any]) -> None:
         if self._closed:
@@ -190,11 +189,12 @@ class RewardPool:
             for worker in self._workers:
                 while self._todo and worker.ready and len(worker.pending) <= queued:
                     number = self._todo.popleft()
-                    name, completion, answer = self._items[number]
+                    name, *texts = self._items[number]
                     if name in self._unloadable:
                         self._fail(number, "error", self._unloadable[name])
                     else:
-                        worker.submit(number, name, completion, answer, self._batch_kwargs)
+                        kwargs = self._composite if name == COMPOSITE else self._batch_kwargs
+                        worker.submit(number, name, *texts, kwargs=kwargs)
 
     def _serve(self, *, wait: bool) -> None:
         """Handle the events on the pipes, and the deadlines that have passed. `wait`: for the first of either."""

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_megatron.workers.process import STARTUP_TIMEOUT_S, PipedProcess
@@ -24,12 +25,15 @@ class WorkerProcess(PipedProcess):
         self._clock = time.monotonic()
         self.send({"sys_path": [os.path.abspath(entry) for entry in sys.path]})
 
-    def submit(self, number: int, name: str, completion: str, answer: str, kwargs: dict[str, Any]) -> None:
+    def submit(
+        self, number: int, name: str, completion: str, answer: str, prompt: str = "", *, kwargs: Mapping[str, Any]
+    ) -> None:
         """Queue one item."""
         if not self.pending:
             self._clock = time.monotonic()
         self.pending.append((number, name))
-        self.send({"id": number, "name": name, "completion": completion, "answer": answer, "kwargs": kwargs})
+        texts = {"name": name, "completion": completion, "answer": answer, "prompt": prompt}
+        self.send({"id": number, **texts, "kwargs": kwargs})
 
     def deadline(self, timeout_s: float) -> float:
         """The time (time.monotonic) at which its current start, import or item times out; infinity when it is idle."""

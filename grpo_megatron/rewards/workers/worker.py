@@ -4,7 +4,7 @@
 A user's reward may print, read stdin, raise, exit or crash: it has no access to the two pipes of the protocol.
 
     <- {"sys_path": [...]}                                                  -> {"ready": true}
-    <- {"id": 7, "name": "gsm8k", "completion": "...", "answer": "72", "kwargs": {}}
+    <- {"id": 7, "name": "gsm8k", "completion": "...", "answer": "72", "prompt": "...", "kwargs": {}}
             -> {"loaded": "gsm8k"} once per name, then
                {"id": 7, "reward": 1.0, "metrics": {"acc": 1.0}, "steps": [], "texts": {"prediction": "72"}}
                                                     or {"id": 7, "error": "ValueError: ..."}
@@ -27,7 +27,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.rewards import RewardFunction, rewards
-from grpo_megatron.rewards.reward import parse_reward, preloads
+from grpo_megatron.rewards.composite import functions_of
+from grpo_megatron.rewards.reward import parse_reward, preloads, prompt_argument
 from grpo_megatron.workers.program import be_killed_first, begin, describe, reply
 
 if TYPE_CHECKING:
@@ -48,22 +49,23 @@ def main() -> None:
         request = json.loads(line)
         name = request["name"]
         if name not in functions:
-            functions[name] = _load(name)
+            functions[name] = _load(name, request["kwargs"])
             reply(replies, {"loaded": name})  # the item's time starts here: imports do not count
         function = functions[name]
-        memory.enable(":" not in name)
+        memory.enable(not any(":" in part for part in functions_of(name, request["kwargs"])))
         start = time.perf_counter()
         result = {"error": function} if isinstance(function, str) else _grade(function, request)
         reply(replies, {"id": request["id"], "seconds": time.perf_counter() - start, **result})
     os._exit(0)  # does not wait for threads of a user's reward
 
 
-def _load(name: str) -> RewardFunction | str:
+def _load(name: str, kwargs: dict[str, Any]) -> RewardFunction | str:
     try:
-        function = rewards.get(name)
-        if name in preloads:
-            preloads[name]()
-        return function
+        for part in {name, *functions_of(name, kwargs)}:
+            rewards.get(part)
+            if part in preloads:
+                preloads[part]()
+        return rewards.get(name)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, even SystemExit
         return describe(error)
 
@@ -71,7 +73,8 @@ def _load(name: str) -> RewardFunction | str:
 def _grade(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
     completion: str = request["completion"]
     try:
-        returned = function(completion, request["answer"], **request["kwargs"])
+        more = prompt_argument(function, request["prompt"])
+        returned = function(completion, request["answer"], **request["kwargs"], **more)
         if inspect.isawaitable(returned):
             returned = _event_loop().run_until_complete(returned)
         result = parse_reward(returned, len(completion))

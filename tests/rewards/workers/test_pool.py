@@ -256,7 +256,9 @@ def test_self_test_passes_and_can_fail(pool: RewardPool, monkeypatch: pytest.Mon
 
 
 def test_every_reward_of_the_package_is_known_for_right_and_wrong_completions() -> None:
-    assert sorted(KNOWN_REWARDS) == rewards.names()
+    assert sorted(KNOWN_REWARDS) == sorted(
+        set(rewards.names()) - {"composite", "judge", "length"}
+    )  # which need arguments
     for name, known in KNOWN_REWARDS.items():
         assert len({reward for _, _, reward in known}) > 1, name
         for completion, answer, reward in known:

@@ -1,0 +1,58 @@
+"""The arguments of the command line. Commands of OWN_OPTIONS parse theirs themselves, and are here for --help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+OWN_OPTIONS = ("evaluate", "curate", "replay", "import", "keys")
+MAX_PLANNED_RANKS, MAX_GPU_GIB = 1 << 20, 1 << 20  # of --world-size and --gpu-memory
+
+
+def parse_command(argv: list[str]) -> argparse.Namespace:
+    """The options of `train` or `train-reward`. A mistake ends the process with exit code 2."""
+    parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("convert", help="Hugging Face <-> Megatron-Core checkpoints", add_help=False)
+    commands.add_parser(
+        "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
+    )
+    commands.add_parser("curate", help="pass rates per prompt, filtered data, rows for SFT and DPO", add_help=False)
+    commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
+    commands.add_parser("import", help="write a config from one of verl or TRL", add_help=False)
+    commands.add_parser("keys", help="list the keys of a config, with their defaults", add_help=False)
+    epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
+    train = commands.add_parser("train", help="train with the settings of a YAML file", epilog=epilog)
+    reward = commands.add_parser(
+        "train-reward", help="train a reward model on pairs, or a process reward model on labelled steps", epilog=epilog
+    )
+    for command in (train, reward):
+        _add_train_arguments(command)
+    args, rest = parser.parse_known_args(argv)
+    train = reward if args.command == "train-reward" else train
+    for argument in rest:  # overrides after an option
+        if argument.startswith("-"):
+            train.error(f"unknown option {argument}")
+        args.overrides.append(argument)
+    if args.world_size is not None and not (args.dry_run and 1 <= args.world_size <= MAX_PLANNED_RANKS):
+        train.error(
+            f"--world-size N needs --dry-run and 1 <= N <= {MAX_PLANNED_RANKS:,}; a run has trainer.nnodes x"
+            " n_gpus_per_node ranks"
+        )
+    if args.gpu_memory is not None and not (args.dry_run and 0 < args.gpu_memory <= MAX_GPU_GIB):  # not NaN either
+        train.error(
+            f"--gpu-memory GIB needs --dry-run and 0 < GIB <= {MAX_GPU_GIB:,}; a run reads the memory of its own GPU"
+        )
+    return args
+
+
+def _add_train_arguments(train: argparse.ArgumentParser) -> None:
+    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the file")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    train.add_argument(
+        "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
+    )
+    train.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
+    )

@@ -1,0 +1,66 @@
+"""All keys of the config, and what is written beside them in the sources of this room."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from grpo_megatron.config.section import Section
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """One key that holds a value: `actor.optim.lr`."""
+
+    name: str
+    kind: str  # its type, as in the sources: `float`, `list[Path]`
+    default: Any  # None if it has none, see `is_required`
+    is_required: bool
+    comment: str
+
+    @property
+    def section(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+def config_keys(config: type[Section], prefix: str = "") -> Iterator[ConfigKey]:
+    """The keys of a section and of the sections in it, in the order of the sources."""
+    kinds, comments = _written(config)
+    for name, field in config.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from config_keys(inner, f"{prefix}{name}.")
+            continue
+        is_required = field.default is PydanticUndefined
+        default = None if is_required else field.default
+        yield ConfigKey(prefix + name, kinds.get(name, ""), default, is_required, comments.get(name, ""))
+
+
+def _written(section: type[Section]) -> tuple[dict[str, str], dict[str, str]]:
+    """Field -> its type, and field -> its comment: beside it, within its brackets, or in the lines above it."""
+    lines = inspect.getsource(section).splitlines()
+    tree = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    kinds, comments = {}, {}
+    for node in tree.body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        name = ast.unparse(node.target)
+        kinds[name] = ast.unparse(node.annotation)
+        above = list(itertools.takewhile(lambda line: line.strip().startswith("#"), reversed(lines[: node.lineno - 1])))
+        comments[name] = " ".join(
+            filter(None, map(_comment, [*reversed(above), *lines[node.lineno - 1 : node.end_lineno]]))
+        )
+    return kinds, comments
+
+
+def _comment(line: str) -> str:
+    found = re.search(r"#\s(.*)$", line)
+    return found[1].strip() if found else ""

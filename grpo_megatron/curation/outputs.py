@@ -1,0 +1,139 @@
+"""The files that `curate` writes: pass rates, supervised rows, preference pairs, and filtered data files.
+
+Each is an iterator of lines, so that no file is in memory as a whole (a data file in .json form is).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.curation.responses import ResponsePlace, ResponseReader
+from grpo_megatron.curation.selection import RateBand
+from grpo_megatron.curation.tally import ProblemTally, Tally
+from grpo_megatron.data.questions import problem_digest, question_text
+from grpo_megatron.data.rows import raw_rows, type_name
+from grpo_megatron.data.task import Task
+
+TABLE_COLUMNS = ("rate", "low", "high", "n", "passes", "truncated", "mean_score", "mean_tokens", "question", "answer")
+
+
+def pass_rate_rows(tally: Tally, reader: ResponseReader) -> Iterator[dict[str, Any]]:
+    """One row per problem, as data.sampling.pass_rates reads them."""
+    for problem in tally.problems.values():
+        low, high = problem.interval()
+        shown = reader.read(problem.first)
+        yield {
+            "question": question_text(shown.question),
+            "answer": shown.answer,
+            "rate": problem.rate,
+            "low": round(low, 6),
+            "high": round(high, 6),
+            "n": problem.n,
+            "passes": problem.passes,
+            "truncated": problem.truncated,
+            "mean_score": round(problem.score_sum / problem.n, 6),
+            "mean_tokens": round(problem.token_sum / problem.n, 2),
+        }
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    return (json.dumps(row) + "\n" for row in rows)
+
+
+def csv_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The same rows for a spreadsheet."""
+    yield _csv_line(TABLE_COLUMNS)
+    for row in rows:
+        yield _csv_line([row[name] for name in TABLE_COLUMNS])
+
+
+def _csv_line(cells: Iterable[Any]) -> str:
+    line = io.StringIO()
+    csv.writer(line).writerow(cells)
+    return line.getvalue()
+
+
+def supervised_rows_of(
+    problems: Iterable[ProblemTally], reader: ResponseReader, limit: int
+) -> Iterator[dict[str, Any]]:
+    """Rejection sampling (RFT, arXiv 2308.01825): up to `limit` different right responses per problem."""
+    for problem in problems:
+        for place, _ in problem.right[:limit]:
+            response = reader.read(place)
+            yield {"prompt": response.question, "response": response.text}
+
+
+def preference_rows(
+    problems: Iterable[ProblemTally], reader: ResponseReader, kind: str, limit: int
+) -> Iterator[dict[str, Any]]:
+    """Rows {"prompt", "chosen", "rejected"}. `kind`: "right-wrong", up to `limit` per problem, or "best-worst", one."""
+    for problem in problems:
+        for chosen, rejected in _pairs_of(problem, kind, limit):
+            better = reader.read(chosen)
+            yield {"prompt": better.question, "chosen": better.text, "rejected": reader.read(rejected).text}
+
+
+def _pairs_of(problem: ProblemTally, kind: str, limit: int) -> list[tuple[ResponsePlace, ResponsePlace]]:
+    if kind == "right-wrong":
+        return [(right, wrong) for (right, _), (wrong, _) in zip(problem.right, problem.wrong, strict=False)][:limit]
+    if problem.best is None or problem.worst is None or problem.best[0] <= problem.worst[0]:
+        return []
+    return [(problem.best[1], problem.worst[1])]
+
+
+class FilteredRows:
+    """The rows of a data file whose problem is kept, unchanged. `lines` is read once, and counts them."""
+
+    def __init__(self, path: Path, task: Task, tally: Tally, band: RateBand, keep_unmeasured: bool) -> None:
+        self.path, self.task, self.tally, self.band, self.keep_unmeasured = path, task, tally, band, keep_unmeasured
+        self.kept = self.measured = 0
+        self.left_out: Counter[str] = Counter()  # reason -> rows
+
+    def lines(self) -> Iterator[str]:
+        """Raises ConfigError for an unreadable file or row, and if no row is left."""
+        for place, line, row in raw_rows(self.path):
+            problem = self._problem(place, row)
+            self.measured += problem is not None
+            if reason := self._reason(problem):
+                self.left_out[reason] += 1
+                continue
+            self.kept += 1
+            yield (json.dumps(row) if line is None else line.decode()) + "\n"
+        if not self.measured:
+            raise ConfigError(
+                f"data file {str(self.path)!r}: none of its questions and answers, as --task {self.task.name} reads them,"
+                f" is among the {len(self.tally.problems)} measured ones; give the file and the task that the responses"
+                " belong to"
+            )
+        if not self.kept:
+            raise ConfigError(f"data file {str(self.path)!r}: no row is left ({self._reasons()}); widen the filters")
+
+    def describe(self) -> str:
+        total = self.kept + self.left_out.total()
+        left_out = f" (left out: {self._reasons()})" if self.left_out else ""
+        return f"{self.path.stem}.jsonl: {self.kept} of {total} rows{left_out}"
+
+    def _reasons(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+
+    def _problem(self, place: str, row: Any) -> ProblemTally | None:
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            if not isinstance(row, dict):
+                raise ValueError(f"is {type_name(row)}, not an object")
+            return self.tally.problems.get(problem_digest(*self.task.read_row(row)))
+        except ValueError as error:
+            raise ConfigError(f"data file {str(self.path)!r} {place}: {error}") from error
+
+    def _reason(self, problem: ProblemTally | None) -> str | None:
+        if problem is not None:
+            return self.band.reason(problem)
+        return None if self.keep_unmeasured else "not measured"

@@ -1,0 +1,171 @@
+"""The reward `judge`: the verdict of another model, asked by an OpenAI-compatible endpoint (POST base_url/chat/completions).
+
+`prompt` names a text file with the fields {response} and, if needed, {question} and {answer}. {question} is the rendered
+prompt of the sample. The last match of `pattern` in the reply is the verdict, its first group a number from `low` to
+`high`. The reward is (verdict - low) / (high - low), from 0 to 1. A judge that does not answer in time, answers
+something else, or gives a number out of range fails the sample, as any failing reward (reward.max_failed_ratio).
+
+A worker has one request per judge at a time, so an engine has at most reward.num_workers of them. Each worker keeps its
+latest `cache_size` verdicts. The key comes from the environment variable that `api_key_env` names; no message shows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpo_megatron.rewards.reward import preloads, rewards
+
+PATTERN = r"(?im)^[ \t*#>`_-]*(?:score|verdict|rating)[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"
+OPTIONS = {"temperature": 0, "max_tokens": 512}
+MAX_PROMPT_FILE = 1 << 18  # bytes
+FIELDS = re.compile(r"\{(question|response|answer)\}")
+
+_verdicts: OrderedDict[bytes, float] = OrderedDict()  # of this process; sha256 of url and request -> verdict
+
+
+@rewards.register("judge", reads_prompt=True)
+async def judge_reward(
+    completion: str,
+    answer: str,
+    *,
+    base_url: str,
+    model: str,
+    prompt: str,
+    api_key_env: str | None = None,
+    pattern: str = PATTERN,
+    low: float = 0.0,
+    high: float = 10.0,
+    timeout_s: float = 8.0,
+    retries: int = 3,
+    max_characters: int = 20_000,
+    cache_size: int = 4096,
+    options: Mapping[str, Any] | None = None,
+    prompt_text: str = "",
+) -> dict[str, float]:
+    """(verdict - low) / (high - low). `options` are further keys of the request (OPTIONS are its defaults).
+
+    `timeout_s`: seconds for all attempts; below reward.timeout_s. `max_characters`: of question and response, each; the
+    middle of longer ones is left out. "verdict": the judge's number. "attempts": requests, 0 where "cached" is 1. Raises
+    ValueError (options, reply), TimeoutError, ConnectionError.
+    """
+    if not low < high:
+        raise ValueError(f"judge: low={low:g} must be below high={high:g}")
+    fields = {"question": _cut(prompt_text, max_characters), "response": _cut(completion, max_characters)}
+    text = _filled(prompt, {**fields, "answer": answer})
+    url = _url(base_url)
+    message = {"role": "user", "content": text.encode("utf-8", "replace").decode()}  # no halves of surrogate pairs
+    body = json.dumps({"model": model, "messages": [message], **OPTIONS, **(options or {})}).encode()
+    place = hashlib.sha256(url.encode() + b"\0" + body).digest()
+    attempts = 0
+    if (verdict := _verdicts.get(place)) is None:
+        reply, attempts = await _ask(url, body, _key(api_key_env), retries, timeout_s)
+        verdict = _verdict(reply, pattern, low, high)
+        _keep(place, verdict, cache_size)
+    score = (verdict - low) / (high - low)
+    return {"score": score, "verdict": verdict, "attempts": attempts, "cached": float(not attempts)}
+
+
+def _import_client() -> None:
+    import grpo_megatron.workers.endpoint  # noqa: F401
+
+
+preloads["judge"] = _import_client  # http and ssl: as slow as the start of a worker
+
+
+async def _ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: float) -> tuple[bytes, int]:
+    """(reply, number of attempts)."""
+    import asyncio
+
+    from grpo_megatron.workers.endpoint import EndpointError, EndpointTimeout, post_json
+
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        response = await asyncio.to_thread(post_json, url, body, headers, retries, timeout_s)
+    except EndpointError as error:
+        message = f"the judge at {url}: {error}" + (f": {' '.join(error.reason.split())}" if error.reason else "")
+        if key is not None:
+            message = message.replace(key, "***")  # a service may repeat it
+        raise (TimeoutError if isinstance(error, EndpointTimeout) else ConnectionError)(message) from None
+    return response.data, response.attempts
+
+
+def _url(base_url: str) -> str:
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"judge: base_url={base_url!r} is no http address such as http://HOST:8000/v1")
+    if "@" in parts.netloc:
+        raise ValueError("judge: base_url holds a user or password, which would be logged; set api_key_env")
+    return base_url.rstrip("/") + "/chat/completions"
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(
+            f"judge: api_key_env={variable!r}: this environment variable is not set; export it before the start"
+        )
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"judge: the environment variable {variable!r} holds characters that no HTTP header may have")
+    return key
+
+
+@functools.lru_cache(maxsize=16)
+def _template(path: str) -> str:
+    with Path(path).open("rb") as file:
+        content = file.read(MAX_PROMPT_FILE + 1)
+    if len(content) > MAX_PROMPT_FILE:
+        raise ValueError(f"judge: prompt={path!r} has more than {MAX_PROMPT_FILE:,} bytes")
+    text = content.decode("utf-8")
+    if "{response}" not in text:
+        raise ValueError(
+            f"judge: prompt={path!r} has no field {{response}}, so that the judge would not see the response"
+        )
+    return text
+
+
+def _filled(path: str, values: Mapping[str, str]) -> str:
+    """The template with its fields replaced, once: braces in a response are kept as they are."""
+    return FIELDS.sub(lambda match: values[match[1]], _template(path))
+
+
+def _cut(text: str, length: int) -> str:
+    """A long text without its middle: the answer stands at the end."""
+    if len(text) <= length:
+        return text
+    half = max(1, length // 2)
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def _verdict(reply: bytes, pattern: str, low: float, high: float) -> float:
+    try:
+        content = json.loads(reply)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, str):
+        raise ValueError(f"the judge's reply is no chat completion: {reply[:200]!r}")
+    found = None
+    for match in re.finditer(pattern, content):
+        found = match
+    if found is None:
+        raise ValueError(f"the judge's reply has no verdict that `pattern` finds; it ends with {content[-200:]!r}")
+    verdict = float(found[1])
+    if not low <= verdict <= high:
+        raise ValueError(f"the judge's verdict {found[1]} is not between {low:g} and {high:g}")
+    return verdict
+
+
+def _keep(place: bytes, verdict: float, size: int) -> None:
+    _verdicts[place] = verdict
+    while len(_verdicts) > size:
+        _verdicts.popitem(last=False)

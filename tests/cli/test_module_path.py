@@ -1,0 +1,41 @@
+"""Modules of the user are found in the current folder and beside the config; keys are listed with their comments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.cli.key_list import list_keys
+from grpo_megatron.cli.module_path import find_modules
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.keys import config_keys
+from grpo_megatron.registry import import_function
+
+
+def test_modules_beside_the_config_are_found_and_shadow_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder in (here, beside):
+        folder.mkdir()
+        (folder / "json.py").write_text("raise AssertionError('shadows the standard library')")
+    (here / "mine_here.py").write_text("reward = 1")
+    (beside / "mine_beside.py").write_text("reward = 2")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    before = list(sys.path)
+    find_modules(Path("../beside/run.yaml"))
+    find_modules(Path("../beside/run.yaml"))
+    assert len(sys.path) == len(before) + 2 and sys.path[: len(before)] == before
+    assert (import_function("mine_here:reward"), import_function("mine_beside:reward")) == (1, 2)
+
+
+def test_keys_are_listed_with_default_type_and_comment() -> None:
+    text = list_keys("rollout.val_kwargs")
+    assert "rollout.val_kwargs.temperature: 0.0   (float)\n    0: greedy\n" in text
+    assert "model.path: needed   (Path)" in list_keys("")
+    assert len(list(config_keys(Config))) == len({key.name for key in config_keys(Config)})
+    with pytest.raises(ConfigError, match="did you mean 'actor'"):
+        list_keys("actr")

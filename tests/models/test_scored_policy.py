@@ -1,0 +1,100 @@
+"""A scalar head that is trained by the loss of pairs or of steps: gradients, layouts and folders equal transformers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny, worlds
+from tests.models import policy_ranks, scored_ranks
+from tests.models.test_reward_model import close, make_classifier, make_step_classifier
+
+SEQUENCES = tiny.make_sequences(8, longest=20)
+MARGINS = [0.0, 0.0, 1.5, 0.3]
+PAIRS: list[scored_ranks.Row] = [
+    (prompt, response, [(len(response) - 1, (1 + MARGINS[i // 2]) * (-1 if i % 2 else 1))])
+    for i, (prompt, response) in enumerate(SEQUENCES)
+]
+STEPS: list[scored_ranks.Row] = [
+    (
+        prompt,
+        response,
+        [(end, 1.0 if (i + end) % 3 else -1.0) for end in sorted({0, len(response) // 2, len(response) - 1})],
+    )
+    for i, (prompt, response) in enumerate(SEQUENCES)
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    root = tmp_path_factory.mktemp("scored")
+    return {
+        True: make_classifier(root / "outcome", "qwen2", num_hidden_layers=2),
+        False: make_step_classifier(root / "steps"),
+    }
+
+
+def want(folder: Path, paired: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and its gradients, by transformers. Two labels: the gradient of their difference is half the difference."""
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    if paired:
+        model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+        scores = torch.stack([model(torch.tensor([p + r])).logits[0, 0] for p, r, _ in PAIRS])
+        differences = scores[0::2] - scores[1::2] - torch.tensor(MARGINS)
+        loss = -torch.nn.functional.logsigmoid(differences).mean()
+    else:
+        model = AutoModelForTokenClassification.from_pretrained(folder).eval()
+        losses = []
+        for prompt, response, labels in STEPS:
+            logits = model(torch.tensor([prompt + response])).logits[0]
+            targets = torch.tensor([int(label > 0) for _, label in labels])
+            at = torch.tensor([len(prompt) + end for end, _ in labels])
+            losses.append(torch.nn.functional.cross_entropy(logits[at], targets, reduction="none"))
+        loss = torch.cat(losses).mean()
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if not paired:  # d loss / d (w_1 - w_0)
+        gradients |= {name: gradients[name][1:] for name in ("score.weight", "score.bias")}
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("paired", [True, False], ids=["pairs", "steps"])
+def test_gradients_equal_those_of_the_loss_over_transformers(
+    folders: dict[bool, Path], tmp_path: Path, paired: bool
+) -> None:
+    """In every layout, and the folder written after an update has the scores that the ranks compute."""
+    loss, gradients = want(folders[paired], paired)
+    rows = PAIRS if paired else STEPS
+    for name in ("1", "DP2", "TP2xPP2+SP"):
+        shape, target = policy_ranks.LAYOUTS[name], tmp_path / name
+        inputs: dict[str, Any] = {"folder": folders[paired], "rows": rows, "paired": paired, "layout": shape}
+        results = worlds.run(scored_ranks.update, shape[0], **inputs, target=None if name == "DP2" else target)
+        for got in results:
+            close(got["gradients"], gradients, 1e-5)
+        total = sum(got["metrics"].get("actor/pg_loss", 0.0) for got in results)
+        assert total == pytest.approx(loss, abs=1e-6)
+        if name != "DP2":
+            check_folder(target, results[0]["scores"], rows, paired)
+
+
+def check_folder(folder: Path, scores: dict[int, torch.Tensor], rows: list[scored_ranks.Row], paired: bool) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    config = json.loads((folder / "config.json").read_text())
+    kind = "Sequence" if paired else "Token"
+    assert config["architectures"] == [f"Qwen2For{kind}Classification"]
+    assert list(config["id2label"].values()) == (["LABEL_0"] if paired else ["wrong", "right"])
+    cls: Any = AutoModelForSequenceClassification if paired else AutoModelForTokenClassification
+    model, lost = cls.from_pretrained(folder, output_loading_info=True)
+    assert not any(lost[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), lost
+    for row, (prompt, response, labels) in enumerate(rows):
+        with torch.no_grad():
+            logits = model.eval()(torch.tensor([prompt + response])).logits[0]
+        for token, _ in labels:
+            expected = logits[0] if paired else logits[len(prompt) + token, 1] - logits[len(prompt) + token, 0]
+            assert scores[row][token].item() == pytest.approx(expected.item(), abs=1e-5)

@@ -1,0 +1,159 @@
+"""Supervised runs with the real trainer on two ranks: epochs, stops and a kill, validation loss, other layouts, a dump.
+
+One world does all runs of two replicas, another one those with tensor parallelism. 16 rows in batches of 5 are
+floor(16 / 5) = 3 steps per epoch, so two epochs are six steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests import worlds
+from tests.soak.workspace import make_workspace
+from tests.training import guard_ranks, supervised_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The arithmetic task, with held-out rows of very different lengths."""
+    root = make_workspace(tmp_path_factory.mktemp("supervised"))
+    rows = [json.loads(line) for line in (root / "data/written.jsonl").read_text().splitlines()]
+    for row in rows[::3]:
+        row["response"] = row["chosen"] = "7"
+    (root / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:7]))
+    (root / "data/train.sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:9]))
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """(output folders, results of rank 0 by run); those of `tp2` are under "tp2"."""
+    out = tmp_path_factory.mktemp("runs")
+    results = worlds.run(supervised_ranks.dp2, 2, root=root, out=out)[0]
+    return out, {**results, "tp2": worlds.run(supervised_ranks.tp2, 2, root=root, out=out)[0]}
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
+
+
+def column(folder: Path, name: str) -> dict[int, float]:
+    return {row["step"]: row[name] for row in logged(folder) if name in row}
+
+
+def test_stopped_and_killed_is_as_if_never_stopped(runs: Any) -> None:
+    """Stopped in the warm-up's second step of three, and after the third of six steps; killed after the fifth."""
+    out, results = runs
+    names = ("whole", "stopped in the warm-up", "stopped", "killed", "resumed")
+    assert [results[name]["ended"] for name in names] == ["done", "75", "75", "killed", "done"]
+    for name, tensor in results["whole"]["weights"].items():
+        assert torch.equal(tensor, results["resumed"]["weights"][name]), name
+    assert logged(out / "parts") == logged(out / "whole")
+    assert logged(out / "parts/sft") == logged(out / "whole/sft")
+    assert [row["step"] for row in logged(out / "whole/sft")] == [0, 1, 2]
+    assert [row["training/epoch"] for row in logged(out / "whole")[:6]] == pytest.approx(
+        [n * 5 / 16 for n in range(1, 7)]
+    )
+
+
+def test_the_warm_up_is_a_run_from_a_file(runs: Any) -> None:
+    """The section `sft`, and `algorithm.source=file` without shuffling: the same losses and weights."""
+    out, results = runs
+    assert column(out / "alone", "actor/pg_loss") == column(out / "whole/sft", "actor/pg_loss")
+    warmed_up = load_file(out / "whole/warmup/model.safetensors")
+    assert all(torch.equal(tensor, results["alone"]["weights"][name]) for name, tensor in warmed_up.items())
+
+
+def test_the_validation_loss_is_the_token_mean_of_transformers(root: Path, runs: Any) -> None:
+    """Before the first step: of the model after the warm-up. Over all tokens, which a mean over ranks or rows would miss."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out, _ = runs
+    model = AutoModelForCausalLM.from_pretrained(out / "whole/warmup", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out / "whole/warmup")
+    losses: list[torch.Tensor] = []
+    for line in (root / "held_out.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt, response = (
+            tokenizer(row[name], add_special_tokens=False)["input_ids"] for name in ("prompt", "response")
+        )
+        ids = torch.tensor([*prompt, *response, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
+        losses.append(-logprobs.gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    measured = column(out / "whole", "val/loss/held_out")
+    assert list(measured) == [0, 3, 6]
+    assert measured[0] == pytest.approx(torch.cat(losses).mean().item(), abs=2e-6)
+    assert measured[0] != pytest.approx(torch.stack([loss.mean() for loss in losses]).mean().item(), abs=1e-2)
+    assert measured[6] < measured[3] < measured[0]
+
+
+def test_another_layout_gives_the_same_numbers(runs: Any) -> None:
+    """Pairs from the beginning; responses after a kill in the fifth step, from the checkpoint of two replicas."""
+    out, results = runs
+    for one, other in (("dpo", "dpo_tp2"), ("whole", "moved")):
+        rows = list(zip(logged(out / one), logged(out / other), strict=True))
+        assert len(rows) == 7
+        for a, b in rows:
+            for key in (k for k in a.keys() | b.keys() if k.startswith("val/") or k == "actor/pg_loss"):
+                assert a[key] == pytest.approx(b[key], abs=5e-6), key
+    for name, tensor in results["whole"]["weights"].items():
+        torch.testing.assert_close(tensor, results["tp2"]["moved"]["weights"][name], atol=2e-5, rtol=0)
+
+
+def test_pairs_have_accuracy_and_margin(runs: Any) -> None:
+    """At first the policy is the reference: loss log 2, margin 0, nothing preferred. Then it learns."""
+    out, _ = runs
+    folder = out / "dpo"
+    loss, margin = column(folder, "val/loss/held_out"), column(folder, "val/dpo_margin/held_out")
+    assert loss[0] == pytest.approx(math.log(2), abs=1e-6) and margin[0] == pytest.approx(0, abs=1e-5)
+    assert loss[6] < loss[0] and margin[6] > 0 and column(folder, "val/dpo_accuracy/held_out")[6] > 0.5
+
+
+def test_a_dump_of_a_supervised_run_replays(runs: Any) -> None:
+    out, _ = runs
+    dumps = sorted((out / "dpo/dumps").iterdir())
+    [[(code, text)]] = worlds.run(guard_ranks.replayed, 1, dumps=dumps)
+    assert (code, [dump.name for dump in dumps]) == (0, ["step_000000_grad_norm"]), text
+
+
+HIDE_VLLM = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "vllm":
+            raise ImportError("vllm is hidden")
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_the_command_needs_no_vllm(root: Path, tmp_path: Path) -> None:
+    """The launcher, the server that ranks are forked from, and the ranks. A second start finds nothing to do."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE_VLLM)
+    out, method = tmp_path / "out", supervised_ranks.SFT
+    trainer = {"total_epochs": 1, "save_freq": 9, "logger": ["console"]}
+    raw = supervised_ranks.settings(root, out, method, trainer=trainer)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "grpo_megatron", "train", str(tmp_path / "run.yaml")]
+    for expected in ("starting 2 ranks: Megatron-Core;", "has all 3 steps; for more, raise trainer.total_epochs;"):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
+        assert (out / "checkpoints/step_000003").is_dir()
