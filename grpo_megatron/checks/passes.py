@@ -45,7 +45,7 @@ def sharing_problems(config: Config, arch: Architecture | None) -> Iterator[str]
     if megatron.context_parallel_size > 1:
         yield (
             f"{key} packs a prompt with all of its responses, and actor.megatron.context_parallel_size="
-            f"{megatron.context_parallel_size} cuts every sequence by itself; set one of them to false or 1"
+            f"{megatron.context_parallel_size} cuts every sequence by itself; set it to 1, or share_prompts=false"
         )
     elif config.trainer.device != "cpu" and megatron.transformer_impl != "local":
         yield (
