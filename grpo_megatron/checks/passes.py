@@ -8,6 +8,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import (
     folds_old_logprobs,
+    forward_only_at_zero_advantage,
     has_kl_in_reward,
     has_kl_loss,
     needs_old_logprobs,
@@ -19,7 +20,7 @@ from grpo_megatron.models.architecture import Architecture
 
 
 def pass_lines(config: Config) -> Iterator[tuple[str, str]]:
-    """(name, text) of each line: old log-probabilities, reference."""
+    """(name, text) of each line: old log-probabilities, reference, what is left out of the update."""
     actor, algorithm, batch = config.actor, config.algorithm, config.data.train_batch_size
     name = "old log-probs"
     if folds_old_logprobs(algorithm, actor, batch):
@@ -29,6 +30,10 @@ def pass_lines(config: Config) -> Iterator[tuple[str, str]]:
     for reason in reasons_for_old_pass(algorithm, actor, batch):
         yield name, f"a pass before the update: {reason}"
     yield "reference", "; ".join(_uses_of_reference(config))
+    if forward_only_at_zero_advantage(algorithm, actor):
+        yield "backward pass", "left out for rows of advantage 0, where the plan finds this cheaper"
+    if actor.share_prompts:
+        yield "prompts", "one copy for the responses in a micro-batch, where the heaviest rank gets lighter"
 
 
 def sharing_problems(config: Config, arch: Architecture | None) -> Iterator[str]:
@@ -40,7 +45,7 @@ def sharing_problems(config: Config, arch: Architecture | None) -> Iterator[str]
     if megatron.context_parallel_size > 1:
         yield (
             f"{key} packs a prompt with all of its responses, and actor.megatron.context_parallel_size="
-            f"{megatron.context_parallel_size} cuts every sequence by itself; set one of them to false or 1"
+            f"{megatron.context_parallel_size} cuts every sequence by itself; set it to 1, or share_prompts=false"
         )
     elif config.trainer.device != "cpu" and megatron.transformer_impl != "local":
         yield (

@@ -105,6 +105,19 @@ def test_the_plan_counts_what_a_step_is(run: Path, capsys: pytest.CaptureFixture
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_the_plan_says_which_passes_a_step_makes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(run, capsys, "actor.use_kl_loss=false", "actor.share_prompts=true")
+    for line in (
+        "old log-probs     of the update's own forward pass\n",
+        "backward pass     left out",
+        "prompts           one copy",
+    ):
+        assert line in text, text
+    text = plan(run, capsys, "actor.kl_loss_coef=0", "actor.entropy_coeff=0.1", "actor.ppo_epochs=2")
+    assert "old log-probs     a pass before the update: 2 optimizer steps" in text
+    assert "no reference model, as actor.kl_loss_coef=0\n" in text and "backward pass" not in text
+
+
 def test_the_plan_ends_with_a_config_that_can_be_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
