@@ -157,8 +157,8 @@ class PackedAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
-        if isinstance(packed_seq_params, TreeParams):
-            return tree_attention(query, key, value, packed_seq_params.branches)
+        if isinstance(tree := packed_seq_params, TreeParams):
+            return tree_attention(query, key, value, tree.branches)
         cuts = packed_seq_params.cu_seqlens_q
         lengths = (cuts[1:] - cuts[:-1]).tolist()
         out = []

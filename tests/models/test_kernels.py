@@ -189,9 +189,9 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
     model, actor, device = ModelConfig(path=Path("x")), ActorConfig(), Device("cpu")
     with (
         mock.patch.object(build, "choose_kernels", asked),
-        mock.patch.object(reward_model, "read_reward_folder", mock.Mock()),
+        mock.patch.object(reward_model, "read_reward_folder", mock.Mock(return_value=mock.Mock(path=Path("x")))),
     ):
-        config: Any = mock.Mock(path="x", optim=actor.optim)
+        config: Any = mock.Mock(path=Path("x"), optim=actor.optim)
         for make in (
             lambda: policy.Policy(model, actor, arch, mesh, device),
             lambda: reward_model.RewardModel(config, "float32", actor, mesh, device),
