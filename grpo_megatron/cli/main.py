@@ -100,6 +100,12 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
             f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"
             " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
         )
+    if args.profile is not None and args.profile.stop > config.trainer.total_training_steps:
+        steps = config.trainer.total_training_steps
+        raise ConfigError(
+            f"--profile: step {args.profile.stop - 1} is not one of the run's {steps} steps, which are counted from 0 to"
+            f" {steps - 1}; name an earlier one, or raise trainer.total_training_steps"
+        )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
             _print_plan(config, checked, world_size, args.gpu_memory)
@@ -110,7 +116,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         del checked  # the ranks read the files themselves
         _check_unused(config.trainer.output_dir)
         return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
-    return _run(config, checked)
+    return _run(config, checked, args.profile)
 
 
 def _print_plan(config: Config, checked: Checked, world_size: int, device_gib: float | None) -> None:
@@ -167,7 +173,7 @@ def _check_unused(output_dir: Path) -> None:
         pass  # reported by rank 0, which must write there
 
 
-def _run(config: Config, checked: Checked) -> int:
+def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     """Train as this rank until the run is over; returns the exit code."""
     from grpo_megatron.parallel.heartbeat import when_stalled
     from grpo_megatron.training.stopping import Stopped, forget_outcome
@@ -179,7 +185,7 @@ def _run(config: Config, checked: Checked) -> int:
         from grpo_megatron.trainer import Trainer
 
     try:
-        Trainer(config, checked).run()
+        Trainer(config, checked, profiled).run()
     except Stopped as stopped:
         return stopped.exit_code
     except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run
