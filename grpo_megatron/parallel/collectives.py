@@ -86,7 +86,8 @@ def recorded(span: Span, clock: Callable[[], int], synchronize: Callable[[], Non
             synchronize()
         return result
 
-    originals = {(group, name): group.__dict__[name] for name in OPERATIONS if name in group.__dict__}
+    found = [name for name in OPERATIONS if name in group.__dict__]
+    originals: dict[tuple[type, str], Any] = {(group, name): group.__dict__[name] for name in found}
     replaced = {place: starting(place[1], original) for place, original in originals.items()}
     originals[work, "wait"], replaced[work, "wait"] = original_wait, wait
     try:
