@@ -73,6 +73,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     is_reward = args.command == "train-reward"
     config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
     is_rank = "RANK" in os.environ
+    if config.trainer.total_epochs is None:
+        _check_profiled(args.profile, config.trainer.total_training_steps)
     if not args.dry_run and config.trainer.total_epochs is None and _has_nothing_to_do(config):
         return 0
     world_size = args.world_size or _world_size(config, is_rank)
@@ -93,18 +95,13 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     )
     if config.trainer.total_epochs is not None:
         config = checked.resolved(config)
+        _check_profiled(args.profile, config.trainer.total_training_steps)
         if not args.dry_run and _has_nothing_to_do(config):
             return 0
     if is_reward and checked.scored_folder is None:
         raise ConfigError(
             f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"
             " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
-        )
-    if args.profile is not None and args.profile.stop > config.trainer.total_training_steps:
-        steps = config.trainer.total_training_steps
-        raise ConfigError(
-            f"--profile: step {args.profile.stop - 1} is not one of the run's {steps} steps, which are counted from 0 to"
-            f" {steps - 1}; name an earlier one, or raise trainer.total_training_steps"
         )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
@@ -127,6 +124,15 @@ def _print_plan(config: Config, checked: Checked, world_size: int, device_gib: f
     problems = plan_problems(config, checked, world_size, device_gib) if device_gib is not None else []
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_profiled(profiled: range | None, steps: int) -> None:
+    """Raise ConfigError if a run of so many steps does not have all those of --profile."""
+    if profiled is not None and profiled.stop > steps:
+        raise ConfigError(
+            f"--profile: the run has {steps} steps, counted from 0, so there is no step {profiled[-1]}; name earlier steps, or"
+            " raise trainer.total_training_steps"
+        )
 
 
 def _has_nothing_to_do(config: Config) -> bool:

@@ -52,11 +52,15 @@ class ProfileReport:
         """One per remedy; seconds are per step."""
         if not self.remedies:
             return ["No remedy is known for what was measured."]
-        return [f"{r.key}: {r.advice}. At most {r.seconds:.3f} s ({r.from_what})." for r in self.remedies]
+        return [f"{r.key}: {r.advice}. At most {r.seconds:.3f} s per step ({r.from_what})." for r in self.remedies]
 
     def limits(self) -> Iterator[str]:
         """What the numbers do not say."""
-        yield f"Clocks of different machines agree within {1e3 * self.accuracy_s:.3f} ms; measured at the profile's start."
+        accuracy_ms = 1e3 * self.accuracy_s
+        if accuracy_ms:
+            yield f"Clocks of different machines agree within {accuracy_ms:.3f} ms, measured at the profile's start."
+        else:
+            yield "All ranks are on one machine and read the same clock."
         yield "Seconds of a remedy are per step and an upper bound: the time measured where it applies. They do not add up."
         if self.num_dropped:
             yield f"{self.num_dropped:,} events did not fit: a rank keeps {self.limit:,}. Profile fewer steps."

@@ -120,6 +120,8 @@ def _idle(phases: Mapping[str, Seconds], settings: Mapping[str, Any]) -> Iterato
             phases.get("gen", Seconds()).idle,
             "idle in gen",
         )
+    if settings.get("trainer.device") == "cuda":
+        return
     working = ("gen", *PASSES)[1 if has_environment else 0 :]
     yield Remedy(
         "trainer.n_gpus_per_node",

@@ -1,7 +1,7 @@
 """The profile as a trace in the JSON trace-event format of Chrome, which ui.perfetto.dev and chrome://tracing open.
 
 One process per rank. Its rows: steps and phases, engine steps, collectives, and waiting for the ranks that were late.
-Times are microseconds from the first event on.
+Times are microseconds from the first event on. Processes and rows are counted from 1: process 0 is the kernel's idle one.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def trace_lines(time: StepTime, names: Sequence[str], about: Mapping[str, Any]) 
 
 def _entries(time: StepTime, names: Sequence[str], start: int) -> Iterator[dict[str, Any]]:
     for rank, events in enumerate(time.ranks):
-        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": names[rank]}}
-        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        yield {"ph": "M", "pid": rank + 1, "name": "process_name", "args": {"name": names[rank]}}
+        yield {"ph": "M", "pid": rank + 1, "name": "process_sort_index", "args": {"sort_index": rank}}
         for row, title in enumerate(ROWS):
-            yield {"ph": "M", "pid": rank, "tid": row, "name": "thread_name", "args": {"name": title}}
-            yield {"ph": "M", "pid": rank, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+            yield {"ph": "M", "pid": rank + 1, "tid": row + 1, "name": "thread_name", "args": {"name": title}}
+            yield {"ph": "M", "pid": rank + 1, "tid": row + 1, "name": "thread_sort_index", "args": {"sort_index": row}}
         # An outer event comes before the inner one that begins at the same time: the viewers nest them in this order.
         for event in sorted(events, key=lambda e: (e.begin, -e.end, e.kind != STEP)):
             row = next(i for i, kinds in enumerate(ROWS.values()) if event.kind in kinds)
@@ -57,7 +57,7 @@ def _complete(rank: int, row: int, name: str, kind: str, begin: int, end: int, a
     """Both ends are rounded, and not the length, so that nested events stay nested."""
     first, last = begin / 1e3, end / 1e3
     timing = {"ts": first, "dur": round(last - first, 3)}
-    return {"ph": "X", "pid": rank, "tid": row, "name": name, "cat": kind, **timing, "args": args}
+    return {"ph": "X", "pid": rank + 1, "tid": row + 1, "name": name, "cat": kind, **timing, "args": args}
 
 
 def _arguments(event: Event) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def assert_profiled(folder: Path, step: int) -> None:
     assert trace["otherData"]["dropped_events"] == 0 and trace["otherData"]["clocks_agree_within_s"] == 0
     operations = []
     for rank in (0, 1):
-        events = [e for e in trace["traceEvents"] if e["pid"] == rank and e["ph"] == "X"]
+        events = [e for e in trace["traceEvents"] if e["pid"] == rank + 1 and e["ph"] == "X"]
         whole, *phases = [e for e in events if e["cat"] in ("step", "phase")]
         assert whole["name"] == f"training step {step}"
         assert {"step", "update_weights", "gen", "reward", "update_actor", "save_checkpoint"} <= {

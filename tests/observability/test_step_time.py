@@ -111,7 +111,7 @@ def test_the_report_says_it_in_words(time: StepTime) -> None:
     assert "Step 4 took 10.000 s on 2 ranks" in text
     assert "  2.000 s ( 20 %)  waiting for the slowest rank" in text
     assert "waited 4.000 s per step for rank 1, which was in gen." in text
-    assert "1. rollout.tensor_model_parallel_size:" in text and "At most 2.000 s" in text
+    assert "1. rollout.tensor_model_parallel_size:" in text and "At most 2.000 s per step" in text
     assert "0.250 ms" in text and "7 events did not fit" in text
     assert "waited 4.000 s per step for rank 1" in page and "http" not in page and "src=" not in page
 
@@ -119,9 +119,9 @@ def test_the_report_says_it_in_words(time: StepTime) -> None:
 def test_the_trace_is_json_with_a_process_per_rank(time: StepTime) -> None:
     trace = json.loads("".join(trace_lines(time, ["rank 0 (a)", 'rank 1 "b"'], {"dropped_events": 0})))
     named = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert named == {0: "rank 0 (a)", 1: 'rank 1 "b"'}
+    assert named == {1: "rank 0 (a)", 2: 'rank 1 "b"'}
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "waiting"] == [
-        (0, "for rank 1", 2e6, 4e6)
+        (1, "for rank 1", 2e6, 4e6)
     ]
 
 
