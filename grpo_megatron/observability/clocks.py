@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Round = tuple[int, int]  # (entered, left) of one collective, nanoseconds of the rank's own clock
+ClockRound = tuple[int, int]  # (entered, left) of one collective, nanoseconds of the rank's own clock
 
 
-def clock_offset(first: Sequence[Round], other: Sequence[Round]) -> tuple[float, float]:
+def clock_offset(first: Sequence[ClockRound], other: Sequence[ClockRound]) -> tuple[float, float]:
     """(offset of `other`'s clock against `first`'s, largest error of it), nanoseconds. Both lists have the same rounds."""
     low = max(entered - left for (_, left), (entered, _) in zip(first, other, strict=True))
     high = min(left - entered for (entered, _), (_, left) in zip(first, other, strict=True))

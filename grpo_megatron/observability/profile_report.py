@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.observability.remedies import Remedy, largest_remedies
-from grpo_megatron.observability.step_time import PARTS, Seconds, StepTime
+from grpo_megatron.observability.step_time import TIME_PARTS, TAIL, TimeParts, StepTime
 
 MAX_RANK_ROWS = 64  # of the table of ranks: those that wait least come first
 COLOURS = {"computing": "#2a7", "waiting": "#d43", "moving": "#48c", "idle": "#bbb"}
@@ -36,7 +36,7 @@ class ProfileReport:
         which = f"Step {steps[0]} took" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]} took on average"
         ranks = len(self.time.ranks)
         yield f"{which} {whole.total:.3f} s on {ranks} rank{'s' if ranks > 1 else ''}. Of it, the average rank spent:"
-        for part in PARTS:
+        for part in TIME_PARTS:
             yield f"  {_amount(getattr(whole, part), whole.total)}  {MEANING[part]}"
         charged = sorted(self.time.charged.items(), key=lambda item: -item[1])[:3]
         for (rank, phase), seconds in charged:
@@ -46,7 +46,8 @@ class ProfileReport:
             count = self.time.engine_steps / self.time.num_rank_steps
             mean_ms = 1e3 * self.time.engine_s / self.time.engine_steps
             tail = self.time.tail_s / self.time.num_rank_steps
-            yield f"An engine made {count:.0f} steps of {mean_ms:.2f} ms each; {tail:.3f} s of them had few requests left."
+            yield f"An engine made {count:.0f} steps of {mean_ms:.2f} ms each per training step."
+            yield f"While it did so, at most 1/{TAIL} of its requests were left for {tail:.3f} s."
 
     def remedy_lines(self) -> list[str]:
         """One per remedy; seconds are per step."""
@@ -71,17 +72,17 @@ class ProfileReport:
         """For the console."""
         lines = ["where the time went", *self.sentences(), "", "the largest remedies"]
         lines += [f"  {number}. {line}" for number, line in enumerate(self.remedy_lines(), 1)]
-        lines += ["", *_text_table(("phase", "seconds", *PARTS), self._phase_rows()), "", *self.limits()]
+        lines += ["", *_text_table(("phase", "seconds", *TIME_PARTS), self._phase_rows()), "", *self.limits()]
         return "\n".join(lines)
 
     def page(self) -> str:
         """One HTML document, without scripts."""
-        phases = _html_table(("phase", "seconds", *PARTS), self._phase_rows())
-        ranks = _html_table(("rank", "seconds", *PARTS, ""), self._rank_rows())
+        phases = _html_table(("phase", "seconds", *TIME_PARTS), self._phase_rows())
+        ranks = _html_table(("rank", "seconds", *TIME_PARTS, ""), self._rank_rows())
         remedies = "".join(f"<li>{html.escape(line)}</li>" for line in self.remedy_lines())
         words = "<br>".join(html.escape(line).replace("  ", "&ensp;") for line in self.sentences())
         limits = " ".join(html.escape(line) for line in self.limits())
-        legend = " ".join(f'<span style="color:{COLOURS[part]}">&#9632;</span> {part}' for part in PARTS)
+        legend = " ".join(f'<span style="color:{COLOURS[part]}">&#9632;</span> {part}' for part in TIME_PARTS)
         return (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Profile</title><style>{_STYLE}</style>'
             f"<h1>Where the time went</h1><p>{words}</p>{_bar(self.time.whole())}<p>{legend}</p>"
@@ -101,7 +102,7 @@ class ProfileReport:
         return [(str(rank), *_numbers(seconds), _bar(seconds)) for rank, seconds in ranks[:MAX_RANK_ROWS]]
 
 
-def build_report(
+def build_profile_report(
     time: StepTime, settings: Mapping[str, Any], *, accuracy_s: float, num_dropped: int, limit: int
 ) -> ProfileReport:
     """`settings`: the run's config, "section.key" -> value."""
@@ -118,8 +119,8 @@ def _amount(seconds: float, whole: float) -> str:
     return f"{seconds:7.3f} s ({100 * seconds / whole if whole else 0:3.0f} %)"
 
 
-def _numbers(seconds: Seconds) -> tuple[str, ...]:
-    return f"{seconds.total:.3f}", *(f"{getattr(seconds, part):.3f}" for part in PARTS)
+def _numbers(seconds: TimeParts) -> tuple[str, ...]:
+    return f"{seconds.total:.3f}", *(f"{getattr(seconds, part):.3f}" for part in TIME_PARTS)
 
 
 def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -140,9 +141,9 @@ def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _bar(seconds: Seconds) -> str:
+def _bar(seconds: TimeParts) -> str:
     parts = "".join(
         f'<div style="flex:{getattr(seconds, part):.6f};background:{COLOURS[part]}" title="{part}"></div>'
-        for part in PARTS
+        for part in TIME_PARTS
     )
     return f'<div class="bar">{parts}</div>'

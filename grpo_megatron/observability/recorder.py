@@ -16,7 +16,7 @@ STEP, PHASE, ENGINE, COLLECTIVE = "step", "phase", "engine", "collective"  # kin
 MAX_EVENTS, MAX_EVENTS_PER_RANK = 2_000_000, 100_000  # some 60 bytes each on the way to rank 0
 FOR_PHASES = 0.1  # share of the events that only steps and phases may take: they come last
 
-Key = tuple[str, str, int]  # one operation of several ranks: group, number within it, how many ranks take part
+OperationKey = tuple[str, str, int]  # one operation of several ranks: group, number within it, how many ranks take part
 
 
 class Event(NamedTuple):
@@ -28,7 +28,7 @@ class Event(NamedTuple):
     end: int
     cpu: int
     number: int = 0
-    key: Key | None = None
+    key: OperationKey | None = None
 
 
 def max_events(world_size: int) -> int:
@@ -50,7 +50,7 @@ class Recorder:
         self.num_dropped = 0
 
     @contextlib.contextmanager
-    def span(self, kind: str, name: str, number: int = 0, key: Key | None = None) -> Iterator[None]:
+    def span(self, kind: str, name: str, number: int = 0, key: OperationKey | None = None) -> Iterator[None]:
         """Record the block. One that raises is not recorded."""
         begin, cpu = self.clock(), self.cpu_clock()
         yield

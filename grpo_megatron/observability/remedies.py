@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.observability.step_time import TAIL, Seconds, StepTime
+from grpo_megatron.observability.step_time import TAIL, TimeParts, StepTime
 
 PASSES = ("update_actor", "old_log_prob", "ref", "values", "update_critic", "reward_model", "update_reward_model")
 NUM_SHOWN = 3
@@ -38,7 +38,7 @@ def _remedies(time: StepTime, settings: Mapping[str, Any]) -> Iterator[Remedy]:
 
     def own(phase: str) -> float:
         """Everything in a phase but waiting: that is charged to the phase of the late rank."""
-        seconds = phases.get(phase, Seconds())
+        seconds = phases.get(phase, TimeParts())
         return seconds.total - seconds.waiting + time.waiting_for(phase)
 
     yield Remedy(
@@ -56,7 +56,7 @@ def _remedies(time: StepTime, settings: Mapping[str, Any]) -> Iterator[Remedy]:
     yield Remedy(
         "reward.num_workers",
         "raise it: more processes grade while the engine draws",
-        phases.get("reward", Seconds()).idle + time.waiting_for("reward"),
+        phases.get("reward", TimeParts()).idle + time.waiting_for("reward"),
         "idle in reward, and waiting for ranks in it",
     )
     is_delta = settings.get("rollout.sync") == "delta"
@@ -81,9 +81,9 @@ def _remedies(time: StepTime, settings: Mapping[str, Any]) -> Iterator[Remedy]:
     )
 
 
-def _passes(phases: Mapping[str, Seconds], settings: Mapping[str, Any]) -> Iterator[Remedy]:
+def _passes(phases: Mapping[str, TimeParts], settings: Mapping[str, Any]) -> Iterator[Remedy]:
     def busy(phase: str) -> float:
-        seconds = phases.get(phase, Seconds())
+        seconds = phases.get(phase, TimeParts())
         return seconds.computing + seconds.moving
 
     epochs = settings.get("actor.ppo_epochs", 1)
@@ -111,21 +111,21 @@ def _passes(phases: Mapping[str, Seconds], settings: Mapping[str, Any]) -> Itera
     )
 
 
-def _idle(phases: Mapping[str, Seconds], settings: Mapping[str, Any]) -> Iterator[Remedy]:
+def _idle(phases: Mapping[str, TimeParts], settings: Mapping[str, Any]) -> Iterator[Remedy]:
     has_environment = settings.get("rollout.multi_turn.environment") is not None
     if has_environment:
         yield Remedy(
             "rollout.multi_turn.num_workers",
             "raise it: more processes run environments and tools",
-            phases.get("gen", Seconds()).idle,
+            phases.get("gen", TimeParts()).idle,
             "idle in gen",
         )
-    if settings.get("trainer.device") == "cuda":
+    if settings.get("trainer.device", "auto") not in ("auto", "cpu"):
         return
     working = ("gen", *PASSES)[1 if has_environment else 0 :]
     yield Remedy(
         "trainer.n_gpus_per_node",
         "lower it on CPU, if there are more ranks than free cores",
-        sum(phases.get(phase, Seconds()).idle for phase in working),
+        sum(phases.get(phase, TimeParts()).idle for phase in working),
         "phases that compute, while the process had no core or slept",
     )

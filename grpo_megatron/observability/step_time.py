@@ -21,16 +21,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event, Key
+from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event, OperationKey
 
 MOVING = ("update_weights", "save_checkpoint", "dump_rollout_generations")  # their work is copying
 BETWEEN, AFTER = "between phases", "log and checks"  # inside the phase `step` but no other one; after it
-PARTS = ("computing", "waiting", "moving", "idle")
+TIME_PARTS = ("computing", "waiting", "moving", "idle")
 TAIL = 8  # an engine step belongs to the tail while at most 1 / TAIL of the requests are unfinished
 
 
 @dataclass
-class Seconds:
+class TimeParts:
     """The parts of some time."""
 
     computing: float = 0.0
@@ -42,8 +42,8 @@ class Seconds:
     def total(self) -> float:
         return self.computing + self.waiting + self.moving + self.idle
 
-    def add(self, other: Seconds, factor: float = 1.0) -> None:
-        for part in PARTS:
+    def add(self, other: TimeParts, factor: float = 1.0) -> None:
+        for part in TIME_PARTS:
             setattr(self, part, getattr(self, part) + factor * getattr(other, part))
 
 
@@ -70,7 +70,7 @@ class StepTime:
 
     ranks: Sequence[Sequence[Event]]
     steps: list[int] = field(default_factory=list)
-    shares: dict[tuple[int, int, str], Seconds] = field(default_factory=dict)  # (rank, step, phase)
+    shares: dict[tuple[int, int, str], TimeParts] = field(default_factory=dict)  # (rank, step, phase)
     waits: list[Wait] = field(default_factory=list)
     charged: dict[tuple[int, str], float] = field(default_factory=dict)  # (late rank, its phase) -> seconds of others
     num_undivided: int = 0  # collectives that a rank did not record
@@ -78,24 +78,24 @@ class StepTime:
     engine_s: float = 0.0
     tail_s: float = 0.0
 
-    def by_phase(self) -> dict[str, Seconds]:
+    def by_phase(self) -> dict[str, TimeParts]:
         """Per step and rank, on average. The largest phase is first."""
-        phases: dict[str, Seconds] = defaultdict(Seconds)
+        phases: dict[str, TimeParts] = defaultdict(TimeParts)
         for (_, _, phase), seconds in self.shares.items():
             phases[phase].add(seconds, 1 / self.num_rank_steps)
         return dict(sorted(phases.items(), key=lambda item: -item[1].total))
 
-    def of_rank(self, rank: int) -> Seconds:
+    def of_rank(self, rank: int) -> TimeParts:
         """Per step, on average."""
-        whole = Seconds()
+        whole = TimeParts()
         for (owner, _, _), seconds in self.shares.items():
             if owner == rank:
                 whole.add(seconds, 1 / len(self.steps))
         return whole
 
-    def whole(self) -> Seconds:
+    def whole(self) -> TimeParts:
         """Per step and rank, on average: `total` is the length of a step."""
-        whole = Seconds()
+        whole = TimeParts()
         for seconds in self.by_phase().values():
             whole.add(seconds)
         return whole
@@ -157,8 +157,8 @@ class Start(NamedTuple):
     num_ranks: int
 
 
-def _starts(ranks: Sequence[Sequence[Event]]) -> dict[Key, Start]:
-    starts: dict[Key, Start] = {}
+def _starts(ranks: Sequence[Sequence[Event]]) -> dict[OperationKey, Start]:
+    starts: dict[OperationKey, Start] = {}
     for rank, events in enumerate(ranks):
         for event in events:
             if event.kind == COLLECTIVE and event.key is not None:
@@ -173,7 +173,7 @@ def _share(
     step: Event,
     own: list[Cut],
     cuts: list[list[Cut]],
-    starts: Mapping[Key, Start],
+    starts: Mapping[OperationKey, Start],
 ) -> None:
     """Divide one step of one rank."""
     begins = [cut.begin for cut in own]
@@ -188,7 +188,7 @@ def _share(
             result.num_undivided += 1
             continue
         last, late, _ = starts[event.key]
-        if late != rank and last > event.begin:
+        if last > event.begin:
             wait = Wait(rank, event.begin, min(last, event.end), late, event.name)
             waiting[place] += wait.end - wait.begin
             result.waits.append(wait)
@@ -197,13 +197,13 @@ def _share(
         rest = max(0, cut.end - cut.begin - collective)
         busy = min(rest, max(0, cut.cpu - cpu))
         is_moving = cut.phase in MOVING
-        seconds = Seconds(
+        seconds = TimeParts(
             computing=0.0 if is_moving else busy / 1e9,
             waiting=waited / 1e9,
             moving=(collective - waited + (busy if is_moving else 0)) / 1e9,
             idle=(rest - busy) / 1e9,
         )
-        result.shares.setdefault((rank, step.number, cut.phase), Seconds()).add(seconds)
+        result.shares.setdefault((rank, step.number, cut.phase), TimeParts()).add(seconds)
 
 
 def _charge(result: StepTime, wait: Wait, late: list[Cut]) -> None:

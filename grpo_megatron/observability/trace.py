@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event
-from grpo_megatron.observability.step_time import PARTS, StepTime
+from grpo_megatron.observability.step_time import TIME_PARTS, StepTime
 
 ROWS = {"steps and phases": (STEP, PHASE), "engine steps": (ENGINE,), "collectives": (COLLECTIVE,), "waiting": ()}
 WAITING_ROW = list(ROWS).index("waiting")
@@ -21,7 +21,7 @@ def trace_lines(time: StepTime, names: Sequence[str], about: Mapping[str, Any]) 
     """The file in pieces. `names[r]` is rank r's title; `about` is kept beside the events."""
     start = min((event.begin for events in time.ranks for event in events), default=0)
     shares = [
-        {"rank": rank, "step": step, "phase": phase, **{part: getattr(seconds, part) for part in PARTS}}
+        {"rank": rank, "step": step, "phase": phase, **{part: getattr(seconds, part) for part in TIME_PARTS}}
         for (rank, step, phase), seconds in time.shares.items()
     ]
     yield (

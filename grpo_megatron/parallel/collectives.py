@@ -45,16 +45,16 @@ OPERATIONS = {  # method of ProcessGroup -> its name in torch.distributed; metho
     "recv": "recv",
 }
 MESSAGES = ("send", "recv")
-Span = Callable[..., contextlib.AbstractContextManager[None]]
-OperationKey = tuple[str, str, int]
+_Span = Callable[..., contextlib.AbstractContextManager[None]]
+_Key = tuple[str, str, int]
 
 
 @contextlib.contextmanager
-def recorded(span: Span, clock: Callable[[], int], synchronize: Callable[[], None]) -> Iterator[None]:
+def recorded(span: _Span, clock: Callable[[], int], synchronize: Callable[[], None]) -> Iterator[None]:
     """Inside, each wait is a `span("collective", name, when the operation was started, its key)`."""
     group, work = dist.ProcessGroup, dist.Work
     counts: Counter[tuple[str, str]] = Counter()
-    started: dict[int, tuple[str, int, OperationKey]] = {}  # id of a work that nobody has waited for yet
+    started: dict[int, tuple[str, int, _Key]] = {}  # id of a work that nobody has waited for yet
 
     def starting(method: str, original: Any) -> Any:
         name = OPERATIONS[method]

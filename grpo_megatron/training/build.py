@@ -35,7 +35,7 @@ from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
-from grpo_megatron.training.profiler import Profiler, flat
+from grpo_megatron.training.profiler import Profiler, flat_settings
 from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
@@ -242,6 +242,6 @@ def build_profiler(
         policy.mesh,
         policy.device.synchronize,
         output_dir=config.trainer.output_dir,
-        settings=flat(config.model_dump(mode="json")),
+        settings=flat_settings(config.model_dump(mode="json")),
         note=sinks.note,
     )

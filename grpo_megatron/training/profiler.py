@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_megatron.observability.clocks import Round, clock_offset
+from grpo_megatron.observability.clocks import ClockRound, clock_offset
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.observability.profile_report import build_report
+from grpo_megatron.observability.profile_report import build_profile_report
 from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event, Recorder, max_events
 from grpo_megatron.observability.step_time import measure
 from grpo_megatron.observability.trace import trace_lines
@@ -26,7 +26,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.storage.atomic import new_folder
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 CLOCK_ROUNDS = 32  # collectives that compare the clocks
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # processes with the same one read the same clock
 
@@ -36,7 +36,7 @@ class _Record(NamedTuple):
 
     node: str
     boot_id: str
-    rounds: list[Round]
+    rounds: list[ClockRound]
     events: list[Event]
     num_dropped: int
 
@@ -57,7 +57,7 @@ class Profiler:
         note: Callable[[str], None],
     ) -> None:
         self.steps, self.metrics, self.engine, self.mesh, self.synchronize = steps, metrics, engine, mesh, synchronize
-        self.folder, self.settings, self.note = output_dir / FOLDER, settings, note
+        self.folder, self.settings, self.note = output_dir / PROFILE_FOLDER, settings, note
 
     def over(self, steps: range) -> Iterator[int]:
         """The steps of the run, in order; those of the profile are recorded until the next one is asked for. Collective."""
@@ -76,7 +76,7 @@ class Profiler:
             self._write(recorder, rounds)
         yield from range(wanted.stop, steps.stop)
 
-    def _compare_clocks(self) -> list[Round]:
+    def _compare_clocks(self) -> list[ClockRound]:
         clock, rounds = Recorder(0).clock, []
         for _ in range(CLOCK_ROUNDS):
             entered = clock()
@@ -110,7 +110,7 @@ class Profiler:
                 if engine is not None:
                     del engine.poll
 
-    def _write(self, recorder: Recorder, rounds: list[Round]) -> None:
+    def _write(self, recorder: Recorder, rounds: list[ClockRound]) -> None:
         """Collective. A full disk ends the profile and not the run."""
         boot_id = BOOT_ID.read_text() if BOOT_ID.exists() else str(self.mesh.rank)
         records = self.mesh.gather(
@@ -126,7 +126,9 @@ class Profiler:
             accuracy = max(accuracy, error / 1e9)
         time = measure([[_shifted(e, o) for e in r.events] for r, o in zip(records, offsets, strict=True)])
         num_dropped = sum(record.num_dropped for record in records)
-        report = build_report(time, self.settings, accuracy_s=accuracy, num_dropped=num_dropped, limit=recorder.limit)
+        report = build_profile_report(
+            time, self.settings, accuracy_s=accuracy, num_dropped=num_dropped, limit=recorder.limit
+        )
         names = [f"rank {rank} ({record.node})" for rank, record in enumerate(records)]
         about = {"clocks_agree_within_s": accuracy, "dropped_events": num_dropped}
         try:
@@ -146,9 +148,11 @@ def _shifted(event: Event, offset: int) -> Event:
     return event._replace(begin=event.begin - offset, end=event.end - offset, number=started)
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"section": {"key": value}} -> {"section.key": value}."""
     result: dict[str, Any] = {}
     for key, value in settings.items():
-        result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        result |= (
+            flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        )
     return result

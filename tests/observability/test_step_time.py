@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from grpo_megatron.observability.clocks import clock_offset
-from grpo_megatron.observability.profile_report import build_report
+from grpo_megatron.observability.profile_report import build_profile_report
 from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event, Recorder
 from grpo_megatron.observability.remedies import largest_remedies
-from grpo_megatron.observability.step_time import AFTER, BETWEEN, Seconds, StepTime, measure
+from grpo_megatron.observability.step_time import AFTER, BETWEEN, TimeParts, StepTime, measure
 from grpo_megatron.observability.trace import trace_lines
 
 S = 10**9
@@ -53,16 +53,16 @@ def time() -> StepTime:
 
 
 def test_waiting_is_charged_to_the_late_rank_and_its_phase(time: StepTime) -> None:
-    assert time.shares[0, 4, "reward"] == Seconds(waiting=4, moving=1)
-    assert time.shares[1, 4, "reward"] == Seconds(moving=1)
+    assert time.shares[0, 4, "reward"] == TimeParts(waiting=4, moving=1)
+    assert time.shares[1, 4, "reward"] == TimeParts(moving=1)
     assert time.charged == {(1, "gen"): 4.0}
     assert time.waiting_for("gen") == 2.0  # of the average rank
     assert [(w.rank, w.late) for w in time.waits] == [(0, 1)]
 
 
 def test_the_parts_add_up_to_the_step(time: StepTime) -> None:
-    assert time.shares[1, 4, "update_actor"] == Seconds(computing=1, idle=2)
-    assert time.whole() == Seconds(computing=(5 + 7) / 2, waiting=2, moving=1, idle=1)
+    assert time.shares[1, 4, "update_actor"] == TimeParts(computing=1, idle=2)
+    assert time.whole() == TimeParts(computing=(5 + 7) / 2, waiting=2, moving=1, idle=1)
     assert time.of_rank(0).total == time.of_rank(1).total == time.whole().total == 10
 
 
@@ -74,9 +74,9 @@ def test_time_outside_phases_has_a_name_and_copying_is_moving() -> None:
         event(STEP, "training step 0", 0, 6, 4),
     ]
     time = measure([events])
-    assert time.shares[0, 0, BETWEEN] == Seconds(computing=1, idle=1)
-    assert time.shares[0, 0, "update_weights"] == Seconds(moving=2, idle=1)
-    assert time.shares[0, 0, AFTER] == Seconds(computing=1)
+    assert time.shares[0, 0, BETWEEN] == TimeParts(computing=1, idle=1)
+    assert time.shares[0, 0, "update_weights"] == TimeParts(moving=2, idle=1)
+    assert time.shares[0, 0, AFTER] == TimeParts(computing=1)
 
 
 def test_an_operation_waits_from_when_it_was_awaited() -> None:
@@ -106,7 +106,7 @@ def test_remedies_are_the_largest_three_and_name_what_was_measured(time: StepTim
 
 
 def test_the_report_says_it_in_words(time: StepTime) -> None:
-    report = build_report(time, SETTINGS, accuracy_s=0.00025, num_dropped=7, limit=100)
+    report = build_profile_report(time, SETTINGS, accuracy_s=0.00025, num_dropped=7, limit=100)
     text, page = report.text(), report.page()
     assert "Step 4 took 10.000 s on 2 ranks" in text
     assert "  2.000 s ( 20 %)  waiting for the slowest rank" in text
@@ -141,7 +141,7 @@ def test_a_rank_keeps_a_bounded_number_of_events_and_its_phases() -> None:
 def test_the_clocks_bound_holds() -> None:
     """The other clock is 500 ahead. The first rank waits 90 in round 1, the other one 80 in round 2; a round takes 10.
 
-    Round 1 says that the offset is at least 590 - 100, round 2 that it is at most 711 - 200.
+    ClockRound 1 says that the offset is at least 590 - 100, round 2 that it is at most 711 - 200.
     """
     first, other = [(0, 100), (200, 210)], [(590, 601), (620, 711)]
     assert clock_offset(first, other) == ((490 + 511) / 2, (511 - 490) / 2)

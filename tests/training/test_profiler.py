@@ -14,7 +14,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.cli.arguments import parse_command
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.collectives import OPERATIONS
-from grpo_megatron.training.profiler import Profiler, flat
+from grpo_megatron.training.profiler import Profiler, flat_settings
 
 
 class Engine:
@@ -42,11 +42,13 @@ def run(folder: Path, profiled: range | None, steps: range) -> tuple[list[int], 
         settings={},
         note=notes.append,
     )
+    within = metrics.within
     done = []
     for step in profiler.over(steps):
         with metrics.phase("gen"):
             engine.poll()
         done.append(step)
+    assert metrics.within is within
     return done, notes, engine, metrics
 
 
@@ -108,4 +110,4 @@ def test_a_step_that_the_run_does_not_have_is_refused(
 
 
 def test_settings_are_flat() -> None:
-    assert flat({"a": {"b": 1, "c": {"d": 2}}, "e": {}}) == {"a.b": 1, "a.c.d": 2, "e": {}}
+    assert flat_settings({"a": {"b": 1, "c": {"d": 2}}, "e": {}}) == {"a.b": 1, "a.c.d": 2, "e": {}}
