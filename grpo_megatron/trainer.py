@@ -36,6 +36,7 @@ from grpo_megatron.training.build import (
     build_generator,
     build_loss,
     build_policy,
+    build_profiler,
     build_report,
     build_validation_loss,
     build_validator,
@@ -55,15 +56,16 @@ from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
 class Trainer:
-    """`checked` is what `validate` read for this config. Build on every rank at the same point, then `run` once."""
+    """`checked` is what `validate` read for this config; `profiled`: the steps to profile. Build on every rank, `run` once."""
 
-    def __init__(self, config: Config, checked: Checked) -> None:
+    def __init__(self, config: Config, checked: Checked, profiled: range | None = None) -> None:
         self.config = config = checked.resolved(config)  # whole: every checkpoint records it
         self.algorithm, self.actor, self.data = config.algorithm, config.actor, config.data
         self.output_dir, self.num_steps = config.trainer.output_dir, config.trainer.total_training_steps
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
         with contextlib.ExitStack() as opened:
             self._build(config, checked, opened)
+            self.profiler = build_profiler(profiled, config, self.metrics, self.colocation, self.policy, self.sinks)
             self.opened = opened.pop_all()  # reward workers and sinks, which `run` closes
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -103,8 +105,7 @@ class Trainer:
             self.sinks.note(f"an earlier run's files are now in {self.folder.moved_to}")
         if checkpoint is None and config.sft.steps:
             warm_up(config, checked, self.policy, self.heartbeat, self.sinks.note, self._save_hf)
-        num_updates = self.actor.num_updates(config.policy_steps, self.data.train_batch_size)
-        period = self.actor.num_updates(1, self.data.train_batch_size)
+        num_updates, period = (self.actor.num_updates(n, self.data.train_batch_size) for n in (config.policy_steps, 1))
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
         self.reward_model = build_reward_model(config, checked, self.mesh, self.device)
         self.critic = build_critic(config, self.mesh, self.device)
@@ -159,7 +160,7 @@ class Trainer:
         self.close()  # not after a failure: it is collective, and other ranks may not get here
 
     def train(self) -> None:
-        for step in range(self.first_step, self.num_steps):
+        for step in self.profiler.over(range(self.first_step, self.num_steps)):
             self.heartbeat.step = step
             with self.metrics.phase("step"):
                 self.begin_iteration(step)  # the reference becomes the policy, where the run is iterative
@@ -186,8 +187,7 @@ class Trainer:
         if not self.references.is_due(step):
             return
         with self.metrics.phase("renew_reference"):
-            kept = on_disk(self.output_dir)
-            oldest = steps_of(kept[0]) if kept else 0
+            oldest = next(map(steps_of, on_disk(self.output_dir)), 0)
             self.references.renew(step, self.policy, self._save_hf, oldest)
 
     def validate(self, step: int) -> None:

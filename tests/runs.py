@@ -73,7 +73,7 @@ import os, sys, types
 if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in str(sys.orig_argv):
 
     class Trainer:
-        def __init__(self, config, checked):
+        def __init__(self, config, checked, profiled):
             assert checked == "checked"
 
         def run(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 OWN_OPTIONS = ("evaluate", "curate", "replay", "import", "keys")
@@ -43,7 +44,18 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
         train.error(
             f"--gpu-memory GIB needs --dry-run and 0 < GIB <= {MAX_GPU_GIB:,}; a run reads the memory of its own GPU"
         )
+    if args.profile is not None and args.dry_run:
+        train.error("--profile measures a run, and --dry-run starts none; leave one of them out")
     return args
+
+
+def _steps(text: str) -> range:
+    """Of "3" or "3-5"."""
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if last < first:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step like 3, or first and last step like 3-5")
+    return range(first, last + 1)
 
 
 def _add_train_arguments(train: argparse.ArgumentParser) -> None:
@@ -55,4 +67,10 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     )
     train.add_argument(
         "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
+    )
+    train.add_argument(
+        "--profile",
+        type=_steps,
+        metavar="STEPS",
+        help="record these training steps, as 3 or 3-5, and write where their time went to trainer.output_dir/profile",
     )

@@ -73,6 +73,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     is_reward = args.command == "train-reward"
     config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
     is_rank = "RANK" in os.environ
+    if config.trainer.total_epochs is None:
+        _check_profiled(args.profile, config.trainer.total_training_steps)
     if not args.dry_run and config.trainer.total_epochs is None and _has_nothing_to_do(config):
         return 0
     world_size = args.world_size or _world_size(config, is_rank)
@@ -93,6 +95,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     )
     if config.trainer.total_epochs is not None:
         config = checked.resolved(config)
+        _check_profiled(args.profile, config.trainer.total_training_steps)
         if not args.dry_run and _has_nothing_to_do(config):
             return 0
     if is_reward and checked.scored_folder is None:
@@ -110,7 +113,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         del checked  # the ranks read the files themselves
         _check_unused(config.trainer.output_dir)
         return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
-    return _run(config, checked)
+    return _run(config, checked, args.profile)
 
 
 def _print_plan(config: Config, checked: Checked, world_size: int, device_gib: float | None) -> None:
@@ -121,6 +124,15 @@ def _print_plan(config: Config, checked: Checked, world_size: int, device_gib: f
     problems = plan_problems(config, checked, world_size, device_gib) if device_gib is not None else []
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_profiled(profiled: range | None, steps: int) -> None:
+    """Raise ConfigError if a run of so many steps does not have all those of --profile."""
+    if profiled is not None and profiled.stop > steps:
+        raise ConfigError(
+            f"--profile: the run has {steps} steps, counted from 0, so there is no step {profiled[-1]}; name earlier steps, or"
+            " raise trainer.total_training_steps"
+        )
 
 
 def _has_nothing_to_do(config: Config) -> bool:
@@ -167,7 +179,7 @@ def _check_unused(output_dir: Path) -> None:
         pass  # reported by rank 0, which must write there
 
 
-def _run(config: Config, checked: Checked) -> int:
+def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     """Train as this rank until the run is over; returns the exit code."""
     from grpo_megatron.parallel.heartbeat import when_stalled
     from grpo_megatron.training.stopping import Stopped, forget_outcome
@@ -179,7 +191,7 @@ def _run(config: Config, checked: Checked) -> int:
         from grpo_megatron.trainer import Trainer
 
     try:
-        Trainer(config, checked).run()
+        Trainer(config, checked, profiled).run()
     except Stopped as stopped:
         return stopped.exit_code
     except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run

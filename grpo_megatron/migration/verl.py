@@ -142,7 +142,7 @@ VERL_RULES: dict[str, Rule] = {
     f"{ACTOR}strategy": none("the strategy is always Megatron-Core"),
     f"{ACTOR}fsdp_config": none("the strategy is Megatron-Core: see actor.megatron.*"),
     f"{ACTOR}checkpoint": none("a checkpoint has weights, optimizer and the run's state"),
-    f"{ACTOR}profiler": none("not here"),
+    f"{ACTOR}profiler": none("the command has it: train --profile STEPS"),
     f"{ACTOR}use_torch_compile": none("not used"),
     f"{ACTOR}use_fused_kernels": none("log-probabilities are computed in chunks: actor.logprob_chunk_size"),
     f"{ACTOR}entropy_from_logits_with_chunking": none("always in chunks: actor.logprob_chunk_size"),

@@ -143,6 +143,12 @@ class Mesh:
         """Collective: the values of all ranks, in rank order. Small host-side values: they are pickled."""
         return all_gather_values(value, self.control)
 
+    def gather(self, value: T) -> list[T]:
+        """Collective: the values of all ranks, in rank order, on rank 0; an empty list on the others. They are pickled."""
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.control)
+        return values or []
+
     def broadcast(self, value: T) -> T:
         """Collective: the value of rank 0, on every rank."""
         values = [value]

@@ -22,6 +22,7 @@ from grpo_megatron.models.scored_policy import ScoredPolicy
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.observability.flops import peaks
+from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
@@ -34,6 +35,7 @@ from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
+from grpo_megatron.training.profiler import Profiler, flat_settings
 from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
@@ -226,4 +228,20 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks,
         shape=shape,
         peaks=peaks(config, policy.device.name, shape.num_layers),
         multiple=policy.multiple,
+    )
+
+
+def build_profiler(
+    steps: range | None, config: Config, metrics: Metrics, colocation: PolicyAlone, policy: Policy, sinks: Sinks
+) -> Profiler:
+    """Of the `steps` of `--profile`. `colocation` and `policy` are those of the run."""
+    return Profiler(
+        steps,
+        metrics,
+        colocation.engine,
+        policy.mesh,
+        policy.device.synchronize,
+        output_dir=config.trainer.output_dir,
+        settings=flat_settings(config.model_dump(mode="json")),
+        note=sinks.note,
     )

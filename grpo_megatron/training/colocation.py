@@ -47,6 +47,8 @@ class WeightSource(Protocol):
 class PolicyAlone:
     """The policy of a run that draws nothing: supervised training from files, validated by its loss."""
 
+    engine: RolloutEngine | None = None
+
     def __init__(self, provenance: Provenance) -> None:
         self.provenance = provenance
 
@@ -64,6 +66,8 @@ class PolicyAlone:
 
 
 class Colocation(PolicyAlone):
+    engine: RolloutEngine
+
     def __init__(
         self,
         policy: Policy,

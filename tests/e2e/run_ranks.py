@@ -57,7 +57,9 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
     return base
 
 
-def train(raw: dict[str, Any], keep_weights: bool = True, kill_in_step: int | None = None) -> dict[str, Any]:
+def train(
+    raw: dict[str, Any], keep_weights: bool = True, kill_in_step: int | None = None, profiled: range | None = None
+) -> dict[str, Any]:
     """Run the Trainer. Returns this rank's samples per step, and the final weights and optimizer state.
 
     `kill_in_step`: the process ends without a word in the middle of that step's trajectories.
@@ -66,7 +68,7 @@ def train(raw: dict[str, Any], keep_weights: bool = True, kill_in_step: int | No
     from grpo_megatron.trainer import Trainer
 
     config = Config.model_validate(raw)
-    trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
+    trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])), profiled)
     drawn: dict[int, list[Any]] = {}
     collect = trainer.collect
 

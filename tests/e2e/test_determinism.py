@@ -40,24 +40,53 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/", "sync/"))} for row in rows]
 
 
+def assert_profiled(folder: Path, step: int) -> None:
+    """Every rank has a row in the trace, whose phases are nested; they add up to the step; both saw the same operations."""
+    assert f"Step {step} took" in (folder / "index.html").read_text()
+    trace = json.loads((folder / "trace.json").read_text())
+    assert trace["otherData"]["dropped_events"] == 0 and trace["otherData"]["clocks_agree_within_s"] == 0
+    operations = []
+    for rank in (0, 1):
+        events = [e for e in trace["traceEvents"] if e["pid"] == rank + 1 and e["ph"] == "X"]
+        whole, *phases = [e for e in events if e["cat"] in ("step", "phase")]
+        assert whole["name"] == f"training step {step}"
+        assert {"step", "update_weights", "gen", "reward", "update_actor", "save_checkpoint"} <= {
+            e["name"] for e in phases
+        }
+        open_until = [whole["ts"] + whole["dur"] + 1e-3]
+        for event in phases:
+            while event["ts"] + 1e-3 >= open_until[-1]:
+                open_until.pop()
+            open_until.append(event["ts"] + event["dur"])
+            assert open_until[-1] <= open_until[-2] + 1e-3, event
+        seconds = [row for row in trace["otherData"]["seconds"] if row["rank"] == rank]
+        parts = sum(row[part] for row in seconds for part in ("computing", "waiting", "moving", "idle"))
+        assert abs(1e6 * parts - whole["dur"]) < 1
+        assert any(e["cat"] == "engine" and e["args"]["unfinished requests"] > 0 for e in events)
+        keyed = [(e["args"]["group"], e["args"]["number"], e["name"]) for e in events if e["cat"] == "collective"]
+        operations.append(sorted(key for key in keyed if key[2] not in ("send", "recv")))
+    assert operations[0] == operations[1] and {name for *_, name in operations[0]} >= {"all_reduce", "all_gather"}
+
+
 def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Path) -> None:
     """With tensor parallelism. (tests/soak/test_soak.py has data parallelism, with the real command.)
 
     Also, a run repeated with the same seed is the same bit for bit: the first two steps are compared twice. The run that
-    stops has delta syncs, and the other one full syncs.
+    stops has delta syncs, and the other one full syncs. Its second step is profiled, which must not change it.
     """
 
-    def run(name: str, steps: int) -> list[dict[str, Any]]:
+    def run(name: str, steps: int, profiled: range | None = None) -> list[dict[str, Any]]:
         trainer = {"total_training_steps": steps, "save_freq": 2}
         trainer["rollout_data_dir"] = str(tmp_path / name / "rollouts")
         # The learning rate is constant, so that it does not depend on the number of steps.
         raw = merged(run_ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), TP2)
         if name == "halves":
             raw = merged(raw, DELTA)
-        return worlds.run(run_ranks.train, 2, raw=raw)
+        return worlds.run(run_ranks.train, 2, raw=raw, profiled=profiled)
 
     whole = run("whole", 4)
-    first = run("halves", 2)
+    first = run("halves", 2, profiled=range(1, 2))
+    assert_profiled(tmp_path / "halves" / "profile", step=1)
     second = run("halves", 4)
     assert [r["first_step"] for r in second] == [2, 2]
     for a, b, c in zip(whole, first, second, strict=True):
