@@ -163,6 +163,7 @@ class Plan:
     `mini_batches[dp_rank]` holds table rows. Every data-parallel rank has the same number of mini-batches, and of
     micro-batches in each; an empty list is a micro-batch without a row. The last `num_forward_only[i]` micro-batches of
     mini-batch i have rows without a gradient, which need no backward pass; an empty list: there are none.
+    `shares_prompts`: the rows of one prompt, which follow each other in a micro-batch, share its tokens.
     """
 
     advantages: list[float | list[float] | None]
@@ -170,6 +171,7 @@ class Plan:
     mini_batches: list[MiniBatches]
     metrics: dict[str, float] = field(default_factory=dict)
     num_forward_only: list[int] = field(default_factory=list)
+    shares_prompts: bool = False
 
     def rows_without_backward(self) -> list[int]:
         """The table rows of all ranks that need no backward pass, in increasing order."""
@@ -212,6 +214,7 @@ class Batch:
     token_weights: Tensor  # float32 [B, R], 0 outside the loss mask
     mini_batches: MiniBatches  # rows of this batch
     num_forward_only: list[int] = field(default_factory=list)  # of each mini-batch; see Plan
+    shares_prompts: bool = False  # consecutive rows of a micro-batch with equal prompts share its tokens
     rows: list[int] = field(default_factory=list)  # the table row of each sequence
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

@@ -62,6 +62,23 @@ def test_the_resolved_config_can_be_read_back(path: Path, tmp_path: Path) -> Non
     assert load_config(dump) == config
 
 
+def test_files_are_one_path_a_list_or_a_pattern(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern is replaced by the files, so that the recorded config has them; a file may have a pattern's characters."""
+    for name in ("b.jsonl", "a.jsonl", "c[1].jsonl", "deep/er/d.jsonl", "other.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    def files(value: str) -> list[str]:
+        return [str(file) for file in load_config(path, [f"data.train_files={value}"]).data.train_files]
+
+    assert files("a.jsonl") == ["a.jsonl"]
+    assert files("./*.jsonl") == ["a.jsonl", "b.jsonl", "c[1].jsonl"]
+    assert files("[b.jsonl, 'c[1].jsonl', 'a*']") == ["b.jsonl", "c[1].jsonl", "a.jsonl"]
+    assert files("deep/**/d.jsonl") == ["deep/er/d.jsonl"]
+    assert files("none*.jsonl") == ["none*.jsonl"]  # reported where it is read
+
+
 def test_sections_are_frozen(path: Path) -> None:
     config = load_config(path)
     with pytest.raises(ValueError, match="frozen"):
@@ -100,7 +117,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("actor.megatron.tensor_parallel_size=2", "actor.megatron.tensor_model_parallel_size"),
         ("rollout.n=0", "rollout.n=0"),
         ("rollout.n=many", "rollout.n='many'"),
-        ("data.train_files=one.jsonl", "data.train_files='one.jsonl'"),
+        ("data.train_files=5", "data.train_files=5"),
         ("actor.optim.betas=[0.9, 1.0]", "actor.optim.betas.1=1.0"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas"),
         ("actor.optim.lr=.nan", "actor.optim.lr=nan"),

@@ -35,14 +35,16 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "prompts": 8,
         "prompt_length": 64,
         "response_length": 128,
+        "ratios": True,
     },
 }
+RATIOS = [(256, 64), (128, 128), (64, 256), (16, 256)]  # prompt and response tokens, 4:1 to 1:16
 SAMPLES = 8
 Ways = dict[str, Callable[[], Any]]  # the first is what the others are compared with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: both")
 
 
@@ -119,12 +121,23 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
     def update(batch: Any) -> None:
         policy.update(batch, loss)
 
+    sharing: dict[str, Ways] = {}
+    if workload.get("ratios"):
+        for prompt, response in RATIOS:
+            shape = {**workload, "prompts": 2, "prompt_length": prompt, "response_length": response}
+            sharing[f"update, prompt {prompt} and responses of at most {response} tokens"] = {
+                "whole rows": functools.partial(update, make_batch(*draw(shape), actor)),
+                "rows share their prompt": functools.partial(
+                    update, make_batch(*draw(shape), actor.model_copy(update={"share_prompts": True}))
+                ),
+            }
     return {
         "old log-probabilities and update": {"a pass of their own": separate, "of the update's pass": folded},
         "update, half of the groups uninformative": {
             "a backward pass for all rows": functools.partial(update, all_backward),
             "only for rows with an advantage": functools.partial(update, some),
         },
+        **sharing,
     }
 
 

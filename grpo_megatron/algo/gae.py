@@ -20,7 +20,7 @@ Options. Decoupled lambda (VC-PPO, arXiv 2503.01491): targets with `critic.lam`,
 length (VAPO, arXiv 2504.05118): 1 - 1 / (alpha n), at least 0.
 
 Departures: float64, and exact sums, so that no layout changes a bit of what the same values and rewards give. verl has the
-same recursion; it does not whiten over all ranks.
+same recursion and whitening, in float32.
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ derives them; the output head reads response tokens only):
 It is used where the last term, attention, is at least a tenth of the mini-batch's cost. Elsewhere the cost is s: balanced
 tokens are balanced memory too. First-fit decreasing packs by tokens in either case, since they are what fills a device.
 
+Where `actor.share_prompts` is set, a unit may also be several rows of one prompt, which share a copy of it
+(models/prefix_tree.py). Its later rows have no prompt tokens then, and cost the less. The plan takes such units if the
+heaviest rank gets lighter by them: they are larger, so ranks may be less even.
+
 A row without a gradient (`needs.forward_only_at_zero_advantage`) needs no backward pass, which costs twice the forward pass.
 Such rows get micro-batches of their own, the last ones of a mini-batch, if that is cheaper. A micro-batch counts 3 with a
 backward pass and 1 without. A full one is assumed: a step of one micro-batch stays as it is.
@@ -23,7 +27,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from grpo_megatron.config import ActorConfig
-from grpo_megatron.types import MiniBatches, rows_of_mini_batch
+from grpo_megatron.types import GroupTable, MiniBatches, rows_of_mini_batch
 
 # What must stay in one micro-batch, in this order: a row, or a pair of rows.
 Unit = list[int]
@@ -39,15 +43,88 @@ class SequenceCost:
     per_response_token: int
     per_square: int
 
-    def of(self, lengths: Sequence[int], response_lengths: Sequence[int]) -> list[int]:
-        """The cost of each sequence, from its tokens and its response tokens; the tokens where attention is cheap."""
-        attention = [self.per_square * s * s for s in lengths]
-        rest = [
-            self.per_token * s + self.per_response_token * r for s, r in zip(lengths, response_lengths, strict=True)
+    def of(
+        self, lengths: Sequence[int], response_lengths: Sequence[int], shared: Sequence[int] | None = None
+    ) -> list[int]:
+        """The cost of each sequence, from its tokens and its response tokens; the tokens where attention is cheap.
+
+        `shared`: how many of its first tokens another sequence computes.
+        """
+        shared = shared or [0] * len(lengths)
+        head = self.per_response_token * sum(response_lengths)
+        attention = self.per_square * sum(s * s for s in lengths)
+        if (LEAST_ATTENTION - 1) * attention < self.per_token * sum(lengths) + head:
+            return [s - p for s, p in zip(lengths, shared, strict=True)]
+        return [
+            self.per_token * (s - p) + self.per_response_token * r + self.per_square * (s * s - p * p)
+            for s, r, p in zip(lengths, response_lengths, shared, strict=True)
         ]
-        if (LEAST_ATTENTION - 1) * sum(attention) < sum(rest):
-            return list(lengths)
-        return [a + b for a, b in zip(attention, rest, strict=True)]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Ranks and micro-batches of a step: what `types.Plan` has, and the tokens and costs of each row that it is made from."""
+
+    mini_batches: list[MiniBatches]
+    num_forward_only: list[int]
+    lengths: list[int]
+    costs: list[int]
+
+    def heaviest(self) -> int:
+        """The cost of the heaviest rank, summed over the mini-batches."""
+        return sum(max(of_rank) for of_rank in _costs_of_ranks(self.mini_batches, self.costs))
+
+
+def assign(
+    units_of_mini_batches: list[list[Unit]],
+    dp: int,
+    lengths: list[int],
+    costs: list[int],
+    actor: ActorConfig,
+    forward_only: Collection[int] = (),
+) -> Assignment:
+    """One mini-batch for each list of units, none for an empty one. See `add_mini_batch`."""
+    mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
+    counts = [
+        add_mini_batch(mini_batches, units, lengths, actor, costs, forward_only)
+        for units in units_of_mini_batches
+        if units
+    ]
+    return Assignment(mini_batches, counts, lengths, costs)
+
+
+def merge_prompts(
+    units: list[Unit], table: GroupTable, actor: ActorConfig, forward_only: Collection[int] = ()
+) -> list[Unit]:
+    """Units of one row each -> units of rows that share one copy of their prompt, as many as a micro-batch has room for."""
+    most = actor.ppo_micro_batch_size_per_gpu or len(units)
+    merged: list[Unit] = []
+    room = 0
+    for [row] in sorted(units, key=lambda unit: (unit[0] in forward_only, unit)):
+        first = merged[-1][0] if merged else None
+        response = table.response_length[row]
+        if (
+            first is not None
+            and table.prompt_index[first] == table.prompt_index[row]
+            and (first in forward_only) == (row in forward_only)
+            and response <= room
+            and len(merged[-1]) < most
+        ):
+            merged[-1].append(row)
+        else:
+            merged.append([row])
+            room = actor.ppo_max_token_len_per_gpu - table.prompt_length[row]
+        room -= response
+    return merged
+
+
+def shared_tokens(units_of_mini_batches: list[list[Unit]], table: GroupTable) -> list[int]:
+    """Per row: its prompt tokens that the first row of its unit computes."""
+    shared = [0] * len(table)
+    for units in units_of_mini_batches:
+        for row in (row for unit in units for row in unit[1:]):
+            shared[row] = table.prompt_length[row]
+    return shared
 
 
 def add_mini_batch(
@@ -137,8 +214,14 @@ def _pack(units: list[Unit], lengths: list[int], actor: ActorConfig) -> list[lis
 
 def imbalance(mini_batches: list[MiniBatches], costs: list[int]) -> float:
     """The heaviest rank's cost, as a fraction above the mean rank's. Ranks wait for each other at every mini-batch."""
-    heaviest, total = 0, 0
-    for mini in range(len(mini_batches[0])):
-        of_rank = [sum(costs[row] for row in rows_of_mini_batch(per_rank[mini])) for per_rank in mini_batches]
-        heaviest, total = heaviest + max(of_rank), total + sum(of_rank)
+    of_ranks = _costs_of_ranks(mini_batches, costs)
+    heaviest, total = sum(map(max, of_ranks)), sum(map(sum, of_ranks))
     return heaviest * len(mini_batches) / total - 1.0 if total else 0.0
+
+
+def _costs_of_ranks(mini_batches: list[MiniBatches], costs: list[int]) -> list[list[int]]:
+    """[mini-batch][rank]"""
+    return [
+        [sum(costs[row] for row in rows_of_mini_batch(per_rank[mini])) for per_rank in mini_batches]
+        for mini in range(len(mini_batches[0]))
+    ]

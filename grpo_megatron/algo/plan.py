@@ -28,7 +28,16 @@ from collections.abc import Iterable
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import forward_only_at_zero_advantage
-from grpo_megatron.algo.packing import SequenceCost, Unit, add_mini_batch, imbalance
+from grpo_megatron.algo.packing import (
+    Assignment,
+    SequenceCost,
+    Unit,
+    add_mini_batch,
+    assign,
+    imbalance,
+    merge_prompts,
+    shared_tokens,
+)
 from grpo_megatron.algo.shaping import dupo_copies
 from grpo_megatron.algo.token_weights import token_weights
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
@@ -62,24 +71,48 @@ def make_plan(
     ]
 
     paired = policy_losses.facts(actor.loss_mode).paired
-    mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
-    num_forward_only: list[int] = []
-    costs = cost.of(lengths, table.response_length) if cost else lengths
-    silent = _rows_of_zero_advantage(advantages) if forward_only_at_zero_advantage(algorithm, actor) else set()
+    minis: list[list[Unit]] = []
     for groups in groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
-        units: list[Unit] = []
-        for group in groups:
-            rows = [row for row in group if in_loss[row]]
-            units += _pairs(rows, advantages) if paired else [[row] for row in rows]
-        if units:
-            num_forward_only.append(add_mini_batch(mini_batches, units, lengths, actor, costs, silent))
+        rows_of_groups = [[row for row in group if in_loss[row]] for group in groups]
+        minis.append(
+            [unit for rows in rows_of_groups for unit in (_pairs(rows, advantages) if paired else _single(rows))]
+        )
+    silent = _rows_of_zero_advantage(advantages) if forward_only_at_zero_advantage(algorithm, actor) else set()
+    chosen, shares_prompts = _assign(minis, table, actor, dp, cost, silent)
 
-    weights = row_weights(mini_batches, table, copies, actor, max_response_length)
-    metrics = _group_metrics(table) | _balance_metrics(mini_batches, lengths)
-    metrics["perf/dp_imbalance_flops"] = imbalance(mini_batches, costs)
-    plan = Plan(advantages, weights, mini_batches, metrics, num_forward_only)
-    metrics["perf/forward_only_ratio"] = _share(plan.rows_without_backward(), lengths, plan.owner())
+    weights = row_weights(chosen.mini_batches, table, copies, actor, max_response_length)
+    metrics = _group_metrics(table) | _balance_metrics(chosen.mini_batches, chosen.lengths)
+    metrics["perf/dp_imbalance_flops"] = imbalance(chosen.mini_batches, chosen.costs)
+    plan = Plan(advantages, weights, chosen.mini_batches, metrics, chosen.num_forward_only, shares_prompts)
+    metrics["perf/forward_only_ratio"] = _share(plan.rows_without_backward(), chosen.lengths, plan.owner())
+    if actor.share_prompts:
+        own, whole = (sum(of_rows[row] for row in plan.owner()) for of_rows in (chosen.lengths, lengths))
+        metrics["perf/shared_prompt_ratio"] = 1.0 - own / max(1, whole)
     return plan
+
+
+def _single(rows: list[int]) -> list[Unit]:
+    return [[row] for row in rows]
+
+
+def _assign(
+    minis: list[list[Unit]],
+    table: GroupTable,
+    actor: ActorConfig,
+    dp: int,
+    cost: SequenceCost | None,
+    silent: set[int],
+) -> tuple[Assignment, bool]:
+    """The lighter of two assignments: with whole rows, and with rows that share their prompt. And whether they do."""
+    lengths, cost = table.sequence_lengths(), cost or SequenceCost(1, 0, 0)
+    whole = assign(minis, dp, lengths, cost.of(lengths, table.response_length), actor, silent)
+    if not actor.share_prompts:
+        return whole, False
+    merged = [merge_prompts(units, table, actor, silent) for units in minis]
+    shared = shared_tokens(merged, table)
+    own = [s - p for s, p in zip(lengths, shared, strict=True)]
+    sharing = assign(merged, dp, own, cost.of(lengths, table.response_length, shared), actor, silent)
+    return (sharing, True) if sharing.heaviest() < whole.heaviest() else (whole, False)
 
 
 def revise_plan(
@@ -97,7 +130,7 @@ def revise_plan(
     kept = [i for i in range(num_mini_batches) if any(weights[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
     mini_batches = [[rank_mini_batches[i] for i in kept] for rank_mini_batches in plan.mini_batches]
     num_forward_only = [plan.num_forward_only[i] for i in kept] if plan.num_forward_only else []
-    revised = Plan(advantages, weights, mini_batches, plan.metrics, num_forward_only)
+    revised = Plan(advantages, weights, mini_batches, plan.metrics, num_forward_only, plan.shares_prompts)
     wrong = set(revised.rows_without_backward()) - _rows_of_zero_advantage(advantages)
     assert not wrong, f"rows {sorted(wrong)[:10]} got an advantage, and the plan gives them no backward pass"
     return revised

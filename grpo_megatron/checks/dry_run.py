@@ -154,11 +154,15 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
     mlp = f"MLP {arch.ffn_hidden_size}"
     if arch.num_experts:
         mlp = f"{arch.experts_per_token} of {arch.num_experts} experts of {arch.ffn_hidden_size}"
+        mlp += f" + {arch.shared_ffn_hidden_size} shared" if arch.shared_ffn_hidden_size else ""
+        mlp += f" (first {arch.num_dense_layers}: MLP {arch.dense_ffn_hidden_size})" if arch.num_dense_layers else ""
     vocabulary = f"vocabulary {arch.vocab_size:,}"
     if arch.tied:
         vocabulary += " (tied)"
     yield _line("architecture", f"{arch.family}: {arch.num_layers} layers x {arch.hidden_size}, {mlp}, {vocabulary}")
     heads = f"{arch.num_attention_heads} heads of {arch.head_dim}, {arch.num_query_groups} for keys and values"
+    if arch.latent is not None:
+        heads += f"; latents of {arch.latent.q_rank or 'no'} (queries), {arch.latent.kv_rank} (keys and values)"
     yield _line("attention", heads)
     yield _line("parameters", f"{arch.num_parameters():,}")
     if checked.has_weights:

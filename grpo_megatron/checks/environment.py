@@ -66,7 +66,7 @@ def environment_problems(config: Config) -> Problems:
     if gives_rewards and (config.reward.function is not None or config.reward.components):
         unused = "reward.components" if config.reward.components else f"reward.function={config.reward.function!r}"
         yield f"{key} gives the rewards itself, and {unused} would not be called; leave it out"
-    if gives_rewards and config.reward_model.path is not None and config.reward_model.combine == "replace":
+    if gives_rewards and config.reward_paths and config.reward_model.combine == "replace":
         yield (
             f"{key} gives the rewards itself, and reward_model.combine=replace would discard them; set combine=add, or"
             " leave reward_model.path out"

@@ -71,7 +71,7 @@ def _context_problems(config: Config, world_size: int) -> Problems:
             f"{CP}={cp} with actor.megatron.transformer_impl=local: only Transformer Engine's attention can cut a"
             f" sequence over ranks; set transformer_impl=auto, or {CP}=1"
         )
-    if config.reward_model.path is not None:
+    if config.reward_paths:
         yield f"{CP}={cp} with reward_model.path: a reward model reads whole sequences on each rank; set {CP}=1"
 
 

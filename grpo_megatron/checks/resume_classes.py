@@ -44,6 +44,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     # The policy.
     **_keys("actor", "ppo_mini_batch_size ppo_epochs", SCHEDULE),
     **_keys("actor", "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu logprob_chunk_size", APPLIES),
+    **_keys("actor", "share_prompts", APPLIES),
     **_keys("actor", "loss_mode loss_agg_mode loss_scale_factor", APPLIES),
     **_keys("actor", "clip_ratio_low clip_ratio_high clip_ratio_c cispo_clip_ratio_low", APPLIES),
     **_keys("actor", "tau_pos tau_neg dpo_beta use_kl_loss kl_loss_coef kl_loss_type entropy_coeff", APPLIES),

@@ -26,6 +26,7 @@ from grpo_megatron.checks.machine import device_problems, output_problems, packa
 from grpo_megatron.checks.memory import parameters_from_table
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.names import name_problems, task_problem
+from grpo_megatron.checks.passes import sharing_problems
 from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
@@ -121,6 +122,7 @@ def validate(
     problems.add(name_problems(config))
     problems.add(score_head_problems(config))
     problems.add(curation_problems(config))
+    problems.add(sharing_problems(config, arch))
     problems.add(environment_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch))

@@ -78,10 +78,11 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
-        hint = known_elsewhere(location)
-        if hint is None and close:
-            hint = f"did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
-        hint = f"; {hint or explained(error['input'], location)}".removesuffix("; ")
+        elsewhere = known_elsewhere(location)
+        if close and elsewhere is None:
+            hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
+        else:
+            hint = "".join(f"; {text}" for text in (elsewhere, explained(error["input"], location)) if text)
         return f"unknown key {location!r}{hint} (known here: {', '.join(known)})"
     if error["type"] == "missing":
         return f"missing key {location!r}: it has no default"

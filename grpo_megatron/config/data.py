@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from grpo_megatron.config.model import OptimConfig
-from grpo_megatron.config.section import Count, Frequency, Section, Seed
+from grpo_megatron.config.section import Count, Files, Frequency, Section, Seed
 
 
 class SamplingConfig(Section):
@@ -28,13 +28,13 @@ class SamplingConfig(Section):
 
 class DataConfig(Section):
     task: str = "gsm8k"  # how rows become prompts: a built-in task, a task file, or module:function (data/tasks.py)
-    train_files: list[Path] = []  # .jsonl or .json, read in this order
-    val_files: list[Path] = []
+    train_files: Files = []  # .jsonl, .json or .csv, read in this order; a path, a pattern (data/*.jsonl), or a list of them
+    val_files: Files = []
     train_batch_size: Count = 512
     gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
     val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
     val_data: Path | None = None  # folder with the files of val_tasks
-    val_loss_files: list[Path] = []  # responses, or pairs for a loss of pairs: their loss is part of each validation
+    val_loss_files: Files = []  # responses, or pairs for a loss of pairs: their loss is part of each validation
     val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
     max_prompt_length: int = Field(1024, ge=1)
     max_response_length: int = Field(2048, ge=1)
@@ -51,7 +51,7 @@ class SftConfig(Section):
     """The supervised warmup before GRPO. steps = 0: there is none."""
 
     steps: int = Field(0, ge=0)  # optimizer steps
-    train_files: list[Path] = []  # rows {"prompt": ..., "response": ...}
+    train_files: Files = []  # rows {"prompt": ..., "response": ...}
     train_batch_size: Count = 32  # rows per optimizer step
     save_freq: Frequency = 100  # steps between its checkpoints; -1, or trainer.save_freq=-1: none
     optim: OptimConfig = OptimConfig()

@@ -73,6 +73,9 @@ class ActorConfig(Section):
     ppo_epochs: int = Field(1, ge=1, le=1000)  # passes over each step's batch
     ppo_max_token_len_per_gpu: int = Field(16384, ge=1)  # most tokens in one packed micro-batch
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)  # most sequences in one micro-batch; null: no bound
+    share_prompts: bool = (
+        False  # compute a prompt once for all of its responses in a micro-batch, where this is cheaper
+    )
     loss_mode: str = "vanilla"  # a registered policy loss, or module:function
     loss_agg_mode: str = "token-mean"  # the weight of each token in the loss: a registered name, or module:function
     loss_scale_factor: float | None = Field(

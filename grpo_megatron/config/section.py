@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_megatron.reading.bounds import integer_problem, path_problem, text_problem
@@ -55,6 +57,25 @@ def _unusable(value: Any) -> Iterator[str]:
         yield problem
 
 
+def _expanded(value: Any) -> Any:
+    """A path as a list of one; a pattern as the files that match it, in order, or as it is where none does."""
+    paths = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(paths, list | tuple):
+        return value
+    expanded: list[Any] = []
+    for path in paths:
+        found = _matches(str(path)) if isinstance(path, str | Path) else []
+        expanded += found or [path]
+    return expanded
+
+
+def _matches(path: str) -> list[str]:
+    """The files that match a pattern, by name. Empty for a file's own path, which may hold a pattern's characters."""
+    if not glob.has_magic(path) or path_problem(path) is not None or os.path.exists(path):
+        return []
+    return sorted(glob.glob(path, recursive=True))
+
+
 def _not_zero(steps: int) -> int:
     if steps == 0:
         raise PydanticCustomError("frequency", "every 0 steps has no meaning; set -1 for never")
@@ -69,4 +90,5 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Processes = Annotated[int, Field(ge=1, le=1024)]  # on one machine
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=10_000_000)]  # 115 days
+Files = Annotated[list[Path], BeforeValidator(_expanded)]  # one path, or a list; *, ? and ** match names of files
 Frequency = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # every so many steps; -1: never

@@ -58,7 +58,10 @@ class CountingRules:
 
 @dataclass
 class Tally:
-    """`problems` by digest, in the order of their first responses. `left_out`: replayed or by the rules; `unscorable`: without a score."""
+    """`problems` by digest, in the order of their first responses.
+
+    `left_out` counts responses that were replayed or that the rules leave out, `unscorable` those without a score.
+    """
 
     rules: CountingRules
     problems: dict[str, ProblemTally] = field(default_factory=dict)

@@ -1,7 +1,12 @@
-"""Rows of a data file: .jsonl (one object per line) or .json (a list of objects). One error names all mistakes of a file."""
+"""Rows of a data file: .jsonl (one object per line), .json (a list of objects) or .csv (a header, then texts).
+
+One error names all mistakes of a file.
+"""
 
 from __future__ import annotations
 
+import csv
+import glob
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +15,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown, surrogate_problem
 from grpo_megatron.reading.json_text import parse_json
-from grpo_megatron.reading.regular import lines_of, read_regular
+from grpo_megatron.reading.regular import check_regular, lines_of, read_regular
 
 T = TypeVar("T")
 SHOWN_PROBLEMS = 5
@@ -91,14 +96,13 @@ def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
 
 
 def raw_rows(path: Path) -> Iterator[tuple[str, bytes | None, Any]]:
-    """(place, line, row or ValueError) of every row. `line` is None in a .json file. Raises ConfigError."""
-    if path.suffix not in (".jsonl", ".json"):
-        raise ConfigError(f"data file {str(path)!r}: the name must end with .jsonl or .json")
+    """(place, line, row or ValueError) of every row. `line` is None except in .jsonl files. Raises ConfigError."""
+    if path.suffix not in READERS:
+        raise ConfigError(f"data file {str(path)!r}: the name must end with {' or '.join(READERS)}")
+    if glob.has_magic(str(path)) and not path.exists():
+        raise ConfigError(f"data file {shown(str(path))}: no file matches this pattern")
     try:
-        if path.suffix == ".json":
-            yield from _rows_of_list(path)
-        else:
-            yield from _rows_of_lines(path)
+        yield from READERS[path.suffix](path)
     except OSError as error:
         raise ConfigError(f"cannot read data file {shown(str(path))}: {error.strerror}") from error
     except ReadError as error:
@@ -120,6 +124,35 @@ def _rows_of_lines(path: Path) -> Iterator[tuple[str, bytes, Any]]:
         line = line.removeprefix(BOM) if number == 1 else line
         if line.strip():
             yield f"line {number}", line, _parsed(line)
+
+
+def _rows_of_table(path: Path) -> Iterator[tuple[str, None, Any]]:
+    """The rows of a .csv file (RFC 4180), whose values are all texts."""
+    check_regular(path)
+    csv.field_size_limit(MAX_ROW)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise ReadError(f"has a column twice in its header: {', '.join(map(repr, header))}")
+            for cells in reader:
+                place = f"line {reader.line_num}"
+                if len(cells) == len(header):
+                    yield place, None, dict(zip(header, cells, strict=True))
+                elif cells:
+                    yield place, None, ReadError(f"has {len(cells)} cells, and the header has {len(header)}")
+        except csv.Error as error:
+            raise ReadError(f"is no CSV ({error} at line {reader.line_num})") from None
+        except UnicodeDecodeError:
+            raise ReadError("is not UTF-8") from None
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, bytes | None, Any]]]] = {
+    ".jsonl": _rows_of_lines,
+    ".json": _rows_of_list,
+    ".csv": _rows_of_table,
+}
 
 
 def _parsed(line: bytes) -> Any:

@@ -25,6 +25,7 @@ from grpo_megatron.models.precision import fp8_settings
 from grpo_megatron.models.routing import GroupLimitedChoice, Routing
 from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels, engine_gradients
 from grpo_megatron.models.transformer_fields import expert_config, latent_config, yarn_config
+from grpo_megatron.models.tree_attention import TreeParams
 from grpo_megatron.models.weights import global_parameters, load_hf, model_rows
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.reading.bounds import cut, shown
@@ -67,6 +68,15 @@ class LogprobModel(GPTModel):
     """
 
     real_vocab_size: int
+
+    def _preprocess(self, *, position_ids: Tensor, packed_seq_params: Any, **inputs: Any) -> Any:
+        """In a pack of trees, a token's angle is that of its position id. Megatron-Core takes one angle per token too."""
+        outputs = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **inputs)
+        if not isinstance(packed_seq_params, TreeParams):
+            return outputs
+        hidden, angles, *rest = outputs  # angles [longest sequence, 1, 1, d]
+        assert angles is not None, "trees need rotary embeddings outside the attention"
+        return (hidden, angles[position_ids[0]], *rest)
 
     def _postprocess(self, hidden_states: Tensor, labels: Targets, **unused: Any) -> Any:
         """hidden_states [t (/tp under sequence parallelism), 1, h]."""

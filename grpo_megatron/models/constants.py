@@ -1,7 +1,7 @@
 """Constants: the float32 buffers of a model in the weight stream, beside its parameters.
 
-DeepSeek-V3 chooses experts by score + bias, and some of its biases are near 10: in bfloat16 their steps would be 0.06, larger
-than most differences between scores. The weight sync has one dtype, so the biases travel apart. They are small.
+DeepSeek-V3 chooses experts by score + bias. A bias that is rounded to bfloat16 chooses others wherever two sums are closer
+than the rounding. The plan of a weight sync has one dtype, so the biases travel apart. They are small.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Megatron-Core's DDP, optimizer and learning-rate schedule.
 
-Also three corrections that loading an optimizer needs without Transformer Engine and Apex: `prepare_for_load`, `finish_load`
-and `_install_step_correction`.
+Also four corrections that saving and loading an optimizer need without Transformer Engine and Apex: `prepare_for_load`,
+`finish_load`, `steps_of_empty_parts` and `_install_step_correction`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,6 +147,26 @@ def prepare_for_load(optimizer: MegatronOptimizer) -> None:
     for part in each_optimizer(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             part._init_optimizer_states_with_dummy_values()
+
+
+@contextlib.contextmanager
+def steps_of_empty_parts(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """In the block, a part without parameters has the step count of the others.
+
+    A pipeline stage whose layers have no experts has such a part. Megatron-Core reads a step count from the state of torch's
+    Adam, and asserts that there is one; rank 0's is stored for all ranks.
+    """
+    parts = [part.optimizer for part in each_optimizer(optimizer) if not getattr(part, "is_stub_optimizer", False)]
+    parts = [part for part in parts if isinstance(part, torch.optim.Adam | torch.optim.AdamW)]
+    steps = [state["step"] for part in parts for state in part.state.values()]
+    empty = [part for part in parts if not part.state] if steps else []
+    for part in empty:
+        part.state["no parameter"] = {"step": steps[0].clone()}  # torch keeps a key that is no tensor as it is
+    try:
+        yield
+    finally:
+        for part in empty:
+            part.state.pop("no parameter", None)
 
 
 def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.forward import Pack, forward_backward, pack
 from grpo_megatron.models.precision import token_multiple
+from grpo_megatron.models.prefix_tree import pack_trees
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
@@ -39,17 +41,16 @@ class ShardedModel:
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
         """The micro-batches on the device, at `temperature` (None: the model's own)."""
+        options: dict[str, Any] = {
+            "multiple": self.multiple,
+            "temperature": self.temperature if temperature is None else temperature,
+            "chunk": self.chunk,
+            "device": self.device,
+        }
         return [
-            pack(
-                batch,
-                rows,
-                multiple=self.multiple,
-                temperature=self.temperature if temperature is None else temperature,
-                chunk=self.chunk,
-                device=self.device,
-                cp=self.mesh.cp,
-                cp_rank=self.mesh.cp_rank,
-            )
+            pack_trees(batch, rows, **options)
+            if batch.shares_prompts and rows
+            else pack(batch, rows, **options, cp=self.mesh.cp, cp_rank=self.mesh.cp_rank)
             for rows in micro_batches
         ]
 

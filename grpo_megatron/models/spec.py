@@ -34,6 +34,7 @@ from grpo_megatron.extensions import examine_engine
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.latent_attention import LATENT_KEYS, LatentAttention
 from grpo_megatron.models.norms import HeadsRMSNorm, NormedRowParallelLinear, RMSNorm
+from grpo_megatron.models.tree_attention import TreeParams, tree_attention
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class PackedAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
+        if isinstance(tree := packed_seq_params, TreeParams):
+            return tree_attention(query, key, value, tree.branches)
         cuts = packed_seq_params.cu_seqlens_q
         lengths = (cuts[1:] - cuts[:-1]).tolist()
         out = []
@@ -204,7 +207,8 @@ def local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        latents = parts.self_attention.submodules
+        latents.q_layernorm = latents.kv_layernorm = RMSNorm
         parts.sharded_state_dict_keys_map = dict(LATENT_KEYS)
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

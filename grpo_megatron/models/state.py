@@ -25,7 +25,13 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.child import forks_end_with_this_process
-from grpo_megatron.models.optimizer import finish_load, group_settings, prepare_for_load, restore_settings
+from grpo_megatron.models.optimizer import (
+    finish_load,
+    group_settings,
+    prepare_for_load,
+    restore_settings,
+    steps_of_empty_parts,
+)
 from grpo_megatron.models.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights import unwrapped
@@ -38,7 +44,8 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 def _sharded(policy: Policy, is_loading: bool) -> dict[str, Any]:
     model = unwrapped(policy.ddp).sharded_state_dict(metadata=METADATA)  # type: ignore[operator]
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
+    with steps_of_empty_parts(policy.optimizer):
+        optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
     return {"model": model, "optimizer": optimizer}
 
 

@@ -28,21 +28,19 @@ class Column:
         return f"{value:,.{self.decimals}f}"
 
 
-VAL_ACCURACY = Column("val acc", "val acc", 4, "accuracy on the validation sets, in steps that validate")
-LENGTH_COLUMN = Column("resp len", "response_length/mean", 1, "mean response length, tokens")
-ENTROPY_COLUMN = Column(
-    "entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores"
-)
-GRAD_NORM_COLUMN = Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning")
-SECONDS = Column("s/step", "timing_s/step", 1, "wall-clock seconds of the step, with validation, without saving")
-SPEED = Column("tok/s", "perf/throughput", 0, "prompt + response tokens per second and device")
+_VAL_ACCURACY = Column("val acc", "val acc", 4, "accuracy on the validation sets, in steps that validate")
+_LENGTH = Column("resp len", "response_length/mean", 1, "mean response length, tokens")
+_ENTROPY = Column("entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores")
+_GRAD_NORM = Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning")
+_SECONDS = Column("s/step", "timing_s/step", 1, "wall-clock seconds of the step, with validation, without saving")
+_SPEED = Column("tok/s", "perf/throughput", 0, "prompt + response tokens per second and device")
 
 CONSOLE_COLUMNS = (
     Column("reward", "critic/score/mean", 4, "mean reward of this step's samples, before penalties; should rise"),
-    VAL_ACCURACY,
-    LENGTH_COLUMN,
-    ENTROPY_COLUMN,
-    GRAD_NORM_COLUMN,
+    _VAL_ACCURACY,
+    _LENGTH,
+    _ENTROPY,
+    _GRAD_NORM,
     Column("clipped", "actor/pg_clipfrac", 4, "share of tokens whose gradient the ratio clip removed"),
     Column(
         "logp gap",
@@ -50,23 +48,30 @@ CONSOLE_COLUMNS = (
         None,
         "mean |logprob of the policy - of the engine| per token; should be tiny",
     ),
-    SECONDS,
-    SPEED,
+    _SECONDS,
+    _SPEED,
 )
 SUPERVISED_COLUMNS = (
     Column("loss", "actor/pg_loss", 4, "of this step's rows, before the update; should fall"),
     Column("val loss", "val loss", 4, "of data.val_loss_files, in steps that validate; training too long raises it"),
-    VAL_ACCURACY,
-    LENGTH_COLUMN,
-    ENTROPY_COLUMN,
-    GRAD_NORM_COLUMN,
+    _VAL_ACCURACY,
+    _LENGTH,
+    _ENTROPY,
+    _GRAD_NORM,
     Column("lr", "actor/lr", None, "learning rate"),
-    SECONDS,
-    SPEED,
+    _SECONDS,
+    _SPEED,
 )
+SCORE_ACCURACY = {  # actor.loss_mode -> the metric that takes the place of the entropy
+    "bradley_terry": Column("accuracy", "actor/pair_accuracy", 4, "share of pairs whose chosen response scores higher"),
+    "step_labels": Column("accuracy", "actor/step_accuracy", 4, "share of steps that are judged as their label says"),
+}
 
 
 def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     """Those for a run with this config, as plain JSON."""
     source = (run_config or {}).get("algorithm", {}).get("source")
-    return SUPERVISED_COLUMNS if source == "file" else CONSOLE_COLUMNS
+    if source != "file":
+        return CONSOLE_COLUMNS
+    accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))
+    return tuple(accuracy if accuracy and column is _ENTROPY else column for column in SUPERVISED_COLUMNS)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.observability.step_time import TAIL, TimeParts, StepTime
+from grpo_megatron.observability.step_time import TAIL, StepTime, TimeParts
 
 PASSES = ("update_actor", "old_log_prob", "ref", "values", "update_critic", "reward_model", "update_reward_model")
 NUM_SHOWN = 3

@@ -153,7 +153,7 @@ def apply_plan(batch: Batch, plan: Plan, dp_rank: int) -> None:
     """Set the batch's advantages, token weights and mini-batches from the plan. The batch has `dp_rank`'s rows."""
     batch_row = {row: i for i, row in enumerate(batch.rows)}
     batch.mini_batches = [[[batch_row[row] for row in micro] for micro in mini] for mini in plan.mini_batches[dp_rank]]
-    batch.num_forward_only = plan.num_forward_only
+    batch.num_forward_only, batch.shares_prompts = plan.num_forward_only, plan.shares_prompts
     batch.advantages, batch.token_weights = torch.zeros_like(batch.advantages), torch.zeros_like(batch.token_weights)
     for i, row in enumerate(batch.rows):
         length = len(batch.tokens[i]) - batch.prompt_lengths[i]

@@ -79,6 +79,12 @@ ENGINE_KWARGS = PassThrough(
 )
 
 
+# vLLM's CPU kernel rotates the rows of a slice of a head as if they were contiguous, and latent attention passes such slices:
+# log-probabilities were off by 0.3 (measured, vLLM 0.32). The plain torch code is right.
+PLAIN_ROTATION = {"custom_ops": ["-rotary_embedding"]}
+CPU_LATENTS = {"backend": "CPU_MLA"}  # where the processor has AMX, vLLM would take other kernels
+
+
 def runner_environment(rollout: RolloutConfig, dtype: str, vllm_version: str) -> dict[str, str]:
     """Environment variables that select a model runner of vLLM on CUDA. Empty: vLLM's own choice.
 
@@ -133,12 +139,7 @@ def vllm_arguments(
         fixed["enable_chunked_prefill"] = False
         tunable["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, max_model_len)
         if has_latents:
-            # vLLM's CPU kernel rotates the rows of a slice of a head as if they were contiguous, and latent attention passes
-            # such slices: log-probabilities were off by 0.3 (measured, vLLM 0.32). The plain torch code is right.
-            fixed["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-            fixed["attention_config"] = {
-                "backend": "CPU_MLA"
-            }  # where the processor has AMX, vLLM would take other kernels
+            fixed["compilation_config"], fixed["attention_config"] = PLAIN_ROTATION, CPU_LATENTS
         tunable["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE
     fixed["max_model_len"] = max_model_len
     clash = sorted({"model", "dtype", *fixed} & rollout.engine_kwargs.keys())

@@ -8,6 +8,7 @@ from typing import Any
 from grpo_megatron.config import ActorConfig, DataConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import num_padding_tokens
+from grpo_megatron.models.prefix_tree import packed_lengths
 from grpo_megatron.observability.flops import ModelShape, mfu_metrics
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics, throughput
 from grpo_megatron.observability.sinks import Sinks
@@ -79,13 +80,9 @@ class StepReport:
 
     def _record_batch(self, metrics: Metrics, batch: Batch) -> None:
         metrics.mean_of("critic/advantages/mean", batch.advantages[batch.loss_mask])
-        lengths = batch.lengths
-        padding = sum(
-            num_padding_tokens([lengths[row] for row in rows], self.multiple, self.mesh.cp)
-            for mini in batch.mini_batches
-            for rows in mini
-        )
-        metrics.mean("perf/padding_ratio", padding, padding + sum(lengths))
+        packs = [packed_lengths(batch, rows) for mini in batch.mini_batches for rows in mini]
+        padding = sum(num_padding_tokens(lengths, self.multiple, self.mesh.cp) for lengths in packs)
+        metrics.mean("perf/padding_ratio", padding, padding + sum(map(sum, packs)))
 
     def _speed(self, reduced: Mapping[str, float], table: GroupTable, plan: Plan) -> dict[str, float]:
         lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]

@@ -43,6 +43,7 @@ def stage_config(config: Config) -> Config:
     """
     sft, guards, trainer = config.sft, config.guards, config.trainer
     data = {"train_files": sft.train_files, "train_batch_size": sft.train_batch_size, "shuffle": False}
+    data |= {"val_files": [], "val_tasks": [], "val_loss_files": []}
     actor = {"loss_mode": "sft", "loss_agg_mode": "token-mean", "use_kl_loss": False, "entropy_coeff": 0.0}
     run = {
         "output_dir": trainer.output_dir / STAGE_FOLDER,

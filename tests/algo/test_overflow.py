@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def table_of(size: float, penalty: float | None = None) -> GroupTable:
     rewards = [[size, -size, 0.0, size], [-size, -size, size, 0.0]]
     steps = [[[(0, reward), (2, -reward)] for reward in group] for group in rewards]
     penalties = [[[penalty] * 3 for _ in group] for group in rewards] if penalty is not None else None
-    return make_table(rewards, steps=steps, greedy=[-size, size], penalties=penalties)
+    table = make_table(rewards, steps=steps, greedy=[-size, size], penalties=penalties)
+    return replace(table, values=[[0.5, -0.5, 0.25]] * len(table))
 
 
 @pytest.mark.parametrize("size", [1e308, -1e308, 1.1e15])

@@ -123,6 +123,34 @@ def gsm8k_like(seed: int, num_prompts: int = 128, n: int = 8) -> GroupTable:
     return make_table(groups)
 
 
+def test_rows_share_their_prompt_where_the_heaviest_rank_gets_lighter() -> None:
+    """Prompts of 6 tokens, responses of 2: a row has 8 tokens, four rows of one prompt have 14."""
+    table = make_table([[(float(i % 2), 6, 2) for i in range(4)] for _ in range(4)])
+    options = {"share_prompts": True, "ppo_max_token_len_per_gpu": 28}
+    whole, shared = plan_of(table, dp=2, ppo_max_token_len_per_gpu=28), plan_of(table, dp=2, **options)
+    assert not whole.shares_prompts and shared.shares_prompts
+    assert shared.mini_batches == [[[[0, 1, 2, 3, 8, 9, 10, 11]]], [[[4, 5, 6, 7, 12, 13, 14, 15]]]]
+    assert shared.token_weights == whole.token_weights and shared.advantages == whole.advantages
+    assert shared.metrics["perf/shared_prompt_ratio"] == pytest.approx(1 - 56 / 128)
+    # A micro-batch of 9 tokens has room for one row, or two; of 10 tokens for two that share.
+    assert not plan_of(table, **options | {"ppo_max_token_len_per_gpu": 9}).shares_prompts
+    assert plan_of(table, **options | {"ppo_max_token_len_per_gpu": 10}).mini_batches[0][0][0] == [0, 1]
+    assert plan_of(table, **options | {"ppo_micro_batch_size_per_gpu": 2}).mini_batches[0][0][0] == [0, 1]
+    # One prompt on four ranks: a row of 8 tokens each, or all 14 on one of them.
+    assert not plan_of(make_table([[(float(i % 2), 6, 2) for i in range(4)]]), dp=4, **options).shares_prompts
+
+
+def test_rows_that_share_a_prompt_all_need_a_backward_pass_or_none_of_them() -> None:
+    table = make_table(
+        [[(float(i % 3), 6, 2) for i in range(6)] for _ in range(4)]
+    )  # 0, 1, 2: the mean has no advantage
+    actor = {"use_kl_loss": False, "share_prompts": True, "ppo_max_token_len_per_gpu": 28}
+    plan = plan_of(table, **actor)
+    silent = plan.rows_without_backward()
+    assert plan.shares_prompts and silent == [row for row in range(24) if row % 3 == 1]
+    assert sorted(plan.owner()) == list(range(24)) and plan.token_weights == [1 / 48] * 24
+
+
 PADDED_TO = [(1, 1), (8, 1), (16 * 8, 1), (1024, 1), (2 * 2, 2), (16 * 2 * 4, 4), (128 * 2 * 4, 4)]  # (multiple, cp)
 
 

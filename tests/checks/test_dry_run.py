@@ -105,6 +105,19 @@ def test_the_plan_counts_what_a_step_is(run: Path, capsys: pytest.CaptureFixture
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_the_plan_says_which_passes_a_step_makes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = plan(run, capsys, "actor.use_kl_loss=false", "actor.share_prompts=true")
+    for line in (
+        "old log-probs     of the update's own forward pass\n",
+        "backward pass     left out",
+        "prompts           one copy",
+    ):
+        assert line in text, text
+    text = plan(run, capsys, "actor.kl_loss_coef=0", "actor.entropy_coeff=0.1", "actor.ppo_epochs=2")
+    assert "old log-probs     a pass before the update: 2 optimizer steps" in text
+    assert "no reference model, as actor.kl_loss_coef=0\n" in text and "backward pass" not in text
+
+
 def test_the_plan_ends_with_a_config_that_can_be_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +146,22 @@ def test_epochs_are_shown_as_arithmetic(run: Path, capsys: pytest.CaptureFixture
     assert expected in plan(run, capsys, "trainer.total_epochs=4")
     elsewhere = ["data.train_files=[gone.jsonl]", "--world-size", "2"]
     assert "4 epochs, of unknown length" in plan(run, capsys, "trainer.total_epochs=4", *elsewhere)
+
+
+def test_epochs_and_validation_rows_that_cannot_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """9 rows, and the file sets 4 steps. The rows of the training have no responses."""
+    nine = "floor(9 rows / data.train_batch_size="
+    for arguments, expected in {
+        (
+            "trainer.total_epochs=1",
+        ): f"1 x {nine}8) = 1 steps, and trainer.total_training_steps=4; leave one of them out",
+        ("trainer.total_epochs=4", "data.train_batch_size=10"): f"4 x {nine}10) = 0 steps; set data.train_batch_size=9",
+        (
+            f"data.val_loss_files=[{run}/train.jsonl]",
+        ): f"data.val_loss_files: data file '{run}/train.jsonl': 9 of 9 rows",
+    }.items():
+        assert main.main(["train", str(run / "run.yaml"), "--dry-run", *arguments]) == 2
+        assert expected in capsys.readouterr().err
 
 
 def test_a_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

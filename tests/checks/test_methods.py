@@ -15,6 +15,7 @@ from grpo_megatron.algo.advantages import Advantages, advantage_estimators
 from grpo_megatron.algo.losses import LossInputs, LossMetrics, policy_losses
 from grpo_megatron.algo.needs import is_corrected, needs_old_logprobs, reads_reference
 from grpo_megatron.checks.methods import method_problems
+from grpo_megatron.checks.passes import sharing_problems
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config
 from grpo_megatron.types import GroupTable
@@ -247,3 +248,32 @@ def test_the_trainer_reads_the_same_facts() -> None:
     for need, expected in ((is_corrected, True), (needs_old_logprobs, True), (reads_reference, False)):
         assert need(algorithm, plain) is expected
         assert need(algorithm, preference) is not expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"actor": {"megatron": {"context_parallel_size": 2}}}, "context_parallel_size=2 cuts every sequence"),
+        ({}, "transformer_impl=auto may take Transformer Engine's"),
+        (
+            {"actor": {"loss_mode": "dpo", "megatron": {"transformer_impl": "local"}}},
+            "the pairs of actor.loss_mode=dpo",
+        ),
+        ({"trainer": {"device": "cpu"}, "algorithm": {"adv_estimator": "gae"}}, "not made for the critic"),
+        ({"trainer": {"device": "cpu"}}, None),
+        ({"actor": {"megatron": {"transformer_impl": "local"}}}, None),
+    ],
+)
+def test_what_cannot_share_prompts(sections: dict[str, Any], message: str | None) -> None:
+    raw = {"model": {"path": "m"}, **sections, "actor": {**sections.get("actor", {}), "share_prompts": True}}
+    found = list(sharing_problems(Config.model_validate(raw), None))
+    assert len(found) == (message is not None) and all(message in problem for problem in found)
+    raw["actor"]["share_prompts"] = False
+    assert list(sharing_problems(Config.model_validate(raw), None)) == []
+
+
+def test_a_kl_of_coefficient_zero_cannot_be_guarded() -> None:
+    actor = {"kl_loss_coef": 0.0}
+    assert problems(actor=actor) == []
+    [problem] = problems(actor=actor, guards={"kl": {"high": 1.0}})
+    assert problem.startswith("guards.kl has a bound, and actor.kl_loss_coef=0 computes no KL")

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 from grpo_megatron.checks.score_head import score_head_problems
+from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.main import main
 from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.data.feedback import STEP_SEPARATOR
 from tests import runs
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples/reward_models"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +88,17 @@ def test_wrong_rows_are_named(run: Path, tmp_path: Path, row: dict[str, Any], ex
     file = runs.write_rows(tmp_path / "rows.jsonl", [row])
     with pytest.raises(ConfigError, match=f"(?s)data.train_files: .*{expected}"):
         checked(config_of(run, f"data.train_files=[{file}]"))
+
+
+@pytest.mark.parametrize("name", ["outcome", "process", "grpo"])
+def test_the_examples_have_no_problem(name: str) -> None:
+    defaults = None if name == "grpo" else reward_defaults
+    config = load_config(EXAMPLES / f"{name}.yaml", defaults=defaults)
+    assert list(score_head_problems(config)) == []
+    assert config.draws == (name == "grpo") and not (name == "grpo" and config.has_rule)
+    assert trains_scores(config) == (name != "grpo")
+    if name == "process":
+        assert config.reward_model.step_separator == STEP_SEPARATOR
 
 
 def test_the_command_refuses_the_loss_of_a_language_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

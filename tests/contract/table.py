@@ -48,6 +48,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "packed_seq_params": "megatron.core.packed_seq_params:PackedSeqParams",
         "parts": "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules",
         "attention": "megatron.core.transformer.attention:SelfAttentionSubmodules",
+        "latents": "megatron.core.transformer.multi_latent_attention:MLASelfAttentionSubmodules",
         "layer": "megatron.core.transformer.spec_utils:ModuleSpec",
     },
 }
@@ -56,7 +57,9 @@ OBJECTS: dict[str, dict[str, str]] = {
 FIELDS: dict[str, str] = {
     "rollout/vllm_arguments.py:vllm_arguments": "vllm:EngineArgs",
     "models/build.py:transformer_config": CONFIG,
-    "models/build.py:expert_config": CONFIG,
+    "models/transformer_fields.py:expert_config": CONFIG,
+    "models/transformer_fields.py:routing_config": CONFIG,
+    "models/transformer_fields.py:latent_config": "megatron.core.transformer.transformer_config:MLATransformerConfig",
     "models/precision.py:fp8_settings": CONFIG,
     "models/spec.py:settings": CONFIG,
 }

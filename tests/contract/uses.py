@@ -103,6 +103,12 @@ class Uses(ast.NodeVisitor):
         if isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
             self.add(f"module {node.value}", node)
 
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """A part of an f-string, such as "megatron.dtype" behind a prefix, names no module."""
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                self.visit(part)
+
     def visit_Call(self, node: ast.Call) -> None:
         target = self.target(node.func)
         if target is not None and ":" in target:

@@ -14,6 +14,7 @@ from grpo_megatron.convert import chunks, span
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.rows import hf_runs, megatron_runs
 from grpo_megatron.convert.span import row_blocks
+from grpo_megatron.evaluation.weights import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
 from tests import tiny
@@ -54,6 +55,7 @@ def test_a_family_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture
     (step / "trainer.json").write_text(json.dumps({"config": {"model": {"path": str(source), "family": own}}}))
     assert convert("inspect", step) == 0
     assert own in capsys.readouterr().out
+    assert open_model(source, None, own).arch.family == own  # the evaluation's --family
 
 
 def test_transformers_reads_the_result(tmp_path: Path) -> None:

@@ -98,6 +98,16 @@ def test_right_responses_become_the_tokens_that_were_drawn(folder: Path, prompts
     assert [(ids, response.ids) for ids, response in read] == expected
 
 
+def test_a_rollout_file_is_a_file_of_supervised_rows(folder: Path, prompts: list[Prompt]) -> None:
+    read = load_supervised(DATA, [folder / "rollouts" / "step_000000.jsonl"], TOKENIZER)
+    drawn = [
+        (list(prompt.prompt_ids), material.sample(prompt, 0, 0, text, score).response_ids)
+        for prompt, passes in zip(prompts[:3], PASSES, strict=False)
+        for text, score in material.texts_of(prompt, passes)
+    ]
+    assert [(ids, response.ids) for ids, response in read] == drawn
+
+
 @pytest.mark.parametrize(("kind", "limit", "expected"), [("right-wrong", 2, [1, 2, 5]), ("best-worst", 1, [1, 2, 5])])
 def test_pairs_are_read_as_preferences(
     folder: Path, prompts: list[Prompt], tmp_path: Path, kind: str, limit: int, expected: list[int]

@@ -24,6 +24,9 @@ def test_jsonl_and_json_lists_read_the_same(tmp_path: Path) -> None:
     lines = _write(tmp_path / "a.jsonl", '\ufeff{"question": "one"}\r\n\n  \n{"question": "zwei \u00fc"}')
     listed = _write(tmp_path / "a.json", json.dumps([{"question": "one"}, {"question": "zwei \u00fc"}]))
     assert read_rows(lines, _question) == read_rows(listed, _question) == ["one", "zwei \u00fc"]
+    table = _write(tmp_path / "a.csv", '\ufeffquestion,note\r\none,\r\n\r\n"zwei \u00fc","of, two\nlines ""x"""\r\n')
+    assert read_rows(table, _question) == ["one", "zwei \u00fc"]
+    assert read_rows(table, lambda row: row["note"]) == ["", 'of, two\nlines "x"']
 
 
 def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
@@ -61,12 +64,20 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
         ("broken.json", "[", "is not JSON"),
         ("deep.json", "[" * 100_000, "nested too deeply"),
         ("list.json", '[{"question": "x"}, 5]', "row 1: is int, not an object"),
-        ("rows.csv", "question", "must end with .jsonl or .json"),
+        ("rows.tsv", "question", "must end with .jsonl or .json or .csv"),
+        ("header.csv", "question\n", "has no rows"),
+        ("twice.csv", "question,question\na,b\n", "has a column twice in its header: 'question', 'question'"),
+        ("short.csv", "question,answer\na,b\nc\n", "line 3: has 1 cells, and the header has 2"),
+        ("open.csv", 'question\n"a', "is no CSV .unexpected end of data at line 2"),
+        ("latin.csv", b"question\n\xff\n", "is not UTF-8"),
+        ("no*.jsonl", None, "no file matches this pattern"),
     ],
 )
-def test_unusable_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_unusable_files(tmp_path: Path, name: str, content: str | bytes | None, message: str) -> None:
+    if content is not None:
+        _write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message):
-        read_rows(_write(tmp_path / name, content), _question)
+        read_rows(tmp_path / name, _question)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -110,9 +110,11 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path
     for world in (1, 2, 4):
         raw = run_ranks.settings(workspace, tmp_path / str(world), world, data={"train_batch_size": 7})
         raw["data"] = {**run_ranks.settings(workspace, tmp_path, world)["data"], "train_batch_size": 7}
-        raw["actor"] = {"optim": {"lr": 0.0}}
+        raw["actor"] = {"optim": {"lr": 0.0}, "share_prompts": world == 2}
         results = worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)
         drawn.append(run_ranks.all_samples(results))
     assert drawn[0] == drawn[1] == drawn[2]
     assert len(drawn[0][0]) == 21
+    (first, _) = (json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines())
+    assert 0 < first["perf/shared_prompt_ratio"] < 1 and first["training/rollout_logp_diff_max"] < 1e-4
     assert drawn[0][0] != drawn[0][1]

@@ -256,9 +256,9 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
         f"trainer.output_dir={out}",
     ]
     if recipe.parent.name not in REAL_REWARDS:
-        overrides.append("reward.function=tests.e2e.rewards:parity_reward")
-    if config.data.gen_batch_size is not None:
-        overrides.append(f"data.gen_batch_size={batch}")
+        overrides.append("reward.function=tests.e2e.rewards:length_reward")
+    if config.algorithm.filter_groups.enable:  # some groups must have equal rewards
+        overrides += ["reward.function=tests.e2e.rewards:parity_reward", f"data.gen_batch_size={batch}"]
     if config.reward.overlong_buffer.len is not None:
         overrides.append(f"reward.overlong_buffer.len={RESPONSE // 4}")
     if config.reward_model.path is not None:

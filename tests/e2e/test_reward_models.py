@@ -43,7 +43,7 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         output = Path(raw["trainer"]["output_dir"])
         result["metrics"] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         result["output"] = output
-    return dict(zip(raws, results, strict=True))
+    return dict(zip(raws, results, strict=True)) | {"data": folder / "data"}  # type: ignore[dict-item]
 
 
 def trained(workspace: Path, folder: Path, name: str, sections: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,9 @@ def test_held_out_accuracy_rises(runs: dict[str, dict[str, Any]]) -> None:
             0, abs=1e-6
         )
         table = (run["output"] / "calibration.txt").read_text()
-        assert f"{name}: " in table and "mean confidence" in table
+        rows = [json.loads(line) for line in (runs["data"] / f"{name}.jsonl").read_text().splitlines()]
+        count = sum(len(row.get("labels", "1")) for row in rows)  # of all ranks
+        assert f"{name}: {count} " in table and "mean confidence" in table
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(runs: dict[str, dict[str, Any]]) -> None:

@@ -38,21 +38,22 @@ def sentencepiece_folder(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -> None:
-    """From a folder that has only tokenizer.model. The ids are SentencePiece's own, and the result has that file too."""
+    """From a folder that has only tokenizer.model. The ids are SentencePiece's own, and the result has that file too.
+
+    The family is named as one of the user's own would be.
+    """
     from sentencepiece import SentencePieceProcessor
 
     from grpo_megatron.config import DataConfig
     from grpo_megatron.data.tokenizer import load_tokenizer
 
     folder = sentencepiece_folder(tmp_path / "llama")
-    model, tokenizer = (
-        SentencePieceProcessor(model_file=str(folder / "tokenizer.model")),
-        load_tokenizer(folder, DataConfig()),
-    )
-    text = "12+7= 19, 3 +4"
+    model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer, text = load_tokenizer(folder, DataConfig()), "12+7= 19, 3 +4"
     assert tokenizer.encode(text, add_special_tokens=False) == model.encode(text)
     assert tokenizer.decode(model.encode(text)) == text
-    changes = {"model": {"path": str(folder)}, "data": {"max_prompt_length": 64}, "trainer": {"save_hf_at_end": True}}
+    named = {"path": str(folder), "family": "grpo_megatron.models.families:llama"}
+    changes = {"model": named, "data": {"max_prompt_length": 64}, "trainer": {"save_hf_at_end": True}}
     raw = run_ranks.settings(workspace, tmp_path, 2, **changes)
     component = {"name": "troubled", "function": "tests.e2e.rewards:troubled_reward"}
     gated = {"name": "tag_count", "weight": 0.0, "gate": {"component": "troubled", "min": 2.0}}

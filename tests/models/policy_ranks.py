@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -130,6 +131,7 @@ def update(
         "sums": sums,
         "folded": folded(policy, make_batch(pairs, [micros], rows, masked=True)),
         "without backward": without_backward(policy, make_batch(pairs, [micros], rows, masked=True)),
+        "shared prompts": shared_prompts(policy, pairs, micros, rows),
     }
 
 
@@ -178,6 +180,24 @@ def without_backward(policy: Any, batch: Any) -> dict[str, bool]:
         "counts": [part.num_tokens for part in metrics.values()] == [same[name].num_tokens for name in metrics],
         "logprobs": torch.equal(before, after),
     }
+
+
+def shared_prompts(policy: Any, pairs: Any, micros: list[list[int]], rows: list[int]) -> dict[str, float]:
+    """Two prompts for all rows: largest differences of shared prompts to plain packs, gradients relative to their tensor's."""
+    from grpo_megatron.models import tree_attention
+
+    two = [(pairs[0 if row < 3 else 3][0], response) for row, (_, response) in enumerate(pairs)]
+    batch = make_batch(two, [micros], rows, masked=True)
+    results = []
+    for batch.shares_prompts in (False, True):
+        with mock.patch.object(tree_attention, "QUERY_BLOCK", 16):  # the responses are short
+            sizes = [pack.tokens.numel() for pack in policy.packs(batch, micros)]
+            before, sums = policy.logprobs(batch), []
+            policy.backward(batch, micros, loss, sums)
+        results.append((named_gradients(policy), before, sum(sizes)))
+    (gradients, plain, all_tokens), (shared, tree, fewer) = results
+    errors = [(g - shared[name]).abs().max() / g.abs().max() for name, g in gradients.items() if g.abs().max() > 0]
+    return {"gradients": max(errors).item(), "logprobs": (plain - tree).abs().max().item(), "saved": all_tokens - fewer}
 
 
 def policy_loss(inputs: Any) -> Any:

@@ -185,16 +185,17 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
 
     asked = mock.Mock(side_effect=Stop)
     mesh: Any = None
+    arch = architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
     model, actor, device = ModelConfig(path=Path("x")), ActorConfig(), Device("cpu")
     with (
         mock.patch.object(build, "choose_kernels", asked),
-        mock.patch.object(reward_model, "read_reward_folder", mock.Mock()),
+        mock.patch.object(reward_model, "read_reward_folder", mock.Mock(return_value=mock.Mock(path=Path("x")))),
     ):
-        config: Any = mock.Mock(path="x", optim=actor.optim)
+        config: Any = mock.Mock(path=Path("x"), optim=actor.optim)
         for make in (
-            lambda: policy.Policy(model, actor, mesh, mesh, device),
+            lambda: policy.Policy(model, actor, arch, mesh, device),
             lambda: reward_model.RewardModel(config, "float32", actor, mesh, device),
-            lambda: reference.Reference(Path("x"), model, actor, mesh, mesh, device),
+            lambda: reference.Reference(Path("x"), model, actor, arch, mesh, device),
             lambda: reward_model.FrozenRewardModel(config, "float32", actor, mesh, device),
         ):
             with pytest.raises(Stop):

@@ -143,11 +143,13 @@ def test_gradients_equal_transformers(folders: list[Path], single: list[dict[str
 
 
 def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None:
-    """Through Float16Module too. The stream after loading is the files, rounded once."""
-    files = load_file(folders[0] / "model.safetensors")
-    results = worlds.run(moe_ranks.bfloat16, 2, folder=folders[0], layout=LAYOUTS["EP2xDP2"])
+    """Through Float16Module too. The stream after loading is the files, rounded once, and a router's bias not at all."""
+    files = load_file(folders[4] / "model.safetensors")
+    wanted = {n: t if n.endswith("correction_bias") else t.bfloat16() for n, t in files.items()}
+    results = worlds.run(moe_ranks.bfloat16, 2, folder=folders[4], layout=LAYOUTS["EP2xDP2"])
     for loaded, norm in results:
-        assert all(torch.equal(loaded[name], tensor.bfloat16()) for name, tensor in files.items())
+        assert all(loaded[name].dtype == tensor.dtype for name, tensor in wanted.items())
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
         assert 0 < norm < 100
     assert results[0][1] == results[1][1]
 
@@ -168,10 +170,13 @@ def test_engine_agrees_after_every_sync(folders: list[Path], model: int, layout:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_read_in_every_layout(folders: list[Path], tmp_path: Path) -> None:
-    """Weights bitwise, and the optimizer's state: the next update equals the writer's."""
+    """Weights bitwise, and the optimizer's state: the next update equals the writer's.
+
+    DeepSeek-V3, written with two stages: the first has no experts, and its part of the optimizer no parameters.
+    """
     tmp_path.joinpath("state").mkdir()
-    kwargs: dict[str, Any] = {"folder": folders[0], "pairs": PAIRS}
-    writer = LAYOUTS["EP2xDP2"]
+    kwargs: dict[str, Any] = {"folder": folders[4], "pairs": PAIRS}
+    writer = LAYOUTS["PP2"]
     path = tmp_path / "state"
     want = worlds.run(moe_ranks.checkpointed, 2, layout=writer, save_to=path, load_from=None, **kwargs)[0]
     for name in ("1", "TP2+SP", "PP2", "EP2xDP2"):

@@ -266,6 +266,8 @@ def test_a_supervised_run_shows_its_losses() -> None:
     *_, header, row = stream.getvalue().splitlines()
     cells = dict(zip(header.replace("val acc", "acc").replace("val loss", "val").split(), row.split(), strict=False))
     assert columns == SUPERVISED_COLUMNS != CONSOLE_COLUMNS == console_columns(None)
+    scored = console_columns({"algorithm": {"source": "file"}, "actor": {"loss_mode": "step_labels"}})
+    assert "actor/step_accuracy" in [column.metric for column in scored] and len(scored) == len(columns)
     assert (cells["loss"], cells["val"], cells["acc"], cells["step"]) == ("2.5000", "1.5000", "-", "0")
 
 

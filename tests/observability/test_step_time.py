@@ -18,7 +18,7 @@ from grpo_megatron.observability.clocks import clock_offset
 from grpo_megatron.observability.profile_report import build_profile_report
 from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event, Recorder
 from grpo_megatron.observability.remedies import largest_remedies
-from grpo_megatron.observability.step_time import AFTER, BETWEEN, TimeParts, StepTime, measure
+from grpo_megatron.observability.step_time import AFTER, BETWEEN, StepTime, TimeParts, measure
 from grpo_megatron.observability.trace import trace_lines
 
 S = 10**9

@@ -36,6 +36,8 @@ ARCH: dict[str, Any] = {
     "ffn_hidden_size": 16,
     "num_experts": 0,
     "experts_per_token": 0,
+    **dict.fromkeys(("num_dense_layers", "dense_ffn_hidden_size", "shared_ffn_hidden_size"), 0),
+    "latent": None,
 }
 
 WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
@@ -263,6 +265,10 @@ def run(
         supervised_rows=rows or [],
         offline_groups=[(prompt(i), [WrittenResponse([7, 1])], [1.0]) for i in range(6)] if is_from_file else [],
         environment=None,
+        scored_folder=None,
+        reward_folder=None,
+        reward_folders={},
+        critic_folder=None,
         val_loss_groups=[
             (replace(prompt(200 + i), uid=f"task/held_out/{i}"), [WrittenResponse([7] * i + [1])], [1.0])
             for i in range(num_loss_rows)

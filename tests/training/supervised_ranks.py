@@ -57,8 +57,8 @@ def train(
 ) -> dict[str, Any]:
     """Run the Trainer. `stop_in`: ("sft" or "task", step): the stop file appears in that step of the warm-up or the run.
 
-    `kill_in_step`: the run ends after that step's report, without a checkpoint. Returns how it ended, the loss mask of each
-    trained row by its tokens, and, of a finished run, the weights.
+    `kill_in_step`: the run ends after that step's report, without a checkpoint. Returns how it ended, and the weights of a
+    finished run.
     """
     from grpo_megatron import trainer as trainer_module
     from grpo_megatron.checks.validate import validate
@@ -97,9 +97,15 @@ def train(
     return result
 
 
+def warm_up(root: Path) -> dict[str, Any]:
+    """The section `sft`: three steps of four of nine rows."""
+    files = [str(root / "data/train.sft.jsonl")]
+    return {"steps": 3, "train_files": files, "train_batch_size": 4, "optim": {"lr": 1e-3}}
+
+
 def dp2(root: Path, out: Path) -> dict[str, Any]:
     """Every run of two replicas, in one world. Between them only Megatron's groups are made anew."""
-    sft = {"steps": 3, "train_files": [str(root / "data/train.sft.jsonl")], "train_batch_size": 4}
+    sft = warm_up(root)
     results: dict[str, Any] = {}
 
     def run(name: str, folder: str, method: dict[str, Any], sections: dict[str, Any], **options: Any) -> None:
@@ -114,13 +120,15 @@ def dp2(root: Path, out: Path) -> dict[str, Any]:
         shutil.copytree(out / "parts", out / "moved")
     torch.distributed.barrier()
     run("resumed", "parts", SFT, {"sft": sft})
+    rows = {"train_files": sft["train_files"], "train_batch_size": 4, "shuffle": False}
+    run("alone", "alone", SFT, {"data": rows, "trainer": {"total_epochs": None, "total_training_steps": 3}})
     run("dpo", "dpo", DPO, {"guards": {"grad_norm": {"high": 1e-6}, "max_dumps": 1}})
     return results
 
 
 def tp2(root: Path, out: Path) -> dict[str, Any]:
     """The killed run goes on with tensor parallelism; and the pairs from their beginning."""
-    sft = {"steps": 3, "train_files": [str(root / "data/train.sft.jsonl")], "train_batch_size": 4}
+    sft = warm_up(root)
     results = {"moved": train(settings(root, out / "moved", SFT, tp=2, sft=sft))}
     _leave_groups()
     return {**results, "dpo": train(settings(root, out / "dpo_tp2", DPO, tp=2))}

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
 from tests import worlds
 from tests.soak.workspace import make_workspace
 from tests.training import guard_ranks, supervised_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -63,6 +69,14 @@ def test_stopped_and_killed_is_as_if_never_stopped(runs: Any) -> None:
     assert [row["training/epoch"] for row in logged(out / "whole")[:6]] == pytest.approx(
         [n * 5 / 16 for n in range(1, 7)]
     )
+
+
+def test_the_warm_up_is_a_run_from_a_file(runs: Any) -> None:
+    """The section `sft`, and `algorithm.source=file` without shuffling: the same losses and weights."""
+    out, results = runs
+    assert column(out / "alone", "actor/pg_loss") == column(out / "whole/sft", "actor/pg_loss")
+    warmed_up = load_file(out / "whole/warmup/model.safetensors")
+    assert all(torch.equal(tensor, results["alone"]["weights"][name]) for name, tensor in warmed_up.items())
 
 
 def test_the_validation_loss_is_the_token_mean_of_transformers(root: Path, runs: Any) -> None:
@@ -116,3 +130,30 @@ def test_a_dump_of_a_supervised_run_replays(runs: Any) -> None:
     dumps = sorted((out / "dpo/dumps").iterdir())
     [[(code, text)]] = worlds.run(guard_ranks.replayed, 1, dumps=dumps)
     assert (code, [dump.name for dump in dumps]) == (0, ["step_000000_grad_norm"]), text
+
+
+HIDE_VLLM = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "vllm":
+            raise ImportError("vllm is hidden")
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_the_command_needs_no_vllm(root: Path, tmp_path: Path) -> None:
+    """The launcher, the server that ranks are forked from, and the ranks. A second start finds nothing to do."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE_VLLM)
+    out, method = tmp_path / "out", supervised_ranks.SFT
+    trainer = {"total_epochs": 1, "save_freq": 9, "logger": ["console"]}
+    raw = supervised_ranks.settings(root, out, method, trainer=trainer)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "grpo_megatron", "train", str(tmp_path / "run.yaml")]
+    for expected in ("starting 2 ranks: Megatron-Core;", "has all 3 steps; for more, raise trainer.total_epochs;"):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
+        assert (out / "checkpoints/step_000003").is_dir()

@@ -50,13 +50,8 @@ class ModelFamily:
 
 def find_family(name: str) -> ModuleType | ModelFamily:
     """A family of this package by its model_type, or `package.module:FAMILY`. Raises UnsupportedModel."""
-    if name in FAMILIES:
-        return FAMILIES[name]
-    if ":" not in name:
-        raise UnsupportedModel(
-            f"model_type={shown(name)} is not supported (supported: {', '.join(sorted(FAMILIES))}; or one of your own:"
-            " model.family=my.module:FAMILY)"
-        )
+    if name in FAMILIES or ":" not in name:
+        return _family_of(name)
     try:
         found: Any = import_function(name)
     except ValueError as error:
@@ -72,6 +67,16 @@ def find_family(name: str) -> ModuleType | ModelFamily:
             " grpo_megatron.models.families.ModelFamily"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _family_of(model_type: object) -> ModuleType:
+    """What a config.json names: a family of this package. A file that came with weights must not import a module."""
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    raise UnsupportedModel(
+        f"model_type={shown(model_type)} is not supported (supported: {', '.join(sorted(FAMILIES))}; or one of your own:"
+        " model.family=my.module:FAMILY)"
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -98,8 +103,7 @@ def architecture_of(config: dict[str, Any], family: str | None = None) -> Archit
 
     `family`: `package.module:FAMILY`, or None for the one that model_type names.
     """
-    name = config.get("model_type") if family is None else family
-    found = find_family(name if isinstance(name, str) else shown(name))
+    found = _family_of(config.get("model_type")) if family is None else find_family(family)
     for key in SWITCHES:
         if config.get(key) not in (None, True, False):  # bool("false") is true
             raise UnsupportedModel(f"config.json gives {key}={shown(config[key])}, not true or false")
@@ -111,7 +115,7 @@ def architecture_of(config: dict[str, Any], family: str | None = None) -> Archit
         raise UnsupportedModel(f"config.json has a value that cannot be used ({cut(str(error))})") from error
     if not isinstance(arch, Architecture):
         raise UnsupportedModel(
-            f"model family {name!r}: architecture_from returned a {type(arch).__name__}, not a"
+            f"model family {family!r}: architecture_from returned a {type(arch).__name__}, not a"
             " grpo_megatron.models.architecture.Architecture"
         )
     if family is not None:

@@ -1,0 +1,71 @@
+"""Packs of prefix trees by hand, and what their attention computes. (test_layouts.py: gradients over layouts.)
+
+The bound of a tree, in multiply-adds: P' (P + sum R) for the weights and 2 d H L (P^2 / 2 + sum (P R + R^2 / 2)) for causal
+attention, with P' the weights of the layers. The kernel is given masks of whole blocks, of which half a block per query is
+above the diagonal: 2 d H L x 64 per token, 0.8 % of Qwen2.5-0.5B's P'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from grpo_megatron.device import Device
+from grpo_megatron.models.prefix_tree import pack_trees, packed_lengths
+from grpo_megatron.models.tree_attention import Branch, TreeParams, tree_attention
+from tests import tiny
+
+PROMPT = [5, 6, 7]
+PAIRS = [(PROMPT, [1, 2]), (PROMPT, [3]), ([5, 6], [7, 8]), (PROMPT, [4])]
+
+
+def test_a_pack_by_hand() -> None:
+    batch = tiny.make_batch(PAIRS, [[[0, 1, 2, 3]]])
+    batch.shares_prompts = True
+    options: dict[str, Any] = {"temperature": 1.0, "chunk": 8, "device": Device("cpu")}
+    pack = pack_trees(batch, [1, 0, 2, 3], multiple=8, **options)
+    #                                 row 1       0     2           3           padding to 16
+    assert pack.tokens[0].tolist() == [5, 6, 7, 3, 1, 2, 5, 6, 7, 8, 5, 6, 7, 4, 0, 0]
+    assert pack.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert pack.rows == [1, 0, 2, 3] and pack.lengths == [1, 2, 2, 1]
+    assert pack.targets.tokens.tolist() == [3, 1, 2, 7, 8, 4]
+    assert pack.targets.state_indices.tolist() == [2, 2, 4, 7, 8, 12]
+    assert isinstance(pack.packed, TreeParams) and pack.packed.max_seqlen_q == 5
+    assert pack.packed.branches == [
+        Branch(0, 4, 0, 0),
+        Branch(4, 6, 0, 3),
+        Branch(6, 10, 6, 6),  # another prompt, although it begins in the same way
+        Branch(10, 14, 10, 10),  # the first prompt again, after another one
+        Branch(14, 16, 14, 14),
+    ]
+    assert packed_lengths(batch, [1, 0, 2, 3]) == [4, 2, 4, 4]
+    batch.shares_prompts = False
+    assert packed_lengths(batch, [1, 0, 2, 3]) == [4, 5, 4, 4]
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(512, 128), (256, 256), (128, 512), (64, 1024)])
+def test_multiply_adds_are_within_two_percent_of_the_bound(prompt: int, response: int) -> None:
+    """Qwen2.5-0.5B's shape, 8 responses, prompt : response from 4:1 to 1:16."""
+    heads, size, layers, weights, n = 14, 64, 24, 358_000_000, 8
+    branches = [Branch(0, prompt + response, 0, 0)]
+    branches += [
+        Branch(e - response, e, 0, prompt) for e in range(prompt + 2 * response, prompt + n * response + 1, response)
+    ]
+    tokens, pairs = branches[-1].end, 0.0
+
+    def count(q: Any, k: Any, v: Any, *, is_causal: bool = False, **_: Any) -> torch.Tensor:
+        nonlocal pairs
+        pairs += q.shape[2] * k.shape[2] / (2 if is_causal else 1)
+        return torch.empty_like(q)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", count):
+        q, kv = (torch.empty(tokens, h, 1) for h in (heads, 2))
+        assert tree_attention(q, kv, kv, branches).shape == q.shape
+    bound = prompt**2 / 2 + n * (prompt * response + response**2 / 2)
+    assert tokens == prompt + n * response
+    done, least = (weights * tokens + 2 * size * heads * layers * part for part in (pairs, bound))
+    assert least < done <= 1.02 * least
