@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.observability.remedies import Remedy, largest_remedies
-from grpo_megatron.observability.step_time import TIME_PARTS, TAIL, TimeParts, StepTime
+from grpo_megatron.observability.step_time import TAIL, TIME_PARTS, StepTime, TimeParts
 
 MAX_RANK_ROWS = 64  # of the table of ranks: those that wait least come first
 COLOURS = {"computing": "#2a7", "waiting": "#d43", "moving": "#48c", "idle": "#bbb"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.observability.step_time import TAIL, TimeParts, StepTime
+from grpo_megatron.observability.step_time import TAIL, StepTime, TimeParts
 
 PASSES = ("update_actor", "old_log_prob", "ref", "values", "update_critic", "reward_model", "update_reward_model")
 NUM_SHOWN = 3
@@ -29,11 +29,12 @@ class Remedy:
 
 def largest_remedies(time: StepTime, settings: Mapping[str, Any]) -> list[Remedy]:
     """At most three, the largest first. `settings`: the run's config, "section.key" -> value."""
-    found = [remedy for remedy in _remedies(time, settings) if remedy.seconds > 0]
+    found = [remedy for remedy in all_remedies(time, settings) if remedy.seconds > 0]
     return sorted(found, key=lambda remedy: -remedy.seconds)[:NUM_SHOWN]
 
 
-def _remedies(time: StepTime, settings: Mapping[str, Any]) -> Iterator[Remedy]:
+def all_remedies(time: StepTime, settings: Mapping[str, Any]) -> Iterator[Remedy]:
+    """Every remedy that the config leaves open, those of no seconds too."""
     phases = time.by_phase()
 
     def own(phase: str) -> float:

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.config import Config
 from grpo_megatron.observability.clocks import clock_offset
 from grpo_megatron.observability.profile_report import build_profile_report
 from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event, Recorder
-from grpo_megatron.observability.remedies import largest_remedies
-from grpo_megatron.observability.step_time import AFTER, BETWEEN, TimeParts, StepTime, measure
+from grpo_megatron.observability.remedies import all_remedies, largest_remedies
+from grpo_megatron.observability.step_time import AFTER, BETWEEN, StepTime, TimeParts, measure
 from grpo_megatron.observability.trace import trace_lines
+from grpo_megatron.training.profiler import flat_settings
 
 S = 10**9
 SETTINGS: dict[str, Any] = {"actor.ppo_epochs": 1, "rollout.sync": "full"}
@@ -103,6 +105,19 @@ def test_remedies_are_the_largest_three_and_name_what_was_measured(time: StepTim
     three_epochs = largest_remedies(time, {**SETTINGS, "actor.ppo_epochs": 3})
     assert three_epochs[1].key == "actor.ppo_epochs" and three_epochs[1].seconds == pytest.approx(2 * 2 / 3)
     assert all(r.seconds <= time.whole().total for r in remedies)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rollout.sync": "delta", "actor.ppo_epochs": 2, "rollout.multi_turn.environment": "tools"},
+        {"algorithm.use_kl_in_reward": True},
+    ],
+)
+def test_remedies_name_keys_of_the_config(time: StepTime, changed: dict[str, Any]) -> None:
+    known = flat_settings(Config.model_validate({"model": {"path": "m"}}).model_dump())
+    assert {remedy.key for remedy in all_remedies(time, known | changed)} <= set(known)
+    assert set(changed) <= set(known)
 
 
 def test_the_report_says_it_in_words(time: StepTime) -> None:
