@@ -8,6 +8,8 @@ source.py       a model in either format as Hugging Face tensors; hf.py and mega
 span.py         one tensor in a file, read in blocks of rows
 archive.py      the torch archives of which a distributed checkpoint's files consist
 contents.py     the table of contents of a distributed checkpoint, unpickled safely
+origin.py       the training step that a checkpoint belongs to, and which of its models it holds
+scalar_head.py  weight rows and config.json of a critic or a reward model
 keys.py         names and shapes of the tensors in a distributed checkpoint
 rows.py         maps rows of a Megatron tensor to rows of its Hugging Face tensors, and back
 shards.py       writes Hugging Face shards; chunks.py writes a distributed checkpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -14,14 +13,17 @@ from grpo_megatron.convert.hf import HFFolder
 from grpo_megatron.convert.megatron import FORMAT_FILE, TRAINER_FILE, MegatronFolder
 from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.shards import write_shards
-from grpo_megatron.convert.source import Source, dtype_name
+from grpo_megatron.convert.source import Source
 from grpo_megatron.convert.tokenizers import check_tokenizer, copy_companions
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.reward_folder import WHAT
 from grpo_megatron.reading.bounds import path_problem, shown
 from grpo_megatron.reading.regular import special_file_in
 from grpo_megatron.storage.atomic import is_partial
 from grpo_megatron.storage.manifest import write_manifest
+from grpo_megatron.storage.step_folders import CRITIC_FOLDER, REWARD_MODEL_FOLDER
 
+PART_FOLDERS = (CRITIC_FOLDER, REWARD_MODEL_FOLDER)  # of a training step, besides the policy
 OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
 
 
@@ -36,7 +38,7 @@ def open_source(
         if problem := path_problem(path):
             raise ConvertError(f"{shown(str(path))} cannot be opened: {problem}")
         if not path.is_dir():
-            raise ConvertError(f"{str(path)!r} is not a folder")
+            raise ConvertError(f"{str(path)!r} is not a folder{_part_hint(path)}")
         if special := special_file_in(path):
             raise ConvertError(f"{str(path)!r} holds {special}; remove it")
     if is_partial(folder):
@@ -49,6 +51,15 @@ def open_source(
     steps = [step for step in steps if (step / TRAINER_FILE).exists()]
     hint = f"; did you mean {str(steps[-1])!r}?" if steps else f" (no config.json, no {FORMAT_FILE})"
     raise ConvertError(f"{str(folder)!r} is neither a Hugging Face folder nor a Megatron-Core checkpoint{hint}")
+
+
+def _part_hint(path: Path) -> str:
+    """For the folder of a critic or a reward model that a checkpoint does not have."""
+    step = path.parent
+    if path.name not in PART_FOLDERS or not (step / TRAINER_FILE).exists():
+        return ""
+    found = [name for name in PART_FOLDERS if (step / name).is_dir()]
+    return f": the run saved {' and '.join(['the policy', *found])} in {str(step)!r}, and no {path.name}; name one of these"
 
 
 def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -> list[str]:
@@ -98,8 +109,13 @@ def to_megatron(
     model = open_source(source, allow_pickle=allow_pickle, family=family)
     if not isinstance(model, HFFolder):
         raise ConvertError(f"{str(source)!r} is a Megatron-Core checkpoint already; to-hf converts it")
+    if model.head:
+        raise ConvertError(
+            f"{str(source)!r} is {WHAT[model.head]}. Nothing reads such a model from a Megatron-Core checkpoint: critic.path,"
+            " reward_model.path and the model.path of train-reward take this folder as it is"
+        )
     check_model_layout(model.arch, *layout)
-    check_tokenizer(model.hf_folder, model.arch.vocab_size)
+    check_tokenizer(model.tokenizer_folder, model.arch.vocab_size)
     wanted = model.dtype(dtype)
     total = model.num_bytes(wanted)
     with output_folder(target, total + OVERHEAD_BYTES) as folder:
@@ -122,12 +138,15 @@ def to_hf(
     quiet: bool = False,
     family: str | None = None,
 ) -> None:
-    """Distributed checkpoint (converted, or a training step) -> Hugging Face folder. Raises ConvertError, StorageError."""
+    """Distributed checkpoint (converted, a training step, or its critic/ or reward_model/) -> Hugging Face folder.
+
+    A model with a scalar head is written as the end of its run exports it. Raises ConvertError, StorageError.
+    """
     check_target(target, source, force)
     model = open_source(source, hf=hf, family=family)
     if not isinstance(model, MegatronFolder):
         raise ConvertError(f"{str(source)!r} is a Hugging Face folder already; to-megatron converts it")
-    check_tokenizer(model.hf_folder, model.arch.vocab_size)
+    check_tokenizer(model.tokenizer_folder, model.arch.vocab_size)
     wanted = model.dtype(dtype)
     total = model.num_bytes(wanted)
     with output_folder(target, total + OVERHEAD_BYTES) as folder:
@@ -139,11 +158,7 @@ def to_hf(
 
 
 def _copy_config(model: Source, target: Path, dtype: torch.dtype) -> None:
-    """config.json, tokenizer and the like. config.json is copied byte by byte, unless its dtype has changed."""
+    """config.json, tokenizer and the like."""
     target.mkdir(exist_ok=True)
-    text = (model.hf_folder / "config.json").read_bytes()
-    key = "dtype" if "dtype" in model.config else "torch_dtype"
-    if model.config.get(key) not in (None, dtype_name(dtype)):
-        text = (json.dumps({**model.config, key: dtype_name(dtype)}, indent=2) + "\n").encode()
-    (target / "config.json").write_bytes(text)
-    copy_companions(model.hf_folder, target)
+    (target / "config.json").write_bytes(model.config_text(dtype))
+    copy_companions(model.tokenizer_folder, target)

@@ -12,9 +12,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from grpo_megatron.convert import ConvertError, listing_error
+from grpo_megatron.convert.scalar_head import head_of_folder, head_rows, read_start
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name
 from grpo_megatron.convert.span import Resident, Span, row_blocks
-from grpo_megatron.models.families import architecture_of, hf_shapes, read_config
+from grpo_megatron.models.families import architecture_of, read_config
+from grpo_megatron.models.reward_folder import HEAD_BIAS
 from grpo_megatron.reading.json_text import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,12 +35,14 @@ class HFFolder(Source):
 
     def __init__(self, folder: Path, allow_pickle: bool = False, family: str | None = None) -> None:
         super().__init__()
-        self.folder = self.data_folder = self.hf_folder = folder
+        self.folder = self.data_folder = self.hf_folder = self.tokenizer_folder = folder
         try:
             self.config = read_config(folder)
         except ValueError as error:
             raise ConvertError(str(error)) from error
-        self.arch = architecture_of(self.config, family)
+        self.head = head_of_folder(self.config)
+        start = None if self.head is None else read_start(folder, self.head, family)
+        self.arch = architecture_of(self.config, family) if start is None else start.arch
         quantized = self.config.get("quantization_config")
         if quantized:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -46,8 +50,10 @@ class HFFolder(Source):
                 f"{folder}: quantization_config ({method}) is not supported; convert the unquantized model"
             )
         self.tensors: dict[str, Span | Resident] = self._pickled(allow_pickle) or self._safetensors()
+        if start is not None:  # transformers writes token classes without a bias, too
+            self.head_rows = head_rows(start.num_labels, has_bias=start.has_bias and HEAD_BIAS in self.tensors)
         self._check()
-        self.dtypes = {name: self.tensors[name].dtype for name in hf_shapes(self.arch)}
+        self.dtypes = {name: self.tensors[name].dtype for name in self.shapes()}
         self.layout = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
 
     def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
@@ -126,7 +132,7 @@ class HFFolder(Source):
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        expected = hf_shapes(self.arch)
+        expected = self.shapes()
         allowed = {*expected, *(["lm_head.weight"] if self.arch.tied else [])}
         problems = [f"missing {name}" for name in expected if name not in self.tensors]
         unexpected = [n for n in self.tensors if n not in allowed and not n.endswith(IGNORED)]
@@ -139,7 +145,7 @@ class HFFolder(Source):
                 problems.append(f"{name} has dtype {dtype_name(tensor.dtype)}, supported: {', '.join(FLOATS)}")
         if problems:
             raise listing_error(f"{self.folder} does not hold the model of its config.json:", problems)
-        if self.arch.tied and "lm_head.weight" in self.tensors:
+        if self.arch.tied and self.head is None and "lm_head.weight" in self.tensors:
             self._check_tied_head()
 
     def _check_tied_head(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from grpo_megatron.convert import tokenizers
 from grpo_megatron.convert.conversion import model_layout_problems
 from grpo_megatron.convert.folder import format_bytes
 from grpo_megatron.convert.source import Source, dtype_name
+from grpo_megatron.models.reward_folder import WHAT
 from grpo_megatron.storage.manifest import MANIFEST_FILE, Verification, read_manifest
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
@@ -22,11 +24,12 @@ def describe_model(source: Source, hashes: bool = False) -> str:
     rope += f", yarn x{arch.rope_yarn.factor:g}" if arch.rope_yarn else ""
     counts = Counter(source.dtypes.values()).most_common()
     stored = sum(p.stat().st_size for p in source.data_folder.rglob("*") if p.is_file())
+    num_in_head = sum(math.prod(row.local_shape(arch, 1)) for row in source.head_rows)
     lines = {
         "folder": str(source.folder),
         "format": KINDS[source.kind],
-        "family": f"{arch.family} ({source.config.get('model_type')}), {'tied' if arch.tied else 'untied'} embeddings",
-        "parameters": f"{arch.num_parameters():,}",
+        "family": f"{arch.family} ({source.config.get('model_type')}), {_output(source)}",
+        "parameters": f"{arch.num_parameters() + num_in_head:,}",
         "layers": f"{arch.num_layers} of hidden size {arch.hidden_size}, intermediate {arch.ffn_hidden_size}",
         "attention": f"{arch.num_attention_heads} heads of {arch.head_dim}, {arch.num_query_groups} key-value groups",
         "rope": rope,
@@ -35,13 +38,19 @@ def describe_model(source: Source, hashes: bool = False) -> str:
         "layout": source.layout,
         "can be divided": f"tp {_sizes(source, 'tp')}; pp {_sizes(source, 'pp')}",
         "on disk": format_bytes(stored),
-        "copied along": ", ".join(p.name for p in tokenizers.companions(source.hf_folder)) or "nothing",
+        "copied along": ", ".join(p.name for p in tokenizers.companions(source.tokenizer_folder)) or "nothing",
     }
     if arch.num_experts:
         lines["experts"] = f"{arch.num_experts} per layer; ep {_sizes(source, 'ep')}"
     lines["hashes"] = _hashes(source, hashes)
     width = max(map(len, lines))
     return "\n".join(f"{key.ljust(width)}  {text}" for key, text in lines.items())
+
+
+def _output(source: Source) -> str:
+    if source.head is None:
+        return f"{'tied' if source.arch.tied else 'untied'} embeddings"
+    return f"scalar head ({WHAT[source.head]})"
 
 
 def _sizes(source: Source, axis: str) -> str:

@@ -21,7 +21,9 @@ from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.archive import has_valid_checksum, locate_tensor
 from grpo_megatron.convert.contents import read_contents
 from grpo_megatron.convert.keys import Place, places, whole_shape
+from grpo_megatron.convert.origin import Origin, read_origin
 from grpo_megatron.convert.rows import megatron_runs
+from grpo_megatron.convert.scalar_head import HeadRow, exported_text, head_rows, read_start
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name
 from grpo_megatron.convert.span import ReusedMemory, Span
 from grpo_megatron.models.families import architecture_of, read_config
@@ -44,7 +46,7 @@ class _Chunk:
 
 
 class MegatronFolder(Source):
-    """`folder` is a distributed checkpoint, or a training step that has one in state/.
+    """`folder` is a distributed checkpoint, or has one in state/: a training step, or its critic/ or reward_model/.
 
     `hf` has config.json and the tokenizer, if the checkpoint does not. `family` None: that of the training run, or the one
     that config.json names. Raises ConvertError, which names every wrong tensor.
@@ -56,15 +58,23 @@ class MegatronFolder(Source):
         super().__init__()
         self.folder = folder
         self.data_folder = folder if (folder / FORMAT_FILE).exists() else folder / "state"
-        self.hf_folder = hf or self._find_hf()
+        origin = read_origin(self.data_folder)
+        self.hf_folder = self.tokenizer_folder = hf or self._find_hf(origin)
         try:
             self.config = read_config(self.hf_folder)
         except ValueError as error:
             raise ConvertError(f"{error}; name the Hugging Face folder with --hf") from error
-        self.arch = architecture_of(self.config, family or self._trained_family())
         self._check_format()
         metadata = read_contents(self.data_folder / ".metadata")
         self._sizes = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self.head = origin.head(set(self._sizes))
+        if self.head is None:
+            self.arch = architecture_of(self.config, family or origin.family())
+        else:
+            self._start = read_start(self.hf_folder, self.head, family)
+            self.arch = self._start.arch
+            self.head_rows = head_rows(2 if self.head == "process" else 1, has_bias=self._start.has_bias)
+            self.tokenizer_folder = hf or self._find_tokenizer(origin)
         self._chunks: dict[str, list[_Chunk]] = {}
         for where, info in metadata.storage_data.items():
             if where.fqn in self._sizes:
@@ -77,24 +87,23 @@ class MegatronFolder(Source):
         self._check()
         self._layer_chunks = self._chunks_by_layer()
 
-    def _find_hf(self) -> Path:
+    def _find_hf(self, origin: Origin) -> Path:
         if (self.folder / "hf" / "config.json").exists():
             return self.folder / "hf"
-        path = self.folder / TRAINER_FILE
-        try:
-            return Path(read_json(path)["config"]["model"]["path"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        if (start := origin.start()) is None:
             raise ConvertError(
                 f"{self.folder} has neither hf/config.json nor a {TRAINER_FILE} that names its model; give --hf FOLDER"
-            ) from error
+            )
+        return start
 
-    def _trained_family(self) -> str | None:
-        """`model.family` of the run that has written this step. None: not written by a run, or the key is not set."""
-        try:
-            family = read_json(self.folder / TRAINER_FILE)["config"]["model"].get("family")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return family if isinstance(family, str) else None
+    def _find_tokenizer(self, origin: Origin) -> Path:
+        folder = origin.tokenizer() or self.hf_folder
+        if not folder.is_dir():
+            raise ConvertError(
+                f"{str(folder)!r} has the tokenizer of the run, and is not there; name a folder with tokenizer and"
+                " config.json with --hf"
+            )
+        return folder
 
     def _check_format(self) -> None:
         try:
@@ -132,7 +141,7 @@ class MegatronFolder(Source):
             used |= {p.key for p in places(row, self.arch)}
             self._where[row.megatron] = place
             problems += self._wrong_shape(row, place)
-        of_model = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer."))}
+        of_model = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer.", "score."))}
         problems += [f"unexpected {key}" for key in sorted(of_model - used)]
         for path, end in self._ends().items():
             size = path.stat().st_size if path.exists() else -1
@@ -193,8 +202,16 @@ class MegatronFolder(Source):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
+    def config_text(self, dtype: torch.dtype) -> bytes:
+        return super().config_text(dtype) if self.head is None else exported_text(self._start)
+
     def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
         row, part = self._owners[name]
+        if isinstance(row, HeadRow):
+            out.zero_()
+            if last == row.num_labels:
+                self._fill(self._where[row.megatron], 0, 1, out[-1:])
+            return
         done = 0
         for low, high in megatron_runs(row, self.arch, part, first, last):
             self._fill(self._where[row.megatron], low, high, out[done : done + high - low])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.span import ReusedMemory, row_blocks
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.mapping import WeightRow
+from grpo_megatron.models.reward_folder import HeadKind
 from grpo_megatron.models.weights import model_rows
 from grpo_megatron.storage.manifest import Verification
 
@@ -24,22 +26,28 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Source(ABC):
-    """`folder` is the path that the user gave; `data_folder` has the weights, `hf_folder` has config.json."""
+    """`folder` is the path that the user gave; `data_folder` has the weights, `hf_folder` has config.json.
+
+    `head` is None for a language model. Otherwise `arch` has no output head, and `head_rows` are those of the scalar head.
+    """
 
     kind: str
     folder: Path
     data_folder: Path
     hf_folder: Path
+    tokenizer_folder: Path
     arch: Architecture
     config: dict[str, Any]
     dtypes: dict[str, torch.dtype]  # as stored, of every Hugging Face tensor
     num_files: int
     layout: str
+    head: HeadKind | None = None
+    head_rows: Sequence[WeightRow] = ()
 
     @property
     def rows(self) -> list[WeightRow]:
         """The weight table rows of the whole model, in stream order."""
-        return list(model_rows(self.arch).values())
+        return [*model_rows(self.arch).values(), *self.head_rows]
 
     def __init__(self) -> None:
         self._stored, self._block = ReusedMemory(), ReusedMemory()
@@ -67,6 +75,13 @@ class Source(ABC):
             out = self._block.tensor((last - first, *shape[1:]), self.dtypes[name])
             self.fill(name, first, last, out)
             yield out
+
+    def config_text(self, dtype: torch.dtype) -> bytes:
+        """The config.json of a result in `dtype`: byte by byte as it is, unless its dtype has changed."""
+        key = "dtype" if "dtype" in self.config else "torch_dtype"
+        if self.config.get(key) in (None, dtype_name(dtype)):
+            return (self.hf_folder / "config.json").read_bytes()
+        return (json.dumps({**self.config, key: dtype_name(dtype)}, indent=2) + "\n").encode()
 
     @abstractmethod
     def check_content(self) -> bool:

@@ -17,6 +17,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.models.architecture import UnsupportedModel
+from grpo_megatron.models.reward_folder import WHAT
 from grpo_megatron.types import WeightBucket
 
 EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `weights_sha256`
@@ -25,12 +26,17 @@ EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `we
 def open_model(path: Path, hf: Path | None, family: str | None = None) -> Source:
     """The model in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
     try:
-        return open_source(path, hf=hf, family=family)
+        source = open_source(path, hf=hf, family=family)
     except (ConvertError, UnsupportedModel) as error:
         raise ConfigError(
             f"--model: {error}\n  (a Hugging Face folder with weights, a converted checkpoint, or a training step such as"
             " outputs/run/checkpoints/step_000020)"
         ) from error
+    if source.head is not None:
+        raise ConfigError(
+            f"--model: {str(path)!r} is {WHAT[source.head]}. It generates no text; name the folder of a policy"
+        )
+    return source
 
 
 def engine_dtype(source: Source, requested: str | None) -> str:

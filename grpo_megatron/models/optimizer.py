@@ -68,8 +68,23 @@ def build_optimizer(
             use_gloo_process_groups=False,
         )
     config.grad_scale_func = optimizer.scale_loss
+    _correct_order_in_mixed_groups(optimizer)
     _initialize_state(optimizer)
     return optimizer
+
+
+def _correct_order_in_mixed_groups(optimizer: MegatronOptimizer) -> None:
+    """Give Megatron's index of parameters the order that its groups have: float32 ones first.
+
+    The index follows the gradient buffers. It is read when a state is saved or loaded. In a bfloat16 model with a float32 head
+    it named another parameter, of another size, and no checkpoint could be written.
+    """
+    for part in each_optimizer(optimizer):
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            for number, group in enumerate(part.opt_group_ranges):
+                ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)
+                for order, parameter in enumerate(ordered):
+                    part.model_param_group_index_map[parameter] = (number, order)
 
 
 def _initialize_state(optimizer: MegatronOptimizer) -> None:

@@ -1,6 +1,8 @@
 """The folders of a run's checkpoints: their names, and the small file of each that says what it holds.
 
     output_dir/checkpoints/step_000020/trainer.json
+                                       critic/critic.json            in a run with a critic
+                                       reward_model/pairs.json       in a run whose reward model learns
 
 A launcher reads them before it imports torch.
 """
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 STEP_FILE = "trainer.json"
+CRITIC_FOLDER, CRITIC_FILE = "critic", "critic.json"
+REWARD_MODEL_FOLDER, PAIRS_FILE = "reward_model", "pairs.json"
 STEP_FOLDER = re.compile(r"step_\d+")
 
 

@@ -25,10 +25,9 @@ from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
+from grpo_megatron.storage.step_folders import CRITIC_FILE, CRITIC_FOLDER
 from grpo_megatron.training.update_metrics import record_update
 from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
-
-CRITIC_FOLDER, STATE_FILE = "critic", "critic.json"
 
 
 class NoCritic:
@@ -143,7 +142,7 @@ class Critic(NoCritic):
 
         def write() -> None:
             target.mkdir()
-            (target / STATE_FILE).write_text(json.dumps(self.model.state()))
+            (target / CRITIC_FILE).write_text(json.dumps(self.model.state()))
 
         on_first_rank(self.mesh, f"cannot write checkpoint {target}", write)
         with self.model.in_use():
@@ -153,7 +152,7 @@ class Critic(NoCritic):
         """Collective: the inverse of `save`, in any layout."""
         target = folder / CRITIC_FOLDER
         state = on_every_rank(
-            self.mesh, f"cannot read checkpoint {target}", lambda: json.loads((target / STATE_FILE).read_text())
+            self.mesh, f"cannot read checkpoint {target}", lambda: json.loads((target / CRITIC_FILE).read_text())
         )
         with self.model.in_use():
             load_sharded(self.model, target / "state", same_world=same_world)

@@ -22,11 +22,10 @@ from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage.step_folders import PAIRS_FILE, REWARD_MODEL_FOLDER
 from grpo_megatron.training.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
 from grpo_megatron.training.scorer import OutcomeScorer, Scorer
 from grpo_megatron.types import GroupTable, Sample
-
-REWARD_MODEL_FOLDER, PAIRS_FILE = "reward_model", "pairs.json"
 
 
 class NoRewardModel:

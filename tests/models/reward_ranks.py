@@ -158,7 +158,8 @@ def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
-    """Two updates, then a Hugging Face folder. Returns the scores of the chosen sequences."""
+    """Two updates, then a Hugging Face folder and, beside it, a checkpoint. Returns the scores of the chosen sequences."""
+    from grpo_megatron.models.state import save_sharded
     from grpo_megatron.training.preferences import pair_batch
 
     model = build(folder, layout, dtype=dtype)
@@ -166,6 +167,7 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
     for _ in range(2):
         assert model.update_pairs(batch, len(pairs))["reward_model/grad_norm"] > 0
     model.save_hf(target, folder)
+    save_sharded(model, target.parent / "reward_model" / "state")
     sequences = [(p.chosen[: p.prompt_length].tolist(), p.chosen[p.prompt_length :].tolist()) for p in pairs]
     return model.score(tiny.make_batch(sequences, [[[i] for i in range(len(sequences))]]))
 
@@ -246,6 +248,7 @@ def loop(
     save: Path | None = None,
     prompts: int = 4,
     megatron: Any = None,
+    dtype: str = "float32",
     **config: Any,
 ) -> dict[str, Any]:
     """Outer iterations of two steps. Returns rewards and metrics of every step, and the final weights."""
@@ -254,7 +257,7 @@ def loop(
     from grpo_megatron.training.reward_model import LearningReward
 
     settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}
-    model = build(folder, layout, megatron=megatron, **settings)
+    model = build(folder, layout, megatron=megatron, dtype=dtype, **settings)
     rewards = LearningReward(
         model_config(folder, settings), model, model.actor, iteration_steps=2, total_steps=8, seed=5
     )
