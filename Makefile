@@ -6,6 +6,7 @@
 #                   them, under ten minutes each (tests/gpu/conftest.py says what is in which)
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
 #                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.
+#                   Before it, the tests that are too long for make test.
 #                   FAULTS=5: with seven of them
 # All but test-gpu set up their environment first, once.
 
@@ -19,8 +20,11 @@ INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= python3
 SEED ?= 0
 STEPS ?= 200
-# Two workers. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers: many tests wait for processes. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# They read files of the project, which the stack does not change.
+NO_SECOND_TIME := --ignore=tests/test_layers.py --ignore=tests/test_readme.py --ignore=tests/migration \
+	--ignore=tests/curation --ignore=tests/storage --ignore=tests/slurm
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
@@ -55,20 +59,21 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST) -m "not soak"
 	$(if $(HAS_PYTHON312),$(MAKE) test-vllm026,@echo "make test-vllm026 is left out: there is no $(PYTHON312) here")
 
 test-fast: $(INSTALLED)
-	$(BIN)/python $(PYTEST) -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow and not soak"
 
 test-vllm026: $(VENV026)/.installed
-	$(VENV026)/bin/python $(PYTEST) -m "not slow or both_stacks"
+	$(VENV026)/bin/python $(PYTEST) -m "(not slow and not soak) or both_stacks" $(NO_SECOND_TIME)
 
 # Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:
 	$(GPU_PYTHON) -m pytest $(if $(GROUP),tests/gpu/test_$(GROUP)_*.py,tests/gpu)
 
 soak: $(INSTALLED)
+	@$(BIN)/python $(PYTEST) -q -m soak
 	@$(BIN)/python -m tests.soak --steps $(STEPS) --seed $(SEED) $(if $(FAULTS),--faults $(FAULTS))
 
 clean:

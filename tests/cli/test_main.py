@@ -97,8 +97,6 @@ RAISED = ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is
         ("good", "cuda", 0, []),
         ("refused by all", "cpu", 2, ["error: trainer.device=cuda, but there is none"]),
         ("raised by one", "cpu", 1, RAISED),
-        ("raised by one", "cuda", 1, RAISED),
-        ("killed", "cpu", 137, [KILLED]),
         ("killed", "cuda", 137, [KILLED]),
     ],
 )
@@ -167,7 +165,6 @@ def test_no_rank_outlives_the_process_that_started_it(
     [
         (signal.SIGINT, "launcher", "cpu", 130),
         (signal.SIGTERM, "launcher", "cuda", 75),
-        (signal.SIGUSR1, "launcher", "cpu", 75),
         (signal.SIGTERM, "rank", "cpu", 75),
         (signal.SIGUSR1, "rank", "cuda", 75),
     ],

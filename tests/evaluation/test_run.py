@@ -107,7 +107,11 @@ def test_a_checkpoint_streams_the_same_weights(folder: Path, tmp_path: Path) -> 
 def test_weights_that_are_not_finite_are_refused(value: float, dtype: str) -> None:
     """Large but finite values pass: their sum would overflow."""
     whole = torch.full((64, 64), torch.finfo(getattr(torch, dtype)).max, dtype=getattr(torch, dtype))
-    source: Any = SimpleNamespace(shapes=lambda: {"w": (64, 64)}, blocks=lambda name, shape: [whole[:40], whole[40:]])
+    source: Any = SimpleNamespace(
+        shapes=lambda: {"w": (64, 64)},
+        blocks=lambda name, shape: [whole[:40], whole[40:]],
+        result_dtypes=lambda wanted: {"w": wanted},
+    )
     assert len(list(weights.stream_weights(source, dtype, torch.device("cpu"), 1))) == 1
     whole[63, 63] = value
     with pytest.raises(ConvertError, match="w has non-finite values"):

@@ -80,8 +80,8 @@ LAYOUTS: dict[str, moe_ranks.Layout] = {  # world, tp, pp, ep
     "EP2xDP4": (4, 1, 1, 2),
     "EP2xPP2": (4, 1, 2, 2),
 }
-SLOW = ("EP2xDP4", "EP2xPP2")
-EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+IN_THE_SOAK = ("DP2", "EP2xDP4")
+EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.soak] * (name in IN_THE_SOAK)) for name in LAYOUTS]
 PAIRS = tiny.make_sequences(6)
 
 

@@ -99,8 +99,8 @@ def test_an_engine_runs_no_code_that_the_config_names(kwargs: dict[str, Any], na
 
 def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
-    assert list(package_problems(toy_run(tmp_path).rollout)) == []
-    [problem] = package_problems(toy_run(tmp_path / "again", "rollout.engine=vllm").rollout)
+    assert list(package_problems(toy_run(tmp_path))) == []
+    [problem] = package_problems(toy_run(tmp_path / "again", "rollout.engine=vllm"))
     assert "the package 'vllm' is not installed" in problem
 
 
@@ -114,8 +114,11 @@ def train(folder: Path) -> list[Any]:
         *("trainer.test_freq=1", "trainer.save_hf_at_end=false", "trainer.logger=[jsonl]", "rollout.n=2"),
     )
     trainer = Trainer(config, validate(config, 1))
-    refused: list[Any] = [type(trainer.engine).__name__]
-    for call in (lambda: trainer.engine.generate([], 0), lambda: trainer.engine.logprobs([[1, 2]])):
+    refused: list[Any] = [type(trainer.colocation.engine).__name__]
+    for call in (
+        lambda: trainer.colocation.engine.generate([], 0),
+        lambda: trainer.colocation.engine.logprobs([[1, 2]]),
+    ):
         with pytest.raises(RuntimeError) as error:
             call()
         refused.append(str(error.value))
