@@ -133,5 +133,5 @@ def test_a_checkpoint_converts_to_the_folder_of_the_end(
         with pytest.raises(ConfigError, match="generates no text"):
             open_model(step, None)
     assert convert("to-hf", step / "critic", tmp_path / "critic") == 2
-    assert f"saved the policy in {str(step)!r}, and no critic" in capsys.readouterr().err
+    assert f"is not a folder: its run saved no critic; name {str(step)!r}\n" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs", "steps"]
