@@ -5,7 +5,7 @@
     python tools/convert_hf.py verify A B
     python tools/convert_hf.py inspect X [--hashes]
 
-CKPT is what to-megatron has written, or a training step: OUTPUT_DIR/checkpoints/step_000020.
+CKPT is what to-megatron has written, or a training step (OUTPUT_DIR/checkpoints/step_000020), or its critic/ or reward_model/.
 """
 
 from __future__ import annotations

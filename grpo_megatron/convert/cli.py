@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     megatron.add_argument("source", type=Path, metavar="HF_DIR")
     megatron.add_argument("target", type=Path, metavar="OUT")
     megatron.add_argument("--allow-pickle", action="store_true", help=PICKLE_HELP)
-    hf = commands.add_parser("to-hf", help="distributed checkpoint, or a training step -> Hugging Face folder")
+    hf = commands.add_parser(
+        "to-hf", help="distributed checkpoint, training step, or its critic/ or reward_model/ -> Hugging Face folder"
+    )
     hf.add_argument("source", type=Path, metavar="CKPT")
     hf.add_argument("target", type=Path, metavar="OUT")
     hf.add_argument(

@@ -58,8 +58,8 @@ def _part_hint(path: Path) -> str:
     step = path.parent
     if path.name not in PART_FOLDERS or not (step / TRAINER_FILE).exists():
         return ""
-    found = [name for name in PART_FOLDERS if (step / name).is_dir()]
-    return f": the run saved {' and '.join(['the policy', *found])} in {str(step)!r}, and no {path.name}; name one of these"
+    found = [step, *(step / name for name in PART_FOLDERS if (step / name).is_dir())]
+    return f": its run saved no {path.name}; name {' or '.join(repr(str(folder)) for folder in found)}"
 
 
 def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -> list[str]:

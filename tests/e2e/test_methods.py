@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpo_megatron.checks.critic import read_critic
 from grpo_megatron.checks.reward_model import check_reward_folder
 from grpo_megatron.data.arithmetic import build_tokenizer
 from tests import worlds
+from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
 from tests.models.test_reward_model import make_classifier, make_step_classifier
 
@@ -205,8 +207,13 @@ def test_kl_in_the_reward_moves_advantages_and_its_coefficient(runs: dict[str, d
     assert any(len(set(values)) > 1 for values in spread)  # one advantage per token, not one per sample
 
 
-def test_ppo_trains_its_critic_and_resumes_with_it(runs: dict[str, dict[str, Any]]) -> None:
-    """Step 0 trains the critic alone, with lambda 1: every token's target is the reward. The KL to the start is still 0."""
+def test_ppo_trains_its_critic_and_resumes_with_it(
+    runs: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 0 trains the critic alone, with lambda 1: every token's target is the reward. The KL to the start is still 0.
+
+    The converter makes the exported folder from the checkpoint's critic, bit for bit.
+    """
     run, resumed = runs["ppo"], runs["ppo resumed"]
     assert all(norm > 0 for norm in column(run, "critic/grad_norm")) and column(run, "critic/lr") == [1e-3] * 3
     first, *later = column(run, "critic/values/mean")
@@ -225,6 +232,18 @@ def test_ppo_trains_its_critic_and_resumes_with_it(runs: dict[str, dict[str, Any
     assert all(torch.equal(tensor, critics[1][name]) for name, tensor in critics[0].items())
     assert not torch.equal(critics[0]["model.norm.weight"], run["weights"]["model.norm.weight"])
     check_reward_folder(read_critic(run["output_dir"] / "critic"), "critic")  # critic.path accepts it
+    part = resumed["output_dir"] / "checkpoints/step_000003/critic"
+    assert convert("to-hf", part, tmp_path / "critic", "--quiet") == 0
+    same_bits(critics[1], tensors_of(tmp_path / "critic"))
+    exported, converted = (folder / "critic" / "config.json" for folder in (resumed["output_dir"], tmp_path))
+    assert json.loads(exported.read_text()) == json.loads(converted.read_text())
+    assert convert("verify", part, resumed["output_dir"] / "critic", "--quiet") == 0
+    capsys.readouterr()
+    assert convert("inspect", part) == 0 and "scalar head (a value model: " in capsys.readouterr().out
+    shutil.copytree(part / "state", tmp_path / "copied" / "state")  # without critic.json
+    arguments = ("to-hf", tmp_path / "copied", tmp_path / "out", "--quiet", "--hf", resumed["output_dir"] / "hf")
+    assert convert(*arguments) == 2 and not (tmp_path / "out").exists()
+    assert "put back the file" in capsys.readouterr().err
 
 
 def test_rejected_tokens_weigh_nothing_and_the_rest_sums_to_one(runs: dict[str, dict[str, Any]]) -> None:

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from grpo_megatron.cli.reward_defaults import reward_defaults
+from grpo_megatron.config import ConfigError
+from grpo_megatron.evaluation.weights import open_model
 from grpo_megatron.models.reward_folder import check_reward_weights, read_reward_folder
 from tests import worlds
+from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
 
 STEPS = {"train_batch_size": 16, "max_prompt_length": 32, "max_response_length": 32}
@@ -24,7 +27,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "pairs resumed": {"trainer": {"total_training_steps": 16, "save_freq": 8}},
     "steps": {
         "reward_model": {"kind": "process", "step_separator": ","},
-        "trainer": {"total_training_steps": 16},
+        "trainer": {"total_training_steps": 16, "save_freq": 16},
     },
 }
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -106,3 +109,29 @@ def test_the_results_are_folders_for_reward_model_path(runs: dict[str, dict[str,
         folder = read_reward_folder(runs[name]["output"] / "hf", kind)  # type: ignore[arg-type]
         assert folder.has_head and folder.num_labels == (1 if name == "pairs" else 2)
         check_reward_weights(folder)
+
+
+def test_a_checkpoint_converts_to_the_folder_of_the_end(
+    runs: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit, both kinds. The folder of the end is refused where it has no use."""
+    for name, described in (("pairs", "a reward model"), ("steps", "a process reward model")):
+        step, exported = runs[name]["output"] / "checkpoints/step_000016", runs[name]["output"] / "hf"
+        converted = tmp_path / name
+        assert convert("to-hf", step, converted, "--quiet") == 0
+        same_bits(tensors_of(exported), tensors_of(converted))
+        configs = [json.loads((folder / "config.json").read_text()) for folder in (exported, converted)]
+        assert configs[0] == configs[1]
+        assert {path.name for path in exported.iterdir()} - {path.name for path in converted.iterdir()} == set()
+        assert convert("verify", step, exported, "--quiet") == 0
+        for source in (step, exported):
+            capsys.readouterr()
+            assert convert("inspect", source) == 0
+            assert f"scalar head ({described}: " in capsys.readouterr().out
+        assert convert("to-megatron", exported, tmp_path / "megatron", "--quiet") == 2
+        assert f"is {described}: one score" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="generates no text"):
+            open_model(step, None)
+    assert convert("to-hf", step / "critic", tmp_path / "critic") == 2
+    assert f"is not a folder: its run saved no critic; name {str(step)!r}\n" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs", "steps"]

@@ -201,6 +201,15 @@ def check_conversion(root: Path, start: Path, config: dict[str, Any]) -> None:
     assert json.loads((out / "config.json").read_text()) == config
     assert (out / "tokenizer_config.json").exists()
     assert convert("verify", part, root / "hf", "--quiet") == 0
+    assert convert("to-hf", part, root / "small", "--quiet", "--dtype", "bfloat16") == 0
+    dtypes = {name: tensor.dtype for name, tensor in tensors_of(root / "small").items()}
+    assert dtypes.pop("score.weight") == torch.float32 and set(dtypes.values()) == {torch.bfloat16}
+    largest = max((part / "state").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    for position in range(0, len(data), 1000):  # at least one of them is in a weight
+        data[position] ^= 1
+    largest.write_bytes(data)
+    assert convert("to-hf", part, root / "damaged", "--quiet") == 2 and not (root / "damaged").exists()
 
 
 def test_sequences_are_read_at_their_ends_under_context_parallelism() -> None:
