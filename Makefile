@@ -22,9 +22,8 @@ SEED ?= 0
 STEPS ?= 200
 # Three workers: many tests wait for processes. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-# They read files of the project, which the stack does not change.
-NO_SECOND_TIME := --ignore=tests/test_layers.py --ignore=tests/test_readme.py --ignore=tests/migration \
-	--ignore=tests/curation --ignore=tests/storage --ignore=tests/slurm
+# Tests of what does not use torch, transformers, Megatron-Core or vLLM: the second stack changes nothing for them.
+SAME_ON_BOTH := test_layers.py test_readme.py migration curation storage slurm rewards environments evaluation
 QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
@@ -66,7 +65,7 @@ test-fast: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow and not soak"
 
 test-vllm026: $(VENV026)/.installed
-	$(VENV026)/bin/python $(PYTEST) -m "(not slow and not soak) or both_stacks" $(NO_SECOND_TIME)
+	$(VENV026)/bin/python $(PYTEST) -m "(not slow and not soak) or both_stacks" $(SAME_ON_BOTH:%=--ignore=tests/%)
 
 # Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:

@@ -17,7 +17,7 @@ from tests.e2e.test_examples import ROOT, SHARED, command, gsm8k, rows
 __all__ = ["gsm8k"]  # the fixture
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
     """A warm-up of 100 steps, of which the last 20 show mostly bare answers, and 8 steps of GRPO on one rank."""
     data, out = tmp_path / "data", tmp_path / "run"

@@ -41,9 +41,13 @@ class Subject:
     """An engine of one family, and weights by number."""
 
     def __init__(self, folder: Path, family: str, dtype: str, mesh: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         config = {**SMALL, **FAMILIES[family], **CHANGES}
-        (folder / "config.json").write_text(json.dumps({**config, "architectures": [CLASSES[config["model_type"]]]}))
+        if mesh.rank == 0:
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(
+                json.dumps({**config, "architectures": [CLASSES[config["model_type"]]]})
+            )
+        mesh.barrier()
         arch = read_architecture(folder)
         self.mesh, self.dtype, self.version = mesh, getattr(torch, dtype), 0
         self.engine_rank = mesh.rank % mesh.rollout_tp
