@@ -11,7 +11,8 @@ def import_engine() -> None:
     """Import the modules of the engine, in a process that CPU ranks are forked from."""
     with silent_imports():
         from grpo_megatron.rollout.vllm_process import preload
-    preload()
+
+        preload()
 
 
 if LAUNCHER_PID in os.environ:

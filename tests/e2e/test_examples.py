@@ -55,6 +55,7 @@ def watched_command(*arguments: str, timeout: float = 1100) -> tuple[str, set[st
         watcher.join()
         process.kill()
     assert process.returncode == 0, out[-3000:] + err[-3000:]
+    assert "Warning" not in err, err  # of libraries: the user cannot act on it
     return out, addresses
 
 
