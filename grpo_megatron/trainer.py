@@ -108,7 +108,7 @@ class Trainer:
         num_updates, period = (self.actor.num_updates(n, self.data.train_batch_size) for n in (config.policy_steps, 1))
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
         self.reward_model = build_reward_model(config, checked, self.mesh, self.device)
-        self.critic = build_critic(config, self.mesh, self.device)
+        self.critic = build_critic(config, checked, self.mesh, self.device)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.policy, [self.reward_model, self.critic])
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")

@@ -42,16 +42,38 @@ def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, std: float
     settings = {**COMMON, **FAMILIES[family], **changes}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
+    generator = randomise(model, seed, std)
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else std * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to change which experts are chosen
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     return folder
+
+
+def make_classifier(
+    folder: Path, kind: str, family: str, *, seed: int, score_std: float = 0.06, **changes: Any
+) -> Path:
+    """Write a random float32 model of transformers' AutoModelFor{kind}Classification, by default with one label."""
+    import transformers
+
+    settings = {**COMMON, **FAMILIES.get(family, {}), "num_labels": 1, **changes}
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
+    model = getattr(transformers, f"AutoModelFor{kind}Classification").from_config(config, dtype=torch.float32)
+    randomise(model, seed, 0.06, score_std)
+    model.save_pretrained(folder)
+    return folder
+
+
+def randomise(model: torch.nn.Module, seed: int, std: float, score_std: float | None = None) -> torch.Generator:
+    """Draw all parameters: around 1 in norms, around 0 elsewhere. `score_std`: of a score head. Returns the generator."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            scale = score_std if score_std is not None and "score" in name else std
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else scale * noise)
+    return generator
 
 
 def make_sequences(

@@ -8,7 +8,7 @@ from grpo_megatron.checks import inputs
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.models.reward_folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.models.reward_folder import HeadKind, RewardFolder, read_reward_folder
 
 HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder
 
@@ -22,16 +22,6 @@ def read_scored_model(config: Config) -> RewardFolder:
     except ValueError as error:
         raise ConfigError(
             f"model.path={str(path)!r} with actor.loss_mode={config.actor.loss_mode}: {error}; set it to such a folder"
-        ) from error
-
-
-def check_scored_weights(folder: RewardFolder) -> None:
-    """The folder holds exactly the model's tensors, by name and shape. Raises ConfigError."""
-    try:
-        check_reward_weights(folder)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise ConfigError(
-            f"model.path: {error}\n  (fetch the folder again, or set model.path to a complete one)"
         ) from error
 
 

@@ -40,7 +40,7 @@ from grpo_megatron.checks.reward_model import (
     reward_model_problems,
     scoring_models,
 )
-from grpo_megatron.checks.score_head import check_scored_weights, read_scored_model, score_head_problems
+from grpo_megatron.checks.score_head import read_scored_model, score_head_problems
 from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
@@ -141,7 +141,7 @@ def validate(
     has_weights = inputs.has_weights(config.model.path)
     if arch is not None:
         if (has_weights or not dry_run) and scored_folder is not None:
-            problems.attempt(check_scored_weights, scored_folder)
+            problems.attempt(check_reward_folder, scored_folder, "model")
         elif has_weights or not dry_run:
             problems.attempt(inputs.check_weights, config.model.path, arch)
         if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:

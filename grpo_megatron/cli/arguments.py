@@ -1,4 +1,4 @@
-"""The arguments of the command line. Commands of OWN_OPTIONS parse theirs themselves, and are here for --help."""
+"""The arguments of the command line. Commands of OWN_OPTIONS parse their own options; --help lists them here."""
 
 from __future__ import annotations
 

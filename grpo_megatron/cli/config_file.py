@@ -10,7 +10,6 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.migration.hints import explained, known_elsewhere
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown
 from grpo_megatron.reading.regular import read_text
@@ -76,6 +75,11 @@ def _explain(error: Any) -> str:
     """One line for one pydantic error; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
+        from grpo_megatron.migration.hints import (  # the tables of other trainers, only for this
+            explained,
+            known_elsewhere,
+        )
+
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
         elsewhere = known_elsewhere(location)

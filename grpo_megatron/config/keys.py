@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import re
@@ -43,6 +44,7 @@ def config_keys(config: type[Section], prefix: str = "") -> Iterator[ConfigKey]:
         yield ConfigKey(prefix + name, kinds.get(name, ""), default, is_required, comments.get(name, ""))
 
 
+@functools.cache
 def _written(section: type[Section]) -> tuple[dict[str, str], dict[str, str]]:
     """Field -> its type, and field -> its comment: beside it, within its brackets, or in the lines above it."""
     lines = inspect.getsource(section).splitlines()

@@ -35,12 +35,12 @@ class OtherTrainer:
 
     name: str
     rules: Mapping[str, Rule]
-    defaults: Mapping[str, Any]  # values of theirs that hold when a config is silent, where ours are other ones
+    defaults: Mapping[str, Any]  # that trainer's defaults, where this program's differ
     prefixes: tuple[str, ...] = ()  # a key without a rule has our key's meaning if it is one after this is removed
-    implied: Settings = field(default_factory=dict)  # our keys and values that hold for each run of theirs
+    implied: Settings = field(default_factory=dict)  # our keys and values that hold for each run of that trainer
 
     def rule(self, key: str, known: Mapping[str, ConfigKey]) -> Rule | None:
-        """The rule for their `key`; `known` are our keys. None: it is not a key of theirs that we know."""
+        """The rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
         if key in self.rules:
             return self.rules[key]
         for prefix in self.prefixes:

@@ -52,9 +52,14 @@ class LossPass:
         logprobs, entropy = (unpack(flat, current.lengths, width) for flat in (flat_logprobs, flat_entropy))
         self.logprobs.append((current.rows, logprobs.detach()))
         value, metrics = self.loss(loss_inputs(self.batch, current.rows, logprobs, entropy))
-        for name, part in metrics.items():
-            self.sums[name] = self.sums[name].plus(part) if name in self.sums else part
+        add_sums(self.sums, metrics)
         return value, None
+
+
+def add_sums(total: MetricSums, metrics: MetricSums) -> None:
+    """Add the metric sums of one micro-batch to those of the mini-batch."""
+    for name, part in metrics.items():
+        total[name] = total[name].plus(part) if name in total else part
 
 
 def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> LossInputs:

@@ -199,14 +199,18 @@ class Policy(LanguageModel):
                     batch.old_logprobs = self.from_last_stage(loss_pass.host_logprobs())
                     complete(batch)
                 norms.append(self._step(functools.partial(guard, batch, micro_batches, sums[-1]) if guard else None))
+        return sums, self._update_metrics("actor", norms)
+
+    def _update_metrics(self, section: str, norms: list[float]) -> dict[str, float]:
+        """The learning rate, how many optimizer steps were skipped, and the mean gradient norm of the others."""
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {
-            "actor/lr": self._learning_rate(),
-            "actor/skipped_updates": float(len(norms) - len(finite)),
+            f"{section}/lr": self._learning_rate(),
+            f"{section}/skipped_updates": float(len(norms) - len(finite)),
         }
         if finite:
-            metrics["actor/grad_norm"] = sum(finite) / len(finite)
-        return sums, metrics
+            metrics[f"{section}/grad_norm"] = sum(finite) / len(finite)
+        return metrics
 
     def _learning_rate(self) -> float:
         """The current learning rate; the schedule's maximum on a rank whose shard of the optimizer is empty."""

@@ -7,7 +7,6 @@ that transformers' `*ForTokenClassification` with one label computes at the toke
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +17,7 @@ from grpo_megatron.algo.value_loss import ValueInputs, value_loss
 from grpo_megatron.config import ActorConfig, CriticConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import Pack, forward_backward, unpack
+from grpo_megatron.models.loss_pass import add_sums
 from grpo_megatron.models.offload import OffloadedTensors
 from grpo_megatron.models.reward_folder import RewardFolder
 from grpo_megatron.models.scalar_head import ScalarPolicy
@@ -88,14 +88,7 @@ class ValueModel(ScalarPolicy):
             for micro_batches in batch.mini_batches:
                 sums.append(self.backward_values(batch, micro_batches))
                 norms.append(self._step())
-        finite = [norm for norm in norms if math.isfinite(norm)]
-        metrics = {
-            "critic/lr": self._learning_rate(),
-            "critic/skipped_updates": float(len(norms) - len(finite)),
-        }
-        if finite:
-            metrics["critic/grad_norm"] = sum(finite) / len(finite)
-        return sums, metrics
+        return sums, self._update_metrics("critic", norms)
 
     def backward_values(self, batch: Batch, micro_batches: list[list[int]]) -> dict[str, MetricSum]:
         """Gradients of one mini-batch into the model's buffers, summed over all ranks. Returns this rank's metric sums."""
@@ -105,8 +98,7 @@ class ValueModel(ScalarPolicy):
             if not current.rows:
                 return values.sum(), None  # zero, but connected to every parameter
             loss, metrics = value_loss(self._inputs(batch, current, values), self.config.cliprange_value)
-            for name, part in metrics.items():
-                total[name] = total[name].plus(part) if name in total else part
+            add_sums(total, metrics)
             return loss, None
 
         self.ddp.zero_grad_buffer()

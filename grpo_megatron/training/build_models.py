@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.checks.critic import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ScoringModel
 from grpo_megatron.device import Device
@@ -43,12 +43,12 @@ def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Dev
     )
 
 
-def build_critic(config: Config, mesh: Mesh, device: Device) -> NoCritic:
+def build_critic(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoCritic:
     """The value model, if the estimator reads values. Collective. Without `critic.path` it starts as the policy does."""
     section, algorithm, data = config.critic, config.algorithm, config.data
-    if not advantage_estimators.facts(algorithm.adv_estimator).needs_values:
+    if not has_critic(algorithm):
         return NoCritic()
-    folder = read_reward_folder(section.path or policy_start(config), "value")
+    folder = checked.critic_folder or read_reward_folder(policy_start(config), "value")
     return Critic(
         section,
         ValueModel(section, folder, config.model.dtype, config.actor, mesh, device),

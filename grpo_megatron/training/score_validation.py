@@ -8,20 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from grpo_megatron.algo.calibration import Calibration, calibration, calibration_table
-from grpo_megatron.config import Config
-from grpo_megatron.data.prompts import OfflineGroup
-from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.disk import on_first_rank
 from grpo_megatron.parallel.exchange import gather_rows
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.references import References
 from grpo_megatron.training.validation_loss import ValidationLoss
 from grpo_megatron.types import Batch
 
@@ -31,16 +25,8 @@ CALIBRATION_FILE = "calibration.txt"
 class ScoreValidation(ValidationLoss):
     """See ValidationLoss."""
 
-    def __init__(
-        self,
-        groups: Sequence[OfflineGroup],
-        config: Config,
-        policy: Policy,
-        references: References,
-        cadence: Cadence,
-    ) -> None:
-        super().__init__(groups, config, policy, references, cadence)
-        self.output_dir: Path = config.trainer.output_dir
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.tables: dict[str, str] = {}
 
     def _also(self, file: str, batch: Batch, logprobs: Tensor) -> dict[str, float]:

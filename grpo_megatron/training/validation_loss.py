@@ -47,6 +47,7 @@ class ValidationLoss:
         cadence: Cadence,
     ) -> None:
         self.policy, self.references, self.cadence = policy, references, cadence
+        self.output_dir = config.trainer.output_dir
         self.mode, self.algorithm, self.actor = _supervised(config)
         self.is_paired = policy_losses.facts(self.mode).paired
         files: dict[str, list[OfflineGroup]] = {}

@@ -27,18 +27,7 @@ CLASSIFIERS_MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts
 
 def make_classifier(folder: Path, family: str, **changes: Any) -> Path:
     """A random *ForSequenceClassification of transformers' own, norms and biases perturbed as in `tiny`."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    settings = {**tiny.COMMON, **tiny.FAMILIES.get(family, {}), "num_labels": 1, **changes}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.06 * noise)
-    model.save_pretrained(folder)
-    return folder
+    return tiny.make_classifier(folder, "Sequence", family, seed=1, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +39,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def make_step_classifier(folder: Path, **changes: Any) -> Path:
     """A random *ForTokenClassification with two labels, which transformers gives a bias."""
-    from transformers import AutoConfig, AutoModelForTokenClassification
-
-    settings = {**tiny.COMMON, **tiny.FAMILIES["qwen2"], "num_labels": 2, "num_hidden_layers": 2, **changes}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
-    model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise if "score" in name else 0.06 * noise)
-    model.save_pretrained(folder)
-    return folder
+    labels_and_layers = {"num_labels": 2, "num_hidden_layers": 2, **changes}
+    return tiny.make_classifier(folder, "Token", "qwen2", seed=2, score_std=0.3, **labels_and_layers)
 
 
 @pytest.fixture(scope="module")

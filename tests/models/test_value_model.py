@@ -20,18 +20,7 @@ pytestmark = pytest.mark.slow
 
 def make_critic(folder: Path, family: str, **changes: Any) -> Path:
     """A random *ForTokenClassification of transformers' own, with one label, norms and biases perturbed as in `tiny`."""
-    from transformers import AutoConfig, AutoModelForTokenClassification
-
-    settings = {**tiny.COMMON, **tiny.FAMILIES.get(family, {}), "num_labels": 1, **changes}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="float32")
-    model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.06 * noise)
-    model.save_pretrained(folder)
-    return folder
+    return tiny.make_classifier(folder, "Token", family, seed=2, **changes)
 
 
 @pytest.fixture(scope="module")
