@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.checks import inputs
 from grpo_megatron.checks.problems import Problems
-from grpo_megatron.checks.second_model import second_model_problems
-from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, CriticConfig
+from grpo_megatron.checks.second_model import read_head_folder, second_model_problems
+from grpo_megatron.config import AlgorithmConfig, Config, CriticConfig
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
+from grpo_megatron.models.reward_folder import RewardFolder
 
 CRITIC_PATH = "critic.path"
 _DEFAULT: dict[str, Any] = CriticConfig().model_dump() | {"optim": CriticConfig().optim}
@@ -26,11 +25,7 @@ def has_critic(algorithm: AlgorithmConfig) -> bool:
 
 def read_critic(path: Path) -> RewardFolder:
     """What the folder's config.json describes. Raises ConfigError for a folder that cannot be a value model."""
-    inputs.read_model(path, CRITIC_PATH)  # the checks of every model folder
-    try:
-        return read_reward_folder(path, "value")
-    except ValueError as error:
-        raise ConfigError(f"{CRITIC_PATH}={str(path)!r}: {error}; set it to such a folder") from error
+    return read_head_folder(path, "value", CRITIC_PATH)
 
 
 def critic_arch(config: Config, arch: Architecture, folder: RewardFolder | None) -> Architecture | None:

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.checks import inputs
 from grpo_megatron.checks.problems import Problems
-from grpo_megatron.checks.second_model import second_model_problems
+from grpo_megatron.checks.second_model import read_head_folder, second_model_problems
 from grpo_megatron.config import Config, ConfigError, RewardModelConfig, ScoringModel
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights
 from grpo_megatron.rewards.reward import rewards
 
 MAIN, OTHERS = "reward_model", "reward_models."  # keys of the config
@@ -41,11 +40,7 @@ def scoring_models(config: Config) -> dict[str, ScoringModel]:
 def read_reward_model(model: ScoringModel, key: str = MAIN) -> RewardFolder:
     """What the folder's config.json describes. Raises ConfigError for a folder that is no reward model of its kind."""
     assert model.path is not None
-    inputs.read_model(model.path, f"{key}.path")  # the checks of every model folder
-    try:
-        return read_reward_folder(model.path, model.kind)
-    except ValueError as error:
-        raise ConfigError(f"{key}.path={str(model.path)!r}: {error}; set it to such a folder") from error
+    return read_head_folder(model.path, model.kind, f"{key}.path")
 
 
 def check_reward_folder(folder: RewardFolder, key: str = MAIN) -> None:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.checks import inputs
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.scored_rows import trains_scores
-from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.models.reward_folder import HeadKind, RewardFolder, read_reward_folder
+from grpo_megatron.checks.second_model import read_head_folder
+from grpo_megatron.config import Config
+from grpo_megatron.models.reward_folder import HeadKind, RewardFolder
 
 HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder
 
 
 def read_scored_model(config: Config) -> RewardFolder:
     """What model.path has, as a model with a scalar head of the loss's kind. Raises ConfigError."""
-    path = config.model.path
-    inputs.read_model(path)
-    try:
-        return read_reward_folder(path, HEAD_KINDS[policy_losses.facts(config.actor.loss_mode).scores])
-    except ValueError as error:
-        raise ConfigError(
-            f"model.path={str(path)!r} with actor.loss_mode={config.actor.loss_mode}: {error}; set it to such a folder"
-        ) from error
+    mode = config.actor.loss_mode
+    kind = HEAD_KINDS[policy_losses.facts(mode).scores]
+    return read_head_folder(config.model.path, kind, "model.path", f" with actor.loss_mode={mode}")
 
 
 def score_head_problems(config: Config) -> Problems:

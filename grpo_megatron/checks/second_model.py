@@ -1,16 +1,31 @@
-"""A model beside the policy that reads the same tokens (a reward model, the critic): its length, layout and vocabulary."""
+"""A model with a scalar head: how its folder is read. One beside the policy (a reward model, the critic) reads the same
+tokens: its length, layout and vocabulary.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from grpo_megatron.checks import inputs
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.problems import Problems
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import RewardFolder
+from grpo_megatron.models.reward_folder import HeadKind, RewardFolder, read_reward_folder
 from grpo_megatron.reading.json_text import read_json
+
+
+def read_head_folder(path: Path, kind: HeadKind, key: str, context: str = "") -> RewardFolder:
+    """What the folder that `key` names is, as a model with a scalar head of this kind. Raises ConfigError.
+
+    `context`: why such a folder is asked for, if the key alone does not say so.
+    """
+    inputs.read_model(path, key)  # the checks of every model folder
+    try:
+        return read_reward_folder(path, kind)
+    except ValueError as error:
+        raise ConfigError(f"{key}={str(path)!r}{context}: {error}; set it to such a folder") from error
 
 
 def second_model_problems(
