@@ -10,7 +10,6 @@ pretraining (VC-PPO, arXiv 2503.01491) the critic learns returns, lambda 1, of t
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +19,11 @@ from grpo_megatron.algo.critic_plan import critic_plan
 from grpo_megatron.algo.gae import explained_variance, length_adaptive_lams, value_targets
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
-from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
 from grpo_megatron.storage.step_folders import CRITIC_FILE, CRITIC_FOLDER
+from grpo_megatron.training.model_folder import load_beside, save_beside
 from grpo_megatron.training.update_metrics import record_update
 from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
 
@@ -139,23 +137,12 @@ class Critic(NoCritic):
     def save(self, folder: Path) -> None:
         """Collective: model and optimizer into a new folder inside the existing `folder`. Raises RankError."""
         target = folder / CRITIC_FOLDER
-
-        def write() -> None:
-            target.mkdir()
-            (target / CRITIC_FILE).write_text(json.dumps(self.model.state()))
-
-        on_first_rank(self.mesh, f"cannot write checkpoint {target}", write)
-        with self.model.in_use():
-            save_sharded(self.model, target / "state")
+        save_beside(self.model, target, CRITIC_FILE, self.model.state(), self.model.in_use())
 
     def load(self, folder: Path, *, same_world: bool) -> None:
         """Collective: the inverse of `save`, in any layout."""
         target = folder / CRITIC_FOLDER
-        state = on_every_rank(
-            self.mesh, f"cannot read checkpoint {target}", lambda: json.loads((target / CRITIC_FILE).read_text())
-        )
-        with self.model.in_use():
-            load_sharded(self.model, target / "state", same_world=same_world)
+        state = load_beside(self.model, target, CRITIC_FILE, self.model.in_use(), same_world=same_world)
         self.model.load_state(state)
 
     def save_hf(self, target: Path, tokenizer_path: Path) -> None:

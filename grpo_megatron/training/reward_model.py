@@ -8,7 +8,6 @@ model is trained further on the collected pairs, with replay of earlier ones.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,11 +17,10 @@ from grpo_megatron.algo.combination import combined
 from grpo_megatron.algo.ranking import ranked_pairs
 from grpo_megatron.config import ActorConfig, RewardModelConfig
 from grpo_megatron.models.reward_model import RewardModel
-from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.step_folders import PAIRS_FILE, REWARD_MODEL_FOLDER
+from grpo_megatron.training.model_folder import load_beside, save_beside
 from grpo_megatron.training.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
 from grpo_megatron.training.scorer import OutcomeScorer, Scorer
 from grpo_megatron.types import GroupTable, Sample
@@ -142,23 +140,12 @@ class LearningReward(FrozenReward):
         """Collective: model, optimizer and pairs into a new folder inside the existing `folder`. Raises RankError."""
         target = folder / REWARD_MODEL_FOLDER
         content = {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
-
-        def write() -> None:
-            target.mkdir()
-            (target / PAIRS_FILE).write_text(json.dumps(content))
-
-        on_first_rank(self.mesh, f"cannot write checkpoint {target}", write)
-        with self._learning():
-            save_sharded(self.model, target / "state")
+        save_beside(self.model, target, PAIRS_FILE, content, self._learning())
 
     def load(self, folder: Path, *, same_world: bool) -> None:
         """Collective: the inverse of `save`, in any layout."""
         target = folder / REWARD_MODEL_FOLDER
-        content = on_every_rank(
-            self.mesh, f"cannot read checkpoint {target}", lambda: json.loads((target / PAIRS_FILE).read_text())
-        )
-        with self._learning():
-            load_sharded(self.model, target / "state", same_world=same_world)
+        content = load_beside(self.model, target, PAIRS_FILE, self._learning(), same_world=same_world)
         self.model.load_state(content["model"])
         self.history.load_state(content["history"])
         self.fresh.load_state(content["fresh"])
