@@ -14,7 +14,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.reading.yaml_text import parse_yaml
 from grpo_megatron.types import Prompt
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 ACCURACY = {"name": "accuracy"}
 
 
@@ -23,8 +23,8 @@ def config(*components: dict[str, Any], task: str = "gsm8k", **reward: Any) -> C
     return Config.model_validate({"model": {"path": "m"}, "data": {"task": task}, "reward": section})
 
 
-def test_the_example_of_the_readme_is_accepted() -> None:
-    example = README.read_text().partition("## Rewards")[2].split("```")[1]
+def test_the_example_of_the_docs_is_accepted() -> None:
+    example = DOCS.read_text().partition("# Rewards")[2].split("```")[1]
     made = Config.model_validate({"model": {"path": "m"}, **parse_yaml(example)})
     assert list(name_problems(made)) == []
     assert [part["function"] for part in resolved_components(made)] == [

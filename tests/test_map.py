@@ -1,4 +1,4 @@
-"""README's map: every file of the package is in it once, and every noun is defined in the file beside which it stands."""
+"""The map (docs/map.md): every file of the package is in it once, and every noun is defined in the file beside which it stands."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ IN_THE_ROOT = {"the ground", "`trainer.py`", "`device.py`"}
 
 def entries() -> Iterator[tuple[str, str]]:
     """(file relative to the package, the nouns that the map gives it) of every file of the map."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition("| room | what it holds | file: its nouns |\n")[2].partition("\n\n")[0]
+    text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    table = text.partition("| room | what it holds | file: its nouns |\n")[2].partition("\n\n")[0].rstrip()
     for line in table.splitlines()[1:]:
         room, _, files = (cell.strip() for cell in line.strip("| ").split(" | "))
         folder = "" if room in IN_THE_ROOT else room.strip("`")
