@@ -240,6 +240,7 @@ def test_the_command_line_starts_light() -> None:
             "config",
             "cli.config_file",
             "cli.arguments",
+            "cli.commands",
             "cli.module_path",
             "cli.reward_defaults",
             "importing",
@@ -248,6 +249,7 @@ def test_the_command_line_starts_light() -> None:
         | {"storage", "storage.leftovers", "storage.lock"},  # standard library only
         "cli.failures": {"reading.bounds", "config"},
         "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers"},
+        "cli.commands": set(),
         "importing": set(),
     }
     for module, expected in at_the_top.items():

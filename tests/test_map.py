@@ -1,4 +1,4 @@
-"""The map (docs/map.md): every file of the package is in it once, and every noun is defined in the file beside which it stands."""
+"""docs/map.md: every file of the package is in it once, and every noun is defined in the file beside which it stands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of the command line. Commands of OWN_OPTIONS parse their own options; --help lists them here."""
+"""The arguments of the command line. Those of commands.py parse their own options; --help lists them here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
-OWN_OPTIONS = ("evaluate", "curate", "replay", "import", "keys")
+from grpo_megatron.cli.commands import COMMANDS
+
 MAX_PLANNED_RANKS, MAX_GPU_GIB = 1 << 20, 1 << 20  # of --world-size and --gpu-memory
 
 
@@ -14,21 +15,18 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     """The options of `train` or `train-reward`. A mistake ends the process with exit code 2."""
     parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("convert", help="Hugging Face <-> Megatron-Core checkpoints", add_help=False)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help, add_help=False)
     commands.add_parser(
         "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
     )
-    commands.add_parser("curate", help="pass rates per prompt, filtered data, rows for SFT and DPO", add_help=False)
-    commands.add_parser("replay", help="compute the loss of a batch again that a guard has dumped", add_help=False)
-    commands.add_parser("import", help="write a config from one of verl or TRL", add_help=False)
-    commands.add_parser("keys", help="list the keys of a config, with their defaults", add_help=False)
     epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
     train = commands.add_parser("train", help="train with the settings of a YAML file", epilog=epilog)
     reward = commands.add_parser(
         "train-reward", help="train a reward model on pairs, or a process reward model on labelled steps", epilog=epilog
     )
-    for command in (train, reward):
-        _add_train_arguments(command)
+    for parser_of_run in (train, reward):
+        _add_train_arguments(parser_of_run)
     args, rest = parser.parse_known_args(argv)
     train = reward if args.command == "train-reward" else train
     for argument in rest:  # overrides after an option

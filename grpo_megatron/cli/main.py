@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from grpo_megatron.cli import failures, ranks
-from grpo_megatron.cli.arguments import OWN_OPTIONS, parse_command
+from grpo_megatron.cli.arguments import parse_command
+from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.cli.reward_defaults import reward_defaults
@@ -43,11 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else vLLM prints a NUMA remark per rank
-    if argv[:1] == ["convert"]:
-        from grpo_megatron.convert.cli import main as convert
-
-        return convert(argv[1:])
-    args = None if argv[:1] in ([name] for name in OWN_OPTIONS) else parse_command(argv)
+    if argv[:1] == ["convert"]:  # it reports its own failures
+        return COMMANDS["convert"].run(argv[1:])
+    has_own_options = argv[:1] in ([name] for name in ("evaluate", *COMMANDS))
+    args = None if has_own_options else parse_command(argv)
     try:
         code = _train(args, argv) if args is not None else _other(argv)
         if code == 0:
@@ -200,26 +200,11 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
 
 
 def _other(argv: list[str]) -> int:
-    """A command of OWN_OPTIONS."""
+    """`evaluate`, or a command of COMMANDS."""
     if argv[0] == "evaluate":
         return _evaluate(argv)
-    if argv[0] == "keys":
-        from grpo_megatron.cli.key_list import main as list_keys
-
-        return list_keys(argv[1:])
-    if argv[0] == "import":
-        from grpo_megatron.migration.cli import main as import_config
-
-        return import_config(argv[1:])
-    if argv[0] == "curate":
-        from grpo_megatron.curation.cli import main as curate
-
-        _quieten(is_rank=False, starts_ranks=False)
-        return curate(argv[1:])
-    from grpo_megatron.cli.replay import main as replay
-
     _quieten(is_rank=False, starts_ranks=False)
-    return replay(argv[1:])
+    return COMMANDS[argv[0]].run(argv[1:])
 
 
 def _evaluate(argv: list[str]) -> int:

@@ -1,0 +1,56 @@
+"""Commands with options of their own. Each is imported only when it runs.
+
+`train` and `train-reward` are in arguments.py; `evaluate` also starts ranks (main.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its line in --help, and the function of its arguments that runs it and returns the exit code."""
+
+    help: str
+    run: Callable[[list[str]], int]
+
+
+def _convert(argv: list[str]) -> int:
+    from grpo_megatron.convert.cli import main
+
+    return main(argv)
+
+
+def _curate(argv: list[str]) -> int:
+    from grpo_megatron.curation.cli import main
+
+    return main(argv)
+
+
+def _replay(argv: list[str]) -> int:
+    from grpo_megatron.cli.replay import main
+
+    return main(argv)
+
+
+def _import(argv: list[str]) -> int:
+    from grpo_megatron.migration.cli import main
+
+    return main(argv)
+
+
+def _keys(argv: list[str]) -> int:
+    from grpo_megatron.cli.key_list import main
+
+    return main(argv)
+
+
+COMMANDS = {
+    "convert": Command("Hugging Face <-> Megatron-Core checkpoints", _convert),
+    "curate": Command("pass rates per prompt, filtered data, rows for SFT and DPO", _curate),
+    "replay": Command("compute the loss of a batch again that a guard has dumped", _replay),
+    "import": Command("write a config from one of verl or TRL", _import),
+    "keys": Command("list the keys of a config, with their defaults", _keys),
+}
