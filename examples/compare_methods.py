@@ -26,7 +26,7 @@ PANELS = {  # the picture's panels: title -> methods
     "estimators": ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"),
     "more estimators": ("grpo", "ppo", "gpg", "grpo_passk", "grpo_process", "iterative_grpo"),
     "losses": ("grpo", "gspo", "gspo_token", "gmpo", "cispo", "sapo"),
-    "sampling": ("grpo", "dapo", "dupo", "replay"),
+    "sampling": ("grpo", "dapo", "dupo", "replay", "partial_rollouts"),
     "unified view": ("grpo", "sft", "rft", "online_rft", "dpo", "dpo_from_file"),
 }
 

@@ -54,7 +54,18 @@ class Turn:
     clock: int
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Response tokens [start, end), drawn by weights `version` with digest `weights_digest`."""
+
+    start: int
+    end: int
+    version: int
+    weights_digest: str
+
+
 GREEDY = -1  # Sample.index of a greedy response
+UNFINISHED = "unfinished"  # Sample.finish_reason of a response that later steps go on with (rollout.partial)
 
 
 @dataclass
@@ -69,9 +80,9 @@ class Sample:
     index: int
     response_ids: list[int]
     rollout_logprobs: list[float]  # one per response token; not read where loss_mask is 0
-    finish_reason: str  # "stop" | "length": cut off by a limit
-    version: int
-    weights_digest: str = field(default="", kw_only=True)  # of the weights that drew it; "": not drawn by an engine
+    finish_reason: str  # "stop" | "length": cut off by a limit | UNFINISHED
+    version: int  # of the weights that drew its first token
+    weights_digest: str = field(default="", kw_only=True)  # of these weights; "": not drawn by an engine
     text: str = ""
     reward: float = float("nan")  # NaN: unscorable (the reward raised or timed out)
     reward_metrics: dict[str, float] = field(default_factory=dict)  # what the reward function also reports
@@ -84,6 +95,9 @@ class Sample:
     reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
+    draws: list[Draw] = field(
+        default_factory=list, kw_only=True
+    )  # of rollout.partial, in order; empty: one, of `version`
 
     def __post_init__(self) -> None:
         if not self.loss_mask:

@@ -21,6 +21,7 @@ from grpo_megatron.checks.memory import (
     is_counted_by_megatron,
     memory_of_stages,
 )
+from grpo_megatron.checks.partial import partial_lines
 from grpo_megatron.checks.passes import pass_lines
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
 from grpo_megatron.checks.reward_call import reward_lines
@@ -125,6 +126,7 @@ def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[s
     yield _line("micro-batch", f"{cap}, packed")
     yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
     lines = chain(
+        partial_lines(config),
         pass_lines(config),
         reward_lines(config, checked.reward_calls),
         environment_lines(config, checked.first_messages),

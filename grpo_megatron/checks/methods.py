@@ -11,6 +11,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import has_kl_loss, needs_old_logprobs, needs_reference
 from grpo_megatron.checks.components import reward_name
+from grpo_megatron.checks.partial import partial_problems
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, FilterGroups
 from grpo_megatron.data.tasks import get_task
@@ -19,7 +20,7 @@ from grpo_megatron.rewards.reward import rewards
 
 def method_problems(config: Config) -> Problems:
     """Every combination that is wrong, by topic. `names.py` reports names that cannot be found."""
-    for topic in (_groups, _losses, _sources, _sampling, _penalties, _iterations, _guards):
+    for topic in (_groups, _losses, _sources, _sampling, partial_problems, _penalties, _iterations, _guards):
         yield from topic(config)
 
 

@@ -74,6 +74,10 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("rollout", "free_cache_engine quantization enable_prefix_caching", APPLIES),
     **_keys("rollout", "update_weights_bucket_megabytes sync delta_full_every delta_max_density", APPLIES),
     **_keys("rollout", "probe_tolerance engine_kwargs stop stop_token_ids", APPLIES),
+    **_keys(
+        "rollout.partial", "over_sample", FIXED
+    ),  # a checkpoint holds the responses in progress, or has no place for them
+    **_keys("rollout.partial", "max_staleness chunk_tokens", APPLIES),
     **_keys("rollout.multi_turn", "environment kwargs tools format max_assistant_turns max_parallel_calls", APPLIES),
     **_keys("rollout.multi_turn", "max_tool_response_length tool_response_truncate_side latency_ticks", APPLIES),
     **_keys("rollout.multi_turn", "num_workers timeout_s memory_gib failed", APPLIES),

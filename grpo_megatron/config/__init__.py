@@ -21,7 +21,7 @@ from grpo_megatron.config.data import DataConfig, SamplingConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
 from grpo_megatron.config.reward_model import RewardModelConfig, ScoringModel
-from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, RolloutConfig, ValKwargs
+from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import (
     ConfigError,
     Section,
@@ -47,6 +47,7 @@ __all__ = [
     "MultiTurnConfig",
     "OptimConfig",
     "OverlongBuffer",
+    "PartialConfig",
     "RefConfig",
     "ReplayConfig",
     "RewardComponent",
@@ -99,6 +100,14 @@ class Config(Section):
         learns = self.reward_model.path is not None and self.algorithm.iteration_steps is not None
         is_replaced = bool(self.reward_paths) and self.reward_model.combine == "replace" and not learns
         return self.reward.function is not None or bool(self.reward.components) or not is_replaced
+
+    @property
+    def max_staleness(self) -> int:
+        """Steps that a sample may be older than the step that trains on it, whatever keeps it."""
+        algorithm = self.algorithm
+        return max(
+            algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness, self.rollout.partial.max_staleness
+        )
 
     @property
     def draws(self) -> bool:

@@ -38,6 +38,18 @@ class MultiTurnConfig(Section):
     failed: Literal["keep", "mask"] = "keep"  # trajectories that their environment failed: in the loss, or not
 
 
+class PartialConfig(Section):
+    """Responses may take several steps (sampling/partial.py). over_sample = 1: every step waits for all its responses."""
+
+    over_sample: float = Field(1.0, ge=1, le=2)  # prompts in progress, relative to those of a batch
+    max_staleness: int = Field(2, ge=1)  # a group is trained on at most so many steps after its first token
+    chunk_tokens: int = Field(512, ge=1)  # responses stop for a later step at multiples of it
+
+    @property
+    def is_on(self) -> bool:
+        return self.over_sample > 1
+
+
 class RolloutConfig(Section):
     engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
     engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
@@ -63,6 +75,7 @@ class RolloutConfig(Section):
     val_kwargs: ValKwargs = ValKwargs()
     stop: list[str] = []  # texts that end a response (or a turn); the token that completes one stays in it
     stop_token_ids: list[int] = []  # further tokens that end it
+    partial: PartialConfig = PartialConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
 
     @model_validator(mode="before")

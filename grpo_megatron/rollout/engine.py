@@ -46,6 +46,7 @@ class Request:
     top_k: int = -1  # -1: all
     stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's own end-of-sequence tokens
     stop: StopTexts | None = None  # the response ends with the token that completes one of these texts
+    num_written: int = 0  # the last so many tokens of the prompt are the response so far: a stop text may begin there
 
 
 @dataclass(frozen=True)

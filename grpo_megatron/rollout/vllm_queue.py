@@ -22,7 +22,8 @@ class _Entry:
 
     number: int  # of its submission
     stop: StopTexts | None
-    response_ids: list[int] = field(default_factory=list)
+    num_written: int  # tokens of `response_ids` that were part of the prompt
+    response_ids: list[int]
     logprobs: list[float] = field(default_factory=list)
 
 
@@ -85,7 +86,9 @@ class VllmQueue:
     def add(self, request_id: str, request: Request, params: Any) -> None:
         """`params` are those of the request."""
         self._engine.add_request(request_id, self._tokens_input(list(request.prompt_ids)), params)
-        self._entries[request_id] = _Entry(self._num_submitted, request.stop)
+        written = request.num_written
+        response = list(request.prompt_ids[len(request.prompt_ids) - written :])
+        self._entries[request_id] = _Entry(self._num_submitted, request.stop, written, response)
         self._num_submitted += 1
 
     def step(self) -> list[tuple[str, Completion]]:
@@ -126,8 +129,10 @@ def _until_stop(entry: _Entry, output: Any) -> Completion | None:
         entry.response_ids.append(token)
         entry.logprobs.append(logprob)
         if entry.stop.completed_by(entry.response_ids):
-            return Completion(entry.response_ids, entry.logprobs, "stop")
-    return _checked(entry.response_ids, entry.logprobs, new.finish_reason) if output.finished else None
+            return Completion(entry.response_ids[entry.num_written :], entry.logprobs, "stop")
+    if not output.finished:
+        return None
+    return _checked(entry.response_ids[entry.num_written :], entry.logprobs, new.finish_reason)
 
 
 def _completion(output: Any) -> Completion:

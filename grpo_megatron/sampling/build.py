@@ -20,6 +20,7 @@ from grpo_megatron.sampling.collector import (
 )
 from grpo_megatron.sampling.dynamic import DynamicSampling
 from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.partial import PartialCollector
 from grpo_megatron.sampling.replay import Replay
 from grpo_megatron.types import Prompt
 
@@ -47,7 +48,8 @@ def build_collector(
         return FileCollector(Sampler(offline_groups, size, data.shuffle, data.seed), mesh)
     assert generator is not None, "a run that trains on drawn samples has an engine"
     greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
-    collector: Collector = PolicyCollector(generator, prompt_sampler(prompts, data), data, rollout, greedy=greedy)
+    from_policy = PartialCollector if rollout.partial.is_on else PolicyCollector
+    collector: Collector = from_policy(generator, prompt_sampler(prompts, data), data, rollout, greedy=greedy)
     if algorithm.source == "initial":
         collector = InitialModelCollector(collector, sync_initial)
     if algorithm.filter_groups.enable:

@@ -97,24 +97,30 @@ class PolicyCollector:
         self.step, self.num_rounds = -1, 0  # the last step, and the number of draws for it
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        if step != self.step:
-            self.step, self.num_rounds = step, 0
-        prompts = self.prompts.items_from(self.cursor, count)
-        if self.data.sampling.pass_rates is not None:
-            metrics.mean_of("data/pass_rate/mean", [prompt.pass_rate or 0.0 for prompt in prompts])
+        prompts, draw_id = self.next_prompts(step, count, metrics)
         samples = self.generator.draw(
             prompts,
             self.rollout.n,
-            draw_id=step + (self.num_rounds << 32),  # a prompt that returns in a later round gets new seeds
+            draw_id=draw_id,
             version=step,
             max_tokens=self.data.max_response_length,
             temperature=self.rollout.temperature,
             greedy=self.greedy,
             metrics=metrics,
         )
+        return groups_by_prompt(samples, count, version=step)
+
+    def next_prompts(self, step: int, count: int, metrics: Metrics) -> tuple[list[Prompt], int]:
+        """The next `count` prompts of the data, and the number that seeds their draws besides them."""
+        if step != self.step:
+            self.step, self.num_rounds = step, 0
+        prompts = self.prompts.items_from(self.cursor, count)
+        if self.data.sampling.pass_rates is not None:
+            metrics.mean_of("data/pass_rate/mean", [prompt.pass_rate or 0.0 for prompt in prompts])
+        draw_id = step + (self.num_rounds << 32)  # a prompt that returns in a later round gets new seeds
         self.cursor += count
         self.num_rounds += 1
-        return groups_by_prompt(samples, count, version=step)
+        return prompts, draw_id
 
     def epoch(self) -> float:
         return self.cursor / len(self.prompts.items)

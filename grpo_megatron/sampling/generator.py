@@ -69,14 +69,8 @@ class Generator:
         local_requests = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
         uids = distinct_uids(prompts)
         requests = [
-            Request(
-                prompt_ids=prompts[p].prompt_ids,
-                seed=sample_seed(self.seed, draw_id, uids[p], i),
-                max_tokens=max_tokens,
-                temperature=0.0 if i == GREEDY else temperature,
-                top_p=1.0 if i == GREEDY else top_p,
-                stop_token_ids=self.stop_token_ids,
-                stop=self.stop,
+            self.request(
+                prompts[p].prompt_ids, i, sample_seed(self.seed, draw_id, uids[p], i), max_tokens, temperature, top_p
             )
             for p, i in local_requests
         ]
@@ -98,19 +92,33 @@ class Generator:
                     )
                     self.grading.add(samples[number])
                 self.grading.serve()
-        self._record_cache(metrics)
+        self.record_cache(metrics)
         drawn = [samples[number] for number in range(len(requests))]
-        self._finish_grading(drawn, draw_id, version, metrics)
+        self.finish_grading(drawn, draw_id, version, metrics)
         return drawn
 
-    def _finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:
+    def request(
+        self, prompt_ids: tuple[int, ...], index: int, seed: int, max_tokens: int, temperature: float, top_p: float
+    ) -> Request:
+        """Of sample `index`: it ends as all responses of the run do."""
+        return Request(
+            prompt_ids=prompt_ids,
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=0.0 if index == GREEDY else temperature,
+            top_p=1.0 if index == GREEDY else top_p,
+            stop_token_ids=self.stop_token_ids,
+            stop=self.stop,
+        )
+
+    def finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:
         with metrics.phase("reward"):  # what is left of the grading
             self.mesh.agree(self.grading.finish())
             what = f"step {version}" if draw_id >= 0 else f"the validation before step {version}"
             known = samples if self.mesh.is_block_leader else []
             check_failures(what, known, self.max_failed_ratio, self.mesh)
 
-    def _record_cache(self, metrics: Metrics) -> None:
+    def record_cache(self, metrics: Metrics) -> None:
         prompt_tokens, cached_tokens = self.engine.cache_statistics()
         metrics.when(self.mesh.is_block_leader).mean(
             "rollout/prefix_cache_hit_rate", float(cached_tokens), float(prompt_tokens)

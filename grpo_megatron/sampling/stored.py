@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import Group
-from grpo_megatron.types import Prompt, Sample, Turn
+from grpo_megatron.types import Draw, Prompt, Sample, Turn
 
 PackedGroup = dict[str, Any]
 
@@ -48,6 +48,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
     packed["prompt"] = asdict(sample.prompt)
     packed["turns"] = [asdict(turn) for turn in sample.turns]
+    packed["draws"] = [asdict(draw) for draw in sample.draws]
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))
     packed["rollout_logprobs"] = _to_base64(np.asarray(sample.rollout_logprobs, dtype="<f8"))
     packed["loss_mask"] = _to_base64(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
@@ -64,6 +65,7 @@ def unpack_sample(packed: dict[str, Any]) -> Sample:
         "steps": _rewards(packed["steps"]),
         "turns": [Turn(**turn) for turn in packed.get("turns", [])],
         "turn_rewards": _rewards(packed.get("turn_rewards", [])),
+        "draws": [Draw(**draw) for draw in packed.get("draws", [])],
     }
     bits = np.array(_from_base64(packed["loss_mask"], "u1"), dtype=np.uint8)
     columns["loss_mask"] = np.unpackbits(bits, count=len(columns["response_ids"])).tolist()

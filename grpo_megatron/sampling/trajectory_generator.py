@@ -99,11 +99,11 @@ class TrajectoryGenerator(Generator):
             except EnvironmentsLost as error:  # every rank must stop
                 problem = str(error)
             self.mesh.agree(problem)
-        self._record_cache(metrics)
+        self.record_cache(metrics)
         self._record_times(metrics)
         self._warn_of_failures(trajectories)
         drawn = [samples[number] for number in range(len(trajectories))]
-        self._finish_grading(drawn, draw_id, version, metrics)
+        self.finish_grading(drawn, draw_id, version, metrics)
         if self.mesh.is_block_leader:
             for sample in drawn:
                 sample.text = self._transcript(sample)

@@ -128,7 +128,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Policy
     algorithm = config.algorithm
     provenance = Provenance(
         policy.mesh,
-        max_staleness=max(algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness),
+        max_staleness=config.max_staleness,
         is_drawn=algorithm.source != "file",
     )
     if not config.draws:

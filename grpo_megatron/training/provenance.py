@@ -31,17 +31,24 @@ class Provenance:
 
     def check(self, step: int, samples: Sequence[Sample]) -> None:
         """Each sample was drawn by the weights that were synced for its version. Collective. Raises RankError."""
-        wrong = [sample for sample in samples if sample.weights_digest != self.digest(sample.version)]
+        wrong = [(sample, draw) for sample in samples if (draw := self._wrong_draw(sample)) is not None]
         problem = None
         if wrong and self.is_drawn:
-            first = wrong[0]
+            first, (version, digest) = wrong[0]
             problem = (
                 f"step {step} cannot train on {len(wrong)} of {len(samples)} samples: prompt {first.prompt.uid!r}, sample "
-                f"{first.index} was drawn by weights with digest {first.weights_digest or 'unknown'}, but the sync of step "
-                f"{first.version} sent weights with digest {self.digest(first.version) or 'unknown'}; resume from the last "
-                "checkpoint"
+                f"{first.index} was drawn by weights with digest {digest or 'unknown'}, but the sync of step "
+                f"{version} sent weights with digest {self.digest(version) or 'unknown'}; resume from the last checkpoint"
             )
         self.mesh.agree(problem)
+
+    def _wrong_draw(self, sample: Sample) -> tuple[int, str] | None:
+        """Version and digest of the first weights of the sample that the syncs did not send."""
+        draws = [(draw.version, draw.weights_digest) for draw in sample.draws]
+        for version, digest in draws or [(sample.version, sample.weights_digest)]:
+            if digest != self.digest(version):
+                return version, digest
+        return None
 
     def state(self) -> dict[str, Any]:
         """Plain JSON, whose keys are text."""

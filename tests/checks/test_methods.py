@@ -107,6 +107,30 @@ CASES = {
         {"algorithm": {"adv_estimator": "reinforce_plus_plus", "dupo": True}, "rollout": {"n": 1}},
         "algorithm.dupo=true compares the samples of a prompt, and rollout.n=1",
     ),
+    "partial rollouts of others": (
+        {
+            "algorithm": {"source": "initial"},
+            "actor": {"loss_mode": "sft"},
+            "rollout": {"partial": {"over_sample": 1.5}},
+        },
+        "rollout.partial.over_sample=1.5 goes on under newer weights, and algorithm.source=initial has none",
+    ),
+    "partial rollouts that cut nothing": (
+        {"rollout": {"partial": {"over_sample": 1.5, "chunk_tokens": 2048}}},
+        "chunk_tokens=2048 is not less than data.max_response_length=2048",
+    ),
+    "partial rollouts as the policy's own": (
+        {"rollout": {"partial": {"over_sample": 1.5}}, "algorithm": {"rollout_correction": {"rollout_is": None}}},
+        "trains on tokens of up to 2 earlier steps",
+    ),
+    "partial rollouts of several turns": (
+        {"rollout": {"partial": {"over_sample": 1.5}, "multi_turn": {"environment": "tools", "tools": ["calculator"]}}},
+        "cannot wait for a later step",
+    ),
+    "partial rollouts that are off": (
+        {"rollout": {"partial": {"max_staleness": 3}}},
+        "rollout.partial.max_staleness has no effect with rollout.partial.over_sample=1",
+    ),
     "rounds of nothing": ({"data": {"gen_batch_size": 8}}, "set algorithm.filter_groups.enable=true"),
     "bound on nothing": ({"algorithm": {"filter_groups": {"max_staleness": 2}}}, "max_staleness=2 bounds the age"),
     "less than one group": (

@@ -32,6 +32,7 @@ PPO = {
     "critic": {"lam": 0.5, "pretrain_steps": 1, "ppo_mini_batch_size": 6, "optim": {"lr": 1e-3}},
     "actor": {"use_kl_loss": False},
 }
+PARTIAL = {"rollout": {"partial": {"over_sample": 1.5, "chunk_tokens": 3}, "stop_token_ids": [*range(20, 45)]}}
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dynamic": {
@@ -52,6 +53,9 @@ METHODS: dict[str, dict[str, Any]] = {
         "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 5}},
         "trainer": {"total_training_steps": 3, "save_freq": 2},
     },
+    "partial": {**PARTIAL, "trainer": {"total_training_steps": 3}},
+    "partial again": {**PARTIAL, "trainer": {"total_training_steps": 2, "save_freq": 2}},
+    "partial resumed": {**PARTIAL, "trainer": {"total_training_steps": 3, "save_freq": 2}},
     "dupo": {"reward": PARITY, "algorithm": {"dupo": True}},
     "replay": {"algorithm": {"replay": {"ratio": 0.5}}, "trainer": {"total_training_steps": 3}},
     "remax": {"algorithm": {"adv_estimator": "remax"}},
@@ -153,6 +157,19 @@ def test_dynamic_sampling_resumes_with_what_was_left_over(runs: dict[str, dict[s
     whole, resumed = runs["dynamic"]["weights"], runs["dynamic resumed"]["weights"]
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     assert not all(torch.equal(tensor, runs["dynamic again"]["weights"][name]) for name, tensor in whole.items())
+
+
+def test_partial_rollouts_go_on_under_newer_weights_and_after_a_resume(runs: dict[str, dict[str, Any]]) -> None:
+    run, resumed = runs["partial"], runs["partial resumed"]
+    assert column(run, "rollout/partial/waiting_groups") == [3, 3, 3]
+    assert min(column(run, "rollout/partial/waiting_responses")[:2]) > 0  # the checkpoint has responses in progress
+    shares = column(run, "rollout/partial/earlier_token_ratio")
+    drift = column(run, "rollout_corr/k3_kl")
+    assert shares[0] == 0 < min(shares[1:]) and drift[0] < 1e-9 < 1e-5 < min(drift[1:])
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in run["weights"].items())
+    assert not all(
+        torch.equal(tensor, runs["partial again"]["weights"][name]) for name, tensor in run["weights"].items()
+    )
 
 
 def test_dupo_trains_on_no_group_without_variance(runs: dict[str, dict[str, Any]]) -> None:

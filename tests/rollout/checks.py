@@ -147,6 +147,20 @@ def responses_end_with_the_token_that_completes_a_stop_text(world: World) -> Non
         assert completion.response_ids == unstopped.response_ids[:length]
     assert any(30 in c.response_ids[:-1] for c in whole)
     raises(ValueError, "to 160 are outside", lambda: world.draw([replace(stopped, stop_token_ids=(160,))]))
+    greedy = replace(some[number], temperature=0.0)
+    ids = world.draw([greedy])[0].response_ids
+    text = Pairs().decode(ids[2:5], skip_special_tokens=True)
+    first = next(t for t in range(1, 25) if text in Pairs().decode(ids[:t], skip_special_tokens=True))
+    start = first - 1  # the text begins in what was written before
+    later = replace(
+        greedy,
+        prompt_ids=(*greedy.prompt_ids, *ids[:start]),
+        max_tokens=24 - start,
+        stop=StopTexts(Pairs(), [text]),
+        num_written=start,
+    )
+    assert world.draw([later])[0].response_ids == [ids[start]]
+    assert world.draw([replace(later, num_written=0)])[0].response_ids[:1] == [ids[start]]
     world.push(2, 1)  # at once: nothing of the aborted requests holds the cache
 
 

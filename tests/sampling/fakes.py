@@ -20,6 +20,9 @@ class LoneMesh(Mesh):
         groups = {"control": None, "tp_group": None, "pp_group": None, "ep_group": None}
         super().__init__(world_size=world_size, rank=rank, **sizes, **places, **groups)
 
+    def total(self, values: list[int]) -> list[int]:
+        return values
+
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
@@ -73,6 +76,26 @@ class SeedEngine:
 
     def cache_statistics(self) -> tuple[int, int]:
         return 8, 6
+
+
+class CountingEngine(SeedEngine):
+    """The response to prompt `number` is 0, 1, 2, ... of `lengths[number]` tokens; a request gives max_tokens of them at most."""
+
+    def __init__(self, lengths: Sequence[int], after_step: Callable[[], None] = lambda: None) -> None:
+        super().__init__(after_step)
+        self.lengths = lengths
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        self.after_step()
+        finished, self._queue = self._queue, {}
+        return [(i, self._completion(request)) for i, request in finished.items()]
+
+    def _completion(self, request: Request) -> Completion:
+        start, length = request.num_written, self.lengths[request.prompt_ids[0]]
+        assert request.prompt_ids[1:] == tuple(range(start)), "the prompt must end with the response so far"
+        end = min(length, start + request.max_tokens)
+        ids = list(range(start, end))
+        return Completion(ids, [-1.0 - request.seed % 7] * len(ids), "stop" if end == length else "length")
 
 
 def prompt(number: int) -> Prompt:

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.training.provenance import Provenance
-from grpo_megatron.types import Sample
+from grpo_megatron.types import Draw, Sample
 from tests.sampling.fakes import LoneMesh, prompt
 
 
@@ -36,6 +36,18 @@ def test_a_sample_must_be_of_the_weights_of_its_version() -> None:
         RankError, match="with digest weights 4, but the sync of step 5 sent weights with digest weights 5;"
     ):
         provenance().check(5, [sample(5, "weights 4")])
+
+
+def test_every_part_of_a_response_must_be_of_the_weights_of_its_step() -> None:
+    """A response of rollout.partial: tokens of step 3, then of step 5."""
+
+    def drawn(digest: str) -> Sample:
+        draws = [Draw(0, 1, 3, "weights 3"), Draw(1, 2, 5, digest)]
+        return Sample(prompt(3), 0, 1, [5, 6], [-0.1] * 2, "stop", 3, weights_digest="weights 3", draws=draws)
+
+    provenance().check(5, [drawn("weights 5")])
+    with pytest.raises(RankError, match="with digest weights 4, but the sync of step 5 sent weights with"):
+        provenance().check(5, [drawn("weights 5"), drawn("weights 4")])
 
 
 def test_the_last_sync_of_a_step_counts() -> None:

@@ -1,0 +1,156 @@
+"""PartialCollector: responses that take several steps, so that no step waits for the longest (`rollout.partial`).
+
+A step keeps over_sample x as many prompts in progress as its batch has. All their responses grow in rounds of `chunk_tokens`
+tokens. After a round in which enough groups are complete, the step takes these. The others wait: the next step goes on
+with them under its own weights. Each token keeps the log-probability and the version of the weights that drew it
+(Sample.draws), so that the rollout correction covers every step's age.
+
+A round is a tick of a logical clock: what is cut, and where, follows from lengths of responses only. It depends neither on
+the time that anything takes, nor on the layout, nor on where a run was resumed. Ranks wait for each other at the end of a
+round only.
+
+A group that began `max_staleness` steps ago is completed in this step, whatever it takes, and trained on before others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+from grpo_megatron.config import DataConfig, RolloutConfig
+from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.sampling.chunks import Chunks
+from grpo_megatron.sampling.collector import Group, PolicyCollector, State
+from grpo_megatron.sampling.generator import Generator, distinct_uids
+from grpo_megatron.sampling.stored import pack_groups, unpack_groups
+from grpo_megatron.types import GREEDY, UNFINISHED, Prompt, Sample
+
+
+@dataclass
+class _InProgress:
+    """A group in progress, known on every rank. Its samples are on the ranks of one rollout block."""
+
+    draw_id: int
+    uid: str
+    version: int  # the step in which it began
+    block: int
+    num_unfinished: int  # responses
+    samples: list[Sample] = field(default_factory=list)  # empty on other blocks
+
+
+class PartialCollector(PolicyCollector):
+    """See the module's header."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        prompts: Sampler[Prompt],
+        data: DataConfig,
+        rollout: RolloutConfig,
+        *,
+        greedy: bool = False,
+    ) -> None:
+        super().__init__(generator, prompts, data, rollout, greedy=greedy)
+        self.mesh, self.partial = generator.mesh, rollout.partial
+        self.chunks = Chunks(
+            generator,
+            size=rollout.partial.chunk_tokens,
+            max_tokens=data.max_response_length,
+            temperature=rollout.temperature,
+        )
+        self.waiting: list[_InProgress] = []  # oldest first
+
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        in_progress = self.waiting + self._begin(step, count, metrics)
+        grading = self.generator.grading
+        grading.begin(sorted({sample.prompt.reward for group in in_progress for sample in group.samples}))
+        unfinished = [sample for group in in_progress for sample in _unfinished(group)]
+        with metrics.phase("gen"):
+            num_rounds = 0
+            while not self._has_enough(in_progress, step, count):
+                self._advance(in_progress, step)
+                num_rounds += 1
+        self.generator.record_cache(metrics)
+        graded = [sample for sample in unfinished if sample.finish_reason != UNFINISHED]
+        self.generator.finish_grading(graded, step, step, metrics)
+        in_progress.sort(key=lambda group: (group.num_unfinished > 0, not self._is_due(group, step)))  # stable
+        taken, left = in_progress[:count], in_progress[count:]
+        self.waiting = sorted(left, key=lambda group: group.version)
+        self._record(taken, step, num_rounds, metrics)
+        return [Group(group.version, group.samples) for group in taken]
+
+    def state(self) -> State:
+        groups = [Group(group.version, group.samples) for group in self.waiting]
+        draws = [[group.draw_id, group.uid] for group in self.waiting]
+        return {**super().state(), "waiting": pack_groups(groups, self.mesh), "draws": draws}
+
+    def load_state(self, state: State) -> None:
+        super().load_state(state)
+        groups = unpack_groups(state["waiting"], self.mesh)
+        self.waiting = [
+            _InProgress(
+                draw_id,
+                uid,
+                group.version,
+                block=number % self.mesh.num_rollout_blocks,  # where unpack_groups puts it
+                num_unfinished=sum(sample["finish_reason"] == UNFINISHED for sample in packed["samples"]),
+                samples=group.samples,
+            )
+            for number, (group, packed, (draw_id, uid)) in enumerate(
+                zip(groups, state["waiting"], state["draws"], strict=True)
+            )
+        ]
+
+    def _begin(self, step: int, count: int, metrics: Metrics) -> list[_InProgress]:
+        """New groups, for a full complement. Each goes to the block with the fewest unfinished responses."""
+        prompts, draw_id = self.next_prompts(
+            step, max(0, ceil(count * self.partial.over_sample) - len(self.waiting)), metrics
+        )
+        indices = [*([GREEDY] if self.greedy else []), *range(self.rollout.n)]
+        load = [0] * self.mesh.num_rollout_blocks
+        for group in self.waiting:
+            load[group.block] += group.num_unfinished
+        begun = []
+        for prompt, uid in zip(prompts, distinct_uids(prompts), strict=True):
+            block = load.index(min(load))
+            load[block] += len(indices)
+            mine = block == self.mesh.rollout_block
+            samples = [self.chunks.begin(prompt, index, step) for index in indices] if mine else []
+            begun.append(_InProgress(draw_id, uid, step, block, len(indices), samples))
+        return begun
+
+    def _advance(self, in_progress: Sequence[_InProgress], step: int) -> None:
+        """One round. Then every rank knows how many responses of each group are unfinished."""
+        self.chunks.advance(
+            [(sample, group.draw_id, group.uid) for group in in_progress for sample in _unfinished(group)], step
+        )
+        local = [len(_unfinished(group)) if self.mesh.is_block_leader else 0 for group in in_progress]
+        for group, num_unfinished in zip(in_progress, self.mesh.total(local), strict=True):
+            group.num_unfinished = num_unfinished
+
+    def _has_enough(self, in_progress: Sequence[_InProgress], step: int, count: int) -> bool:
+        complete = [group for group in in_progress if group.num_unfinished == 0]
+        due = [group for group in in_progress if group.num_unfinished and self._is_due(group, step)]
+        return len(complete) >= count and not due
+
+    def _is_due(self, group: _InProgress, step: int) -> bool:
+        return step - group.version >= self.partial.max_staleness
+
+    def _record(self, taken: Sequence[_InProgress], step: int, num_rounds: int, metrics: Metrics) -> None:
+        metrics.constant("rollout/partial/rounds", num_rounds)
+        metrics.constant("rollout/partial/waiting_groups", len(self.waiting))
+        metrics.constant("rollout/partial/waiting_responses", sum(group.num_unfinished for group in self.waiting))
+        metrics.constant("rollout/partial/staleness_max", max((step - group.version for group in taken), default=0))
+        leader = metrics.when(self.mesh.is_block_leader)
+        for sample in (sample for group in taken for sample in group.samples):
+            age = sum((step - draw.version) * (draw.end - draw.start) for draw in sample.draws)
+            old = sum(draw.end - draw.start for draw in sample.draws if draw.version < step)
+            leader.mean("rollout/partial/staleness_mean", age, len(sample.response_ids))  # over tokens
+            leader.mean("rollout/partial/earlier_token_ratio", old, len(sample.response_ids))
+
+
+def _unfinished(group: _InProgress) -> list[Sample]:
+    """Those on this rank."""
+    return [sample for sample in group.samples if sample.finish_reason == UNFINISHED]

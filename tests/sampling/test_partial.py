@@ -1,0 +1,134 @@
+"""Partial rollouts: which groups a step takes, what is cut, with which seeds it goes on, and that nothing else matters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config import DataConfig, RolloutConfig
+from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.rollout.engine import sample_seed
+from grpo_megatron.sampling.collector import numbered_samples
+from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.partial import PartialCollector
+from grpo_megatron.types import UNFINISHED, Draw
+from tests import worlds
+from tests.sampling import collecting
+from tests.sampling.fakes import CountingEngine, LoneMesh, prompt
+
+# Six prompts, two per batch and three in progress; responses grow by 4 tokens per round, at most 12.
+LENGTHS = [2, 11, 3, 30, 4, 5]
+PARTIAL = {"over_sample": 1.5, "max_staleness": 2, "chunk_tokens": 4}
+
+
+def collector(engine: Any, mesh: Any = None, **partial: Any) -> PartialCollector:
+    rollout = RolloutConfig.model_validate({"n": 2, "seed": 9, "partial": {**PARTIAL, **partial}})
+    step = iter(range(1000))
+    generator = Generator(engine, None, None, mesh or LoneMesh(), rollout, lambda: f"digest {next(step)}")  # type: ignore[arg-type]
+    sampler = Sampler([prompt(i) for i in range(len(LENGTHS))], 2, shuffle=False)
+    return PartialCollector(generator, sampler, DataConfig(max_response_length=12), rollout)
+
+
+def taken(made: Any, steps: range, metrics: list[Any] | None = None) -> list[list[tuple[int, int, list[int]]]]:
+    """Per step, of each group: its prompt, its version, and the versions of its tokens."""
+    out = []
+    for step in steps:
+        recorded = Metrics()
+        groups = made.groups(step, 2, recorded)
+        if metrics is not None:
+            metrics.append(recorded.reduce())
+        for group in groups:
+            assert [s.index for s in group.samples] == [0, 1] and {s.version for s in group.samples} == {group.version}
+            assert all(s.response_ids == list(range(len(s.response_ids))) for s in group.samples)
+            assert all(len(s.loss_mask) == len(s.rollout_logprobs) == len(s.response_ids) for s in group.samples)
+        first = [group.samples[0] for group in groups]
+        out.append(
+            [
+                (s.prompt.prompt_ids[0], s.version, [d.version for d in s.draws for _ in range(d.start, d.end)])
+                for s in first
+            ]
+        )
+    return out
+
+
+def test_a_step_takes_what_is_complete_and_goes_on_with_the_rest() -> None:
+    """Step 0 begins 0, 1 and 2 and takes 0 and 2 after one round; prompt 1 has 4 of its 11 tokens, and 7 from step 1."""
+    metrics: list[Any] = []
+    steps = taken(collector(CountingEngine(LENGTHS)), range(4), metrics)
+    assert [[number for number, *_ in step] for step in steps] == [[0, 2], [1, 4], [3, 0], [5, 2]]
+    assert steps[0] == [(0, 0, [0] * 2), (2, 0, [0] * 3)]
+    assert steps[1] == [(1, 0, [0] * 4 + [1] * 7), (4, 1, [1] * 4)]
+    assert [m["rollout/partial/waiting_groups"] for m in metrics] == [1, 1, 1, 1]
+    assert metrics[1]["rollout/partial/staleness_max"] == 1
+    assert metrics[1]["rollout/partial/earlier_token_ratio"] == pytest.approx(4 / 15)
+
+
+def test_a_due_group_is_completed_and_taken_first() -> None:
+    """Prompt 1 needs three rounds, and others are complete after one; at age 1 it is due."""
+    engine = CountingEngine([1, 30, 1, 1, 1, 1])
+    steps = taken(collector(engine, max_staleness=1), range(2))
+    assert [[number for number, *_ in step] for step in steps] == [[0, 2], [1, 3]]
+    assert steps[1][0] == (1, 0, [0] * 4 + [1] * 8)  # 12 tokens are the limit
+    later = taken(collector(CountingEngine([1, 30, 1, 1, 1, 1]), max_staleness=2), range(3))
+    assert [[number for number, *_ in step] for step in later] == [[0, 2], [3, 4], [1, 5]]
+    assert later[2][0] == (1, 0, [0] * 4 + [1] * 4 + [2] * 4)
+
+
+def test_chunks_have_seeds_of_their_own_and_the_weights_that_drew_them() -> None:
+    engine = CountingEngine(LENGTHS)
+    made = collector(engine)
+    groups = [group for step in range(2) for group in made.groups(step, 2, Metrics())]
+    seeds = [r.seed for r in engine.requests if r.prompt_ids[0] == 1]
+    uids = ("p/1#0", "p/1#0", "p/1#0@4", "p/1#0@4", "p/1#0@8", "p/1#0@8")
+    assert seeds[:6] == [sample_seed(9, 0, uid, i) for uid, i in zip(uids, (0, 1) * 3, strict=True)]
+    sample = next(group for group in groups if group.samples[0].prompt.prompt_ids == (1,)).samples[0]
+    assert [(draw.start, draw.end, draw.version) for draw in sample.draws] == [(0, 4, 0), (4, 11, 1)]
+    assert sample.weights_digest == sample.draws[0].weights_digest and sample.finish_reason == "stop"
+
+
+def test_the_limit_ends_a_response_and_a_chunk_does_not() -> None:
+    made = collector(CountingEngine([30] * 6))
+    (first, _) = made.groups(0, 2, Metrics())
+    assert [(s.finish_reason, len(s.response_ids)) for s in first.samples] == [("length", 12)] * 2
+    lonely = collector(CountingEngine([1, 30, 1, 1, 1, 1]))
+    lonely.groups(0, 2, Metrics())
+    assert [(s.finish_reason, len(s.response_ids)) for s in lonely.waiting[0].samples] == [(UNFINISHED, 4)] * 2
+
+
+@pytest.mark.parametrize("resume_at", [1, 2, 3])
+def test_a_resumed_run_goes_on_with_the_responses_in_progress(resume_at: int) -> None:
+    whole = collector(CountingEngine(LENGTHS))
+    expected = [asdict(s) for step in range(5) for g in whole.groups(step, 2, Metrics()) for s in without_digests(g)]
+    first = collector(CountingEngine(LENGTHS))
+    out = [asdict(s) for step in range(resume_at) for g in first.groups(step, 2, Metrics()) for s in without_digests(g)]
+    second = collector(CountingEngine(LENGTHS))
+    second.load_state(json.loads(json.dumps(first.state())))
+    out += [
+        asdict(s) for step in range(resume_at, 5) for g in second.groups(step, 2, Metrics()) for s in without_digests(g)
+    ]
+    assert json.dumps(out) == json.dumps(expected)
+
+
+def without_digests(group: Any) -> list[Any]:
+    """The tests' digest counts calls."""
+    for sample in group.samples:
+        sample.weights_digest, sample.draws = "", [Draw(d.start, d.end, d.version, "") for d in sample.draws]
+    return list(group.samples)
+
+
+def test_the_samples_are_the_same_on_two_ranks() -> None:
+    """Over real gloo: groups are on one block each; after a resume on another."""
+    alone = worlds.run(collecting.collect_partial, 1, lengths=LENGTHS, resume_at=None)[0]
+    together = worlds.run(collecting.collect_partial, 2, lengths=LENGTHS, resume_at=2)
+    assert together[0] == together[1] == alone
+    assert len({place for step in alone for place, *_ in step}) == 2
+
+
+def test_numbers_of_groups_follow_their_places() -> None:
+    made = collector(CountingEngine(LENGTHS))
+    samples = numbered_samples(made.groups(0, 2, Metrics()))
+    assert [(s.prompt_index, s.index) for s in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
