@@ -27,6 +27,7 @@ from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sampling.assignment import LengthHistory
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.types import Prompt, Sample
 
@@ -95,6 +96,7 @@ class PolicyCollector:
         self.generator, self.prompts, self.data, self.rollout, self.greedy = generator, prompts, data, rollout, greedy
         self.cursor = 0  # prompts taken from the data so far
         self.step, self.num_rounds = -1, 0  # the last step, and the number of draws for it
+        self.lengths = LengthHistory()
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         prompts, draw_id = self.next_prompts(step, count, metrics)
@@ -106,6 +108,7 @@ class PolicyCollector:
             max_tokens=self.data.max_response_length,
             temperature=self.rollout.temperature,
             greedy=self.greedy,
+            history=self.lengths,
             metrics=metrics,
         )
         return groups_by_prompt(samples, count, version=step)
@@ -127,10 +130,12 @@ class PolicyCollector:
 
     def state(self) -> State:
         selection = self._selection()
-        return {"cursor": self.cursor} | ({"selection": selection} if selection else {})
+        optional = {"selection": selection, "lengths": self.lengths.state()}
+        return {"cursor": self.cursor} | {name: value for name, value in optional.items() if value}
 
     def load_state(self, state: State) -> None:
         self.cursor = state["cursor"]
+        self.lengths.load_state(state.get("lengths", {}))
         if "selection" in state and state["selection"] != self._selection():
             raise ConfigError(
                 f"data.sampling.pass_rates={str(self.data.sampling.pass_rates)!r} gives other prompts or weights than in"

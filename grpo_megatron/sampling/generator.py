@@ -1,9 +1,8 @@
 """Generator: prompts -> samples -> rewards, for this rollout block's share of them.
 
-The requests are ordered by prompt, then by sample, and cut into one contiguous range per rollout block, of nearly equal
-length. So a prompt's samples stay together and share its cached prefix, except where a cut falls. Every request has its
-own seed: the cuts decide only where a sample is drawn. Each response goes to the reward workers when it is complete, while
-the others are still drawn.
+A prompt's samples stay together and share its cached prefix, except where a cut falls (assignment.py). Every request has its
+own seed: which block draws it, and when, changes no sample. A block without work takes waiting requests of others
+(sharing.py). Each response goes to the reward workers when it is complete, while the others are still drawn.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
 from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.sampling.assignment import LengthHistory, assign_samples, token_sums
 from grpo_megatron.sampling.failures import check_failures
 from grpo_megatron.sampling.grading import Grading
+from grpo_megatron.sampling.sharing import stream_shared
 from grpo_megatron.types import GREEDY, Prompt, Sample
 
 
@@ -43,7 +44,7 @@ class Generator:
         self.engine, self.tokenizer, self.mesh, self.seed = engine, tokenizer, mesh, rollout.seed
         self.grading = Grading(pool, tokenizer)
         self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
-        self.stop_token_ids = tuple(rollout.stop_token_ids)
+        self.stop_token_ids, self.capacity = tuple(rollout.stop_token_ids), rollout.max_num_seqs
         self.weights_digest, self.max_failed_ratio = weights_digest, max_failed_ratio
 
     def draw(
@@ -57,29 +58,32 @@ class Generator:
         temperature: float,
         top_p: float = 1.0,
         greedy: bool = False,
+        history: LengthHistory | None = None,
         metrics: Metrics,
     ) -> list[Sample]:
         """This block's samples, in (prompt, index) order. Collective. Only the block's leader knows their rewards.
 
         `draw_id` (the step) and the prompt's uid seed the draws. A prompt that is in `prompts` twice gets different
         seeds. `greedy` adds one greedy response per prompt, with index `GREEDY`. `version` is that of the engine's
-        weights. Raises RankError on every rank when the reward workers of any rank cannot run at all, or when more than
-        `max_failed_ratio` of all ranks' samples get no reward.
+        weights. `history` knows how long earlier responses were, and learns how long these are. Raises RankError on every
+        rank when the reward workers of any rank cannot run at all, or when more than `max_failed_ratio` of all ranks'
+        samples get no reward.
         """
-        local_requests = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
-        uids = distinct_uids(prompts)
-        requests = [
-            self.request(
-                prompts[p].prompt_ids, i, sample_seed(self.seed, draw_id, uids[p], i), max_tokens, temperature, top_p
-            )
-            for p, i in local_requests
-        ]
+        indices, uids = sample_indices(n, greedy=greedy), distinct_uids(prompts)
+        expected = None if history is None else history.expected(prompts)
+        queues = assign_samples(len(prompts), len(indices), self.mesh.num_rollout_blocks, expected)
+
+        def request(number: int) -> Request:
+            p, i = number // len(indices), indices[number % len(indices)]
+            seed = sample_seed(self.seed, draw_id, uids[p], i)
+            return self.request(prompts[p].prompt_ids, i, seed, max_tokens, temperature, top_p)
+
         samples: dict[int, Sample] = {}
         self.grading.begin(prompt.reward for prompt in prompts)
         with metrics.phase("gen"):
-            for finished in self.engine.stream(requests, version):
+            for finished in stream_shared(self.engine, queues, request, version, self.mesh, self.capacity):
                 for number, completion in finished:
-                    p, i = local_requests[number]
+                    p, i = number // len(indices), indices[number % len(indices)]
                     samples[number] = Sample(
                         prompt=prompts[p],
                         prompt_index=p,
@@ -93,7 +97,9 @@ class Generator:
                     self.grading.add(samples[number])
                 self.grading.serve()
         self.record_cache(metrics)
-        drawn = [samples[number] for number in range(len(requests))]
+        drawn = [samples[number] for number in sorted(samples)]
+        if history is not None:
+            history.learn(prompts, self._totals(token_sums(drawn, len(prompts))), len(indices))
         self.finish_grading(drawn, draw_id, version, metrics)
         return drawn
 
@@ -118,6 +124,10 @@ class Generator:
             known = samples if self.mesh.is_block_leader else []
             check_failures(what, known, self.max_failed_ratio, self.mesh)
 
+    def _totals(self, values: list[int]) -> list[int]:
+        """Sums over the blocks. Collective."""
+        return self.mesh.total(values if self.mesh.is_block_leader else [0] * len(values))
+
     def record_cache(self, metrics: Metrics) -> None:
         prompt_tokens, cached_tokens = self.engine.cache_statistics()
         metrics.when(self.mesh.is_block_leader).mean(
@@ -125,12 +135,9 @@ class Generator:
         )
 
 
-def share_of_block(num_prompts: int, n: int, mesh: Mesh, *, greedy: bool) -> list[tuple[int, int]]:
-    """(prompt, sample) indices that this rollout block draws, in order: see the module's header."""
-    indices = ([GREEDY] if greedy else []) + list(range(n))
-    wanted = [(p, i) for p in range(num_prompts) for i in indices]
-    blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
-    return wanted[block * len(wanted) // blocks : (block + 1) * len(wanted) // blocks]
+def sample_indices(n: int, *, greedy: bool) -> list[int]:
+    """Of the responses to one prompt, in order."""
+    return [*([GREEDY] if greedy else []), *range(n)]
 
 
 def distinct_uids(prompts: Sequence[Prompt]) -> list[str]:

@@ -23,9 +23,9 @@ from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.sampling.chunks import Chunks
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State
-from grpo_megatron.sampling.generator import Generator, distinct_uids
+from grpo_megatron.sampling.generator import Generator, distinct_uids, sample_indices
 from grpo_megatron.sampling.stored import pack_groups, unpack_groups
-from grpo_megatron.types import GREEDY, UNFINISHED, Prompt, Sample
+from grpo_megatron.types import UNFINISHED, Prompt, Sample
 
 
 @dataclass
@@ -108,7 +108,7 @@ class PartialCollector(PolicyCollector):
         prompts, draw_id = self.next_prompts(
             step, max(0, ceil(count * self.partial.over_sample) - len(self.waiting)), metrics
         )
-        indices = [*([GREEDY] if self.greedy else []), *range(self.rollout.n)]
+        indices = sample_indices(self.rollout.n, greedy=self.greedy)
         load = [0] * self.mesh.num_rollout_blocks
         for group in self.waiting:
             load[group.block] += group.num_unfinished

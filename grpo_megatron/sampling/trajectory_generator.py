@@ -19,7 +19,8 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
-from grpo_megatron.sampling.generator import Generator, distinct_uids, share_of_block
+from grpo_megatron.sampling.assignment import LengthHistory, assign_samples
+from grpo_megatron.sampling.generator import Generator, distinct_uids, sample_indices
 from grpo_megatron.sampling.turn_grading import TurnGrading
 from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.trajectories.driver import play
@@ -62,12 +63,15 @@ class TrajectoryGenerator(Generator):
         temperature: float,
         top_p: float = 1.0,
         greedy: bool = False,
+        history: LengthHistory | None = None,
         metrics: Metrics,
     ) -> list[Sample]:
-        """See Generator. `max_tokens` bounds generated and observation tokens together."""
+        """See Generator; `history` is not read. `max_tokens` bounds generated and observation tokens together."""
         limits = TrajectoryLimits(self.max_prompt_length, max_tokens, self.multi_turn.max_assistant_turns)
         uids = distinct_uids(prompts)
-        wanted = share_of_block(len(prompts), n, self.mesh, greedy=greedy)
+        indices = sample_indices(n, greedy=greedy)
+        own = assign_samples(len(prompts), len(indices), self.mesh.num_rollout_blocks)[self.mesh.rollout_block]
+        wanted = [(number // len(indices), indices[number % len(indices)]) for number in own]
         trajectories = [
             Trajectory(
                 key=json.dumps([draw_id, uids[p], i]),

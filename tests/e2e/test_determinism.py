@@ -105,12 +105,19 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
 
 
 def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path: Path) -> None:
-    """7 x 3 samples do not divide by 2 or 4, so groups are spread over ranks. lr is 0, so that step 1 is comparable too."""
+    """7 x 3 samples do not divide by 2 or 4, so groups are spread over ranks. lr is 0, so that step 1 is comparable too.
+
+    Step 1 has the prompts of step 0 again, and deals them out by their lengths. The engines of two ranks decode 3 sequences
+    at a time, so that ranks take waiting requests of each other.
+    """
     drawn = []
+    seven = tmp_path / "seven.jsonl"
+    seven.write_text("".join((workspace / "data/train.jsonl").read_text().splitlines(keepends=True)[:7]))
     for world in (1, 2, 4):
         raw = run_ranks.settings(workspace, tmp_path / str(world), world, data={"train_batch_size": 7})
-        raw["data"] = {**run_ranks.settings(workspace, tmp_path, world)["data"], "train_batch_size": 7}
+        raw["data"] |= {"train_files": [str(seven)]}
         raw["actor"] = {"optim": {"lr": 0.0}, "share_prompts": world == 2}
+        raw["rollout"] |= {"max_num_seqs": 3} if world == 2 else {}
         results = worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)
         drawn.append(run_ranks.all_samples(results))
     assert drawn[0] == drawn[1] == drawn[2]
