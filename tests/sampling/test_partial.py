@@ -113,6 +113,15 @@ def test_a_resumed_run_goes_on_with_the_responses_in_progress(resume_at: int) ->
     assert json.dumps(out) == json.dumps(expected)
 
 
+def test_a_resumed_run_knows_which_block_has_which_group() -> None:
+    """New groups go to the block with the fewest unfinished responses."""
+    first = collector(CountingEngine([30] * 6), over_sample=2.0, max_staleness=4)
+    first.groups(0, 2, Metrics())
+    second = collector(CountingEngine([30] * 6), mesh=LoneMesh(2, 1), over_sample=2.0, max_staleness=4)
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert [(group.block, bool(group.samples)) for group in second.waiting] == [(0, False), (1, True)]
+
+
 def without_digests(group: Any) -> list[Any]:
     """The tests' digest counts calls."""
     for sample in group.samples:
