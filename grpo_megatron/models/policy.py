@@ -259,9 +259,7 @@ class Policy(LanguageModel):
         return math.inf
 
     def _all_finite(self, norm: float) -> bool:
-        flag = torch.tensor(math.isfinite(norm))
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=self.mesh.control)
-        return bool(flag)
+        return all(self.mesh.all_gather(math.isfinite(norm)))
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:

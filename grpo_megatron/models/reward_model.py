@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_megatron.algo.ranking import pairwise_loss
@@ -119,8 +118,7 @@ class RewardModel(ScalarPolicy, SequenceScorer):
         """
         totals = self.backward_pairs(batch, num_pairs)
         norm = self._step()
-        dist.all_reduce(totals, group=self.mesh.control)
-        loss, correct, margin = (totals / num_pairs).tolist()
+        loss, correct, margin = (total / num_pairs for total in self.mesh.total(totals.tolist()))
         metrics = {"loss": loss, "accuracy": correct, "margin": margin, "grad_norm": norm}
         return {f"reward_model/{name}": value for name, value in metrics.items()}
 

@@ -20,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 
 FOR_RANKS = ("torch.distributed", "megatron.core.distributed", "megatron.core.pipeline_parallel.p2p_communication")
+FOR_CONTROL = ("grpo_megatron.parallel.neighbours",)
 FOR_ENGINES = ("vllm.distributed", "transformer_engine.pytorch.distributed")
 FOR_PROCESSES = ("multiprocessing", "subprocess", "concurrent", "queue", "asyncio", "zmq")
 FOR_CONNECTIONS = ("selectors", "socket", "ssl", "http", "urllib", "urllib3", "pdb", "bdb", "cmd")
-WAITS = FOR_RANKS + FOR_ENGINES + FOR_PROCESSES + FOR_CONNECTIONS
+WAITS = FOR_RANKS + FOR_CONTROL + FOR_ENGINES + FOR_PROCESSES + FOR_CONNECTIONS
 INNERMOST = 4  # frames; a deeper one has called the code that does not return
 BUSY = 0.02  # share of a core
 

@@ -3,46 +3,57 @@
 1. `gather_groups`: a few numbers per sample (prompt, index, reward, lengths, which tokens are in the loss) reach every
    rank. Then every rank can compute the same plan, with exact group statistics even where the samples of one prompt
    were drawn on several ranks.
-2. `exchange`: tokens and rollout log-probabilities move once, directly to the ranks that train on them.
+2. `exchange`: tokens and rollout log-probabilities move once, to the ranks that train on them.
 
-Both run on the host over the gloo control group: a step's samples are megabytes, its activations gigabytes. The loss
-mask is sent in phase 1 as spans of tokens. An environment writes whole stretches of a response, so a row has few spans.
-Estimators that work on tokens (`algo/returns.py`) need the spans of every row.
+Both run on the host over the gloo control group, between neighbours only (neighbours.py): a step's samples are megabytes per
+rank, its activations gigabytes. The work of a rank grows with the samples of the step, plus the number of ranks.
+
+The numbers of phase 1 travel as arrays. The loss mask is sent as spans of tokens, of the rows that have a 0 in it. An
+environment writes whole stretches of a response, so a row has few spans. Estimators that work on tokens (`algo/returns.py`)
+need the spans of every row.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.neighbours import Parcel
 from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample, TokenSpan
+
+_Rewards = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class _TableRow:
-    """One sample in phase 1: the table columns that the rank with the sample can fill in."""
+class TablePart:
+    """The samples of one rank in phase 1: the table columns that it can fill in. Lists of lists: of rows that have any."""
 
-    prompt_index: int
-    index: int
-    reward: float
-    prompt_length: int
-    response_length: int
-    truncated: bool
-    holder: int
-    step_rewards: list[tuple[int, float]]
-    turn_rewards: list[tuple[int, float]]
-    loss_spans: list[TokenSpan]
+    numbers: np.ndarray[Any, Any]  # int64 [columns, rows]: prompt, index, lengths of prompt and response, truncated
+    rewards: np.ndarray[Any, Any]  # float64 [rows]
+    step_rewards: dict[int, _Rewards]
+    turn_rewards: dict[int, _Rewards]
+    loss_spans: dict[int, list[TokenSpan]]  # of rows with a 0 in their mask
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.prompt_index, self.index
+
+def table_part(samples: Sequence[Sample]) -> TablePart:
+    numbers = [
+        (s.prompt_index, s.index, len(s.prompt.prompt_ids), len(s.response_ids), s.finish_reason == "length")
+        for s in samples
+    ]
+    return TablePart(
+        numbers=np.array(numbers, dtype=np.int64).reshape(len(samples), 5).T,
+        rewards=np.array([sample.reward for sample in samples], dtype=np.float64),
+        step_rewards={row: sample.steps for row, sample in enumerate(samples) if sample.steps},
+        turn_rewards={row: sample.turn_rewards for row, sample in enumerate(samples) if sample.turn_rewards},
+        loss_spans={row: _spans(sample.loss_mask) for row, sample in enumerate(samples) if not all(sample.loss_mask)},
+    )
 
 
 def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
@@ -51,34 +62,52 @@ def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
     Ranks of one rollout block hold the same samples; only its leader sends them. Greedy responses become a column of
     their prompt's rows. Raises RankError on every rank if a (prompt, index) pair was drawn twice.
     """
-    local_rows = [_table_row(sample, mesh.rank) for sample in samples] if mesh.is_block_leader else []
-    rows = sorted(itertools.chain.from_iterable(mesh.all_gather(local_rows)), key=lambda row: row.key)
-    twice = sorted({row.key for row, following in itertools.pairwise(rows) if row.key == following.key})
+    parts = mesh.all_gather(table_part(samples if mesh.is_block_leader else []))
+    twice = drawn_twice(parts)
     mesh.agree(f"samples drawn twice: (prompt, index) {twice[:10]}" if twice else None)
-    greedy_reward = {row.prompt_index: row.reward for row in rows if row.index == GREEDY}
-    rows = [row for row in rows if row.index != GREEDY]
-    table = GroupTable(**{field.name: [getattr(row, field.name) for row in rows] for field in fields(_TableRow)})
-    return replace(
-        table,
-        step_rewards=table.step_rewards if any(table.step_rewards) else [],
-        turn_rewards=table.turn_rewards if any(table.turn_rewards) else [],
-        greedy_reward=[greedy_reward.get(p, float("nan")) for p in table.prompt_index] if greedy_reward else [],
-        loss_spans=table.loss_spans if table.num_loss_tokens() != table.response_length else [],
+    return merge_parts(parts)
+
+
+def drawn_twice(parts: Sequence[TablePart]) -> list[tuple[int, int]]:
+    """The (prompt, index) pairs that are in `parts` more than once, in order."""
+    pairs, counts = np.unique(np.concatenate([part.numbers[:2] for part in parts], axis=1), axis=1, return_counts=True)
+    return [(int(prompt), int(index)) for prompt, index in pairs[:, counts > 1].T]
+
+
+def merge_parts(parts: Sequence[TablePart]) -> GroupTable:
+    """The table of the samples of all ranks; `parts` are in rank order."""
+    numbers, rewards = np.concatenate([p.numbers for p in parts], axis=1), np.concatenate([p.rewards for p in parts])
+    starts = [0, *itertools.accumulate(len(part.rewards) for part in parts)]
+    holder = np.repeat(np.arange(len(parts)), np.diff(starts))
+    greedy = numbers[1] == GREEDY
+    greedy_reward = dict(zip(numbers[0, greedy].tolist(), rewards[greedy].tolist(), strict=True))
+    order = np.lexsort((numbers[1], numbers[0]))
+    order = order[~greedy[order]]
+    prompts, index, prompt_lengths, lengths, truncated = (column[order].tolist() for column in numbers)
+    place = {position: row for row, position in enumerate(order.tolist())}
+    steps, turns, masked = (
+        {
+            place[start + row]: values
+            for start, part in zip(starts, parts, strict=False)
+            for row, values in getattr(part, name).items()
+            if start + row in place
+        }
+        for name in ("step_rewards", "turn_rewards", "loss_spans")
     )
-
-
-def _table_row(sample: Sample, rank: int) -> _TableRow:
-    return _TableRow(
-        prompt_index=sample.prompt_index,
-        index=sample.index,
-        reward=sample.reward,
-        prompt_length=len(sample.prompt.prompt_ids),
-        response_length=len(sample.response_ids),
-        truncated=sample.finish_reason == "length",
-        holder=rank,
-        step_rewards=sample.steps,
-        turn_rewards=sample.turn_rewards,
-        loss_spans=_spans(sample.loss_mask),
+    rows = range(len(order))
+    whole: list[list[TokenSpan]] = [[(0, length)] if length else [] for length in lengths] if masked else []
+    return GroupTable(
+        prompt_index=prompts,
+        index=index,
+        reward=rewards[order].tolist(),
+        prompt_length=prompt_lengths,
+        response_length=lengths,
+        truncated=[bool(value) for value in truncated],
+        holder=holder[order].tolist(),
+        step_rewards=[steps.get(row, []) for row in rows] if steps else [],
+        turn_rewards=[turns.get(row, []) for row in rows] if turns else [],
+        greedy_reward=[greedy_reward.get(p, float("nan")) for p in prompts] if greedy_reward else [],
+        loss_spans=[masked.get(row, whole[row]) for row in rows] if masked else [],
     )
 
 
@@ -173,39 +202,48 @@ def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
 def _move_tokens(
     samples: Sequence[Sample], table: GroupTable, owner: dict[int, int], mesh: Mesh
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Table row -> (tokens, rollout log-probabilities) for every row that this rank trains on, by one all-to-all.
+    """Table row -> (tokens, rollout log-probabilities) for every row that this rank trains on. Collective.
 
     A row travels as int32: prompt, response, then the bits of the float32 log-probabilities. Every rank knows every
-    size from the table. Between two ranks the rows travel in increasing order.
+    size from the table. Between two ranks the rows travel in one parcel, in increasing order.
     """
     sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
-    sizes = [p + 2 * r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
-
-    outgoing: list[list[int]] = [[] for _ in range(mesh.dp)]  # rows on this rank, by the dp rank that trains on them
-    incoming: list[list[int]] = [[] for _ in range(mesh.world_size)]  # rows this rank trains on, by their holder
-    for row in sorted(owner):
-        if table.holder[row] == mesh.rank:
-            outgoing[owner[row]].append(row)
-        if owner[row] == mesh.dp_rank:
-            incoming[table.holder[row]].append(row)
-
-    encoded = {row: _encode(sample_of[table.prompt_index[row], table.index[row]]) for rows in outgoing for row in rows}
-    to_rank = [outgoing[mesh.dp_rank_of(rank)] for rank in range(mesh.world_size)]
-    to_send = [encoded[row] for rows in to_rank for row in rows]
-    send_sizes = [sum(sizes[row] for row in rows) for rows in to_rank]
-    receive_sizes = [sum(sizes[row] for row in rows) for rows in incoming]
-    received = torch.empty(sum(receive_sizes), dtype=torch.int32)
-    sent = torch.cat(to_send) if to_send else torch.empty(0, dtype=torch.int32)
-    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=mesh.control)
-
-    received_rows = list(itertools.chain.from_iterable(incoming))
+    outgoing, incoming = moves(table, owner, mesh.rank, mesh.dp_rank)
+    parcels = []
+    for dp_rank, rows in outgoing.items():
+        content = np.concatenate([_encode(sample_of[table.prompt_index[row], table.index[row]]) for row in rows])
+        parcels.append(Parcel(tuple(mesh.ranks_of_replica(dp_rank)), mesh.rank, content))
     sequences = {}
-    for row, part in zip(received_rows, received.split([sizes[row] for row in received_rows]), strict=True):
-        num_tokens = table.prompt_length[row] + table.response_length[row]
-        sequences[row] = (part[:num_tokens].long(), part[num_tokens:].clone().view(torch.float32))
+    for parcel in mesh.route(parcels):
+        rows, start = incoming.pop(parcel.source), 0
+        for row in rows:
+            middle = start + table.prompt_length[row] + table.response_length[row]
+            end = middle + table.response_length[row]
+            tokens, logprobs = parcel.content[start:middle], parcel.content[middle:end]
+            sequences[row] = (
+                torch.from_numpy(tokens.astype(np.int64)),
+                torch.from_numpy(logprobs.view(np.float32).copy()),
+            )
+            start = end
+        assert start == len(parcel.content), f"rank {parcel.source} sent {len(parcel.content)} numbers, not {start}"
+    assert not incoming, f"nothing came from the ranks {sorted(incoming)}"
     return sequences
 
 
-def _encode(sample: Sample) -> Tensor:
-    tokens = torch.tensor([*sample.prompt.prompt_ids, *sample.response_ids], dtype=torch.int32)
-    return torch.cat([tokens, torch.tensor(sample.rollout_logprobs, dtype=torch.float32).view(torch.int32)])
+def moves(
+    table: GroupTable, owner: dict[int, int], rank: int, dp_rank: int
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """The rows that `rank` holds, by the dp rank that trains on them, and those that `dp_rank` trains on, by holder."""
+    outgoing: dict[int, list[int]] = {}
+    incoming: dict[int, list[int]] = {}
+    for row in sorted(owner):
+        if table.holder[row] == rank:
+            outgoing.setdefault(owner[row], []).append(row)
+        if owner[row] == dp_rank:
+            incoming.setdefault(table.holder[row], []).append(row)
+    return outgoing, incoming
+
+
+def _encode(sample: Sample) -> np.ndarray[Any, Any]:
+    tokens = np.array([*sample.prompt.prompt_ids, *sample.response_ids], dtype=np.int32)
+    return np.concatenate([tokens, np.array(sample.rollout_logprobs, dtype=np.float32).view(np.int32)])

@@ -1,7 +1,8 @@
 """Heartbeat: every rank notes what it is doing, some ranks watch all, and a stall ends the run with the stacks of all ranks.
 
 A thread of every rank writes its beat every few seconds, one small file per rank. The folder is in the output folder, which
-all nodes share. At most MAX_WATCHERS ranks, spread over the nodes, read all files (`stalls.py` says what a stall is).
+all nodes share. A few ranks, spread over the nodes, read all files (`stalls.py` says what a stall is): MAX_WATCHERS, or at
+more than 512 ranks fewer, so that they read at most MAX_READS files per look (but two of them watch in any case).
 
     output_dir/heartbeats/rank_00003.json     the last beat of rank 3
     output_dir/heartbeats/rank_00003.stacks   where SIGNAL makes rank 3 write its stacks, also while it runs C code
@@ -36,7 +37,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.parallel.stalls import Beat, StalledRank, Watch, behind, read_beat, reason, table
 
 FOLDER, REPORTS = "heartbeats", "stalls"
-MAX_WATCHERS = 8
+MAX_WATCHERS, MAX_READS = 8, 4096
 MIN_PERIOD_S, MAX_PERIOD_S = 1.0, 5.0  # of the beats: a new phase is written after the shorter one
 STACKS_S = 2.0  # time to write stacks, for a process that can
 SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stop_signals.py)
@@ -53,6 +54,12 @@ _report: list[Callable[[StalledRank], int]] = [_print]
 def when_stalled(report: Callable[[StalledRank], int]) -> None:
     """Call `report(error)` in the heartbeat's thread when the run has stalled; it returns the exit code of this rank."""
     _report.append(report)
+
+
+def is_watcher(rank: int, world_size: int) -> bool:
+    """Whether this rank reads the beats of all ranks."""
+    watchers = max(2, min(MAX_WATCHERS, MAX_READS // world_size))
+    return rank % -(-world_size // watchers) == 0
 
 
 class Heartbeat:
@@ -127,7 +134,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         main, watch, last_look = MainThread(), None, time.monotonic()
-        if self.timeout_s is not None and self.mesh.rank % -(-self.mesh.world_size // MAX_WATCHERS) == 0:
+        if self.timeout_s is not None and is_watcher(self.mesh.rank, self.mesh.world_size):
             watch = Watch(self.timeout_s, self.period_s, last_look)
         while True:
             is_over = self._stopped.is_set()

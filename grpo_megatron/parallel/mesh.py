@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.parallel.neighbours import Parcel, gather_all, gather_first, over, route, share_first
 from grpo_megatron.parallel.rendezvous import join_default_group
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 class RankError(RuntimeError):
@@ -35,6 +38,10 @@ class RankError(RuntimeError):
 
 class LostRank(RankError):
     """A rank has died, or its connection is lost. No collective can succeed any more."""
+
+
+def _pickled(value: object) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def all_gather_values(value: T, group: Any) -> list[T]:
@@ -48,8 +55,8 @@ def all_gather_values(value: T, group: Any) -> list[T]:
 class Mesh:
     """Sizes, the coordinates of this rank, and process groups.
 
-    `control` is a gloo group of the whole world for small host-side messages, on any device. `block_control` is one of
-    this rank's rollout block; None: the block is this rank alone.
+    `control` is a gloo group of the whole world for small host-side messages, on any device. In it a rank sends to its
+    neighbours only (neighbours.py).
     """
 
     world_size: int
@@ -69,7 +76,6 @@ class Mesh:
     cp: int = 1
     cp_rank: int = 0
     ranks_per_node: int = 1
-    block_control: Any = None
 
     def grid(self) -> Grid:
         """The same layout without this rank's view."""
@@ -113,55 +119,55 @@ class Mesh:
         """The global rank of expert-parallel rank `ep_rank` in this rank's expert-parallel group."""
         return self.rank + self.tp * (ep_rank - self.ep_rank)
 
+    def ranks_of_replica(self, dp_rank: int) -> list[int]:
+        """The global ranks with data-parallel coordinate `dp_rank`, in order."""
+        width = self.tp * self.cp
+        return [i + width * (dp_rank + self.dp * stage) for stage in range(self.pp) for i in range(width)]
+
     def agree(self, problem: str | None) -> None:
         """Collective: if any rank has a problem, raise RankError with the problems of all ranks on every rank.
 
         If a rank has died, the others raise LostRank with their own problems.
         """
-        flag = torch.tensor(0 if problem is None else 1)
         try:
-            dist.all_reduce(flag, group=self.control)
+            problems = self.all_gather(problem)
         except RuntimeError as error:
             lost = f"lost the connection to another rank ({str(error).partition('. ')[0]})"
             raise LostRank(lost if problem is None else f"{problem}; {lost}") from error
-        if not flag:
-            return
         ranks_with: dict[str, list[str]] = {}
-        for rank, text in enumerate(self.all_gather(problem)):
+        for rank, text in enumerate(problems):
             if text is not None:
                 ranks_with.setdefault(text, []).append(str(rank))
-        raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_with.items()))
+        if ranks_with:
+            raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_with.items()))
 
-    def total(self, values: list[int]) -> list[int]:
-        """Collective: the sums of the values over all ranks."""
-        sums = torch.tensor(values)
-        dist.all_reduce(sums, group=self.control)
-        totals: list[int] = sums.tolist()
-        return totals
+    def total(self, values: Sequence[N]) -> list[N]:
+        """Collective: the sums of the values over all ranks, added in rank order."""
+        return [sum(column) for column in zip(*self.all_gather(values), strict=True)]  # type: ignore[misc]
 
     def all_gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, in rank order. Small host-side values: they are pickled."""
-        return all_gather_values(value, self.control)
+        return [
+            pickle.loads(part) for part in over(gather_all(self.rank, self.world_size, _pickled(value)), self.control)
+        ]
 
     def gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, in rank order, on rank 0; an empty list on the others. They are pickled."""
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.control)
-        return values or []
+        parts = over(gather_first(self.rank, self.world_size, _pickled(value)), self.control)
+        return [pickle.loads(part) for part in parts]
+
+    def route(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Collective: the parcels of all ranks that this rank is a destination of, by source."""
+        return over(route(self.rank, self.world_size, parcels), self.control)
 
     def broadcast(self, value: T) -> T:
         """Collective: the value of rank 0, on every rank."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.control)
-        return values[0]
+        return over(share_first(self.rank, self.world_size, value), self.control)
 
     def block_broadcast(self, value: T) -> T:
         """Collective over the rollout block: the value of its leader. Small host-side values: they are pickled."""
-        if self.block_control is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=self.rollout_block * self.rollout_tp, group=self.block_control)
-        return values[0]
+        place = self.rank % self.rollout_tp
+        return over(share_first(place, self.rollout_tp, value), self.control, first=self.rank - place)
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
@@ -217,17 +223,7 @@ def build_mesh(
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-        block_control=_block_group(rank, world_size, rollout_tp, timeout),
     )
-
-
-def _block_group(rank: int, world_size: int, rollout_tp: int, timeout: datetime.timedelta) -> Any:
-    """The gloo group of this rank's rollout block; None for a block of one rank. Collective: every rank makes all groups."""
-    if rollout_tp == 1:
-        return None
-    starts = range(0, world_size, rollout_tp)
-    groups = [dist.new_group(range(i, i + rollout_tp), timeout=timeout, backend="gloo") for i in starts]
-    return groups[rank // rollout_tp]
 
 
 def destroy_mesh() -> None:

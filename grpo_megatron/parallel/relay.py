@@ -1,36 +1,40 @@
 """Relay: bytes of one rank after the other to rank 0, which writes them to a file.
 
-A gather would hold the parts of all ranks in the memory of rank 0, each padded to the longest. Here it holds one part.
+A gather would hold the parts of all ranks in the memory of rank 0. Here it holds one part. Between the holder and rank 0 the
+bytes go through at most log2(world size) ranks, which are neighbours: rank 0 gets no connection to each holder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.neighbours import Message, Rounds, over
 
 
 def relay(holder: int, make: Callable[[], bytes], mesh: Mesh) -> bytes | None:
     """`make()` of rank `holder`, on rank 0; None on the other ranks. `make` is called on the holder only.
 
-    `holder` and rank 0 communicate, over the control group. All other ranks return at once.
+    The ranks between the two communicate, over the control group. All other ranks return at once.
     """
-    if mesh.rank not in (0, holder):
+    return over(_hops(mesh.rank, holder, make), mesh.control)
+
+
+def path(holder: int) -> list[int]:
+    """From the holder to rank 0: each hop clears the lowest bit that is set."""
+    ranks = [holder]
+    while ranks[-1]:
+        ranks.append(ranks[-1] & (ranks[-1] - 1))
+    return ranks
+
+
+def _hops(rank: int, holder: int, make: Callable[[], bytes]) -> Rounds[bytes | None]:
+    ranks = path(holder)
+    if rank not in ranks:
         return None
-    if mesh.rank == holder:
-        content = make()
-        if holder == 0:
-            return content
-        dist.send(torch.tensor([len(content)]), dst=0, group=mesh.control)
-        if content:
-            dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), dst=0, group=mesh.control)
+    place = ranks.index(rank)
+    content: bytes = make() if rank == holder else (yield Message(None, ranks[place - 1]))
+    if rank != 0:
+        yield Message(ranks[place + 1], None, content)
         return None
-    size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, src=holder, group=mesh.control)
-    received = torch.empty(int(size), dtype=torch.uint8)
-    if len(received):
-        dist.recv(received, src=holder, group=mesh.control)
-    return received.numpy().tobytes()
+    return content

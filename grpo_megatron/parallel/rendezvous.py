@@ -29,6 +29,9 @@ STORE_FILE = "GRPO_MEGATRON_STORE_FILE"  # set by our launcher for its ranks
 RUN_ID = "GRPO_MEGATRON_RUN_ID"  # set by slurm/ranks.sh
 LOOPBACK = "127.0.0.1"
 LISTEN_QUEUE = 2048  # connections that wait to be accepted: all ranks connect at the same time
+LAZY_CONNECTIONS = (
+    "TORCH_GLOO_LAZY_INIT"  # gloo then connects two ranks at their first message, not all ranks at the start
+)
 BACKEND = "grpo_megatron"  # the name of LocalRendezvous in torchrun's registry
 
 _reserved: list[socket.socket] = []  # kept open as long as this process lives
@@ -87,6 +90,7 @@ def join_default_group(backend: str, timeout: datetime.timedelta) -> None:
     if "RANK" not in env:
         alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": reserved_port()}
         env.update({name: str(value) for name, value in alone.items()}, MASTER_ADDR=LOOPBACK)
+    env.setdefault(LAZY_CONNECTIONS, "1")
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
         _stay_on_loopback()

@@ -7,6 +7,7 @@ rollout blocks in turn, so the layout may have changed.
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,11 +23,14 @@ PackedGroup = dict[str, Any]
 
 def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
     """Every group with the samples of all ranks, as plain JSON, the same on every rank. Collective."""
-    local = [_pack_samples(group.samples) if mesh.is_block_leader else [] for group in groups]
-    ranks = mesh.all_gather(local)
+    held = [index for index, group in enumerate(groups) if group.samples and mesh.is_block_leader]
+    ranks = mesh.all_gather({index: _pack_samples(groups[index].samples) for index in held})
+    samples_of: dict[int, list[dict[str, Any]]] = {}
+    for index, of_group in itertools.chain.from_iterable(of_rank.items() for of_rank in ranks):
+        samples_of.setdefault(index, []).extend(of_group)
     packed = []
     for index, group in enumerate(groups):
-        samples = [sample for groups_of_rank in ranks for sample in groups_of_rank[index]]
+        samples = samples_of.get(index, [])
         packed.append({"version": group.version, "samples": sorted(samples, key=lambda sample: sample["index"])})
     return packed
 

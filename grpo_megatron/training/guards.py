@@ -9,7 +9,7 @@
     weights          all weights after the training step                  after the step   warn, stop
 
 Skipping changes nothing: weights, Adam's state and the schedule stay bit for bit. Every rank adds its findings to one small
-vector, whose sum over the world decides. That all-reduce takes the place of the one that compared gradients for being
+vector, whose sum over the world decides. That sum takes the place of the one that compared gradients for being
 finite, so a guard costs no further synchronisation. The weights' flag travels with the metrics of the step, and a run that
 stops for it saves no checkpoint of them. `guards/NAME` counts the optimizer steps of a training step in which a guard fired
 (weights: 1 or 0); guards that are off have no count.
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from grpo_megatron.algo.losses import MetricSum
 from grpo_megatron.config import Band, Config
@@ -93,9 +92,7 @@ class Guards:
     ) -> bool:
         """Whether the optimizer step is made. Collective. Raises GuardStop. See `models.policy.Guard`."""
         own = self._findings(batch, rows_of_mini_batch(micro_batches), sums, norm)
-        total = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(total, group=self.mesh.control)
-        problems = self._problems(Findings(*total.tolist()))
+        problems = self._problems(Findings(*self.mesh.total(own)))
         self.num_updates += 1
         if not problems:
             return True

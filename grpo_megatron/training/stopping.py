@@ -70,20 +70,16 @@ class Stopping:
 
     def after(self, steps_done: int, save: Callable[[int], Path]) -> None:
         """Collective: write the heartbeat; if a stop was requested, call `save(steps_done)` and raise Stopped."""
-        import torch  # imported late: cli/main.py imports this file before torch is loaded
-        import torch.distributed as dist
-
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), now
         if self.mesh.rank == 0:
             with contextlib.suppress(OSError):  # a full disk: the metrics or the save report it
                 (self.config.output_dir / HEARTBEAT).write_text(f"{steps_done}\n")
-        reason = torch.tensor(self._reason())
-        dist.all_reduce(reason, op=dist.ReduceOp.MAX, group=self.mesh.control)
+        reason = max(self.mesh.all_gather(self._reason()))
         if not reason:
             return
         checkpoint = save(steps_done)
-        name = REASONS[int(reason)]
+        name = REASONS[reason]
         exit_code = EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED
         text = (
             f"stopped by {name} after {steps_done} steps; saved in {checkpoint}; the same command continues from there"
