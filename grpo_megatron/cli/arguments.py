@@ -20,6 +20,7 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     commands.add_parser(
         "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
     )
+    commands.add_parser("quickstart", help="train a tiny model on this CPU in one to two minutes", add_help=False)
     epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
     train = commands.add_parser("train", help="train with the settings of a YAML file", epilog=epilog)
     reward = commands.add_parser(
