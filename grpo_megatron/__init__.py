@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from grpo_megatron.trainer import Trainer
 
 __all__ = ["ConfigError", "Trainer", "convert", "evaluate", "load_config"]
-PLACES = {
+EXPORTS = {
     "ConfigError": "grpo_megatron.config",
     "Trainer": "grpo_megatron.trainer",
     "evaluate": "grpo_megatron.evaluation.call",
@@ -40,9 +40,9 @@ examine_engine_before_megatron()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in PLACES:
+    if name not in EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(PLACES[name]), name)
+    return getattr(import_module(EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -45,4 +45,6 @@ def evaluate(
 
 
 def _refuse(ranks: int, argv: list[str], device: str) -> int:
-    raise ConfigError(f"tp x dp = {ranks} ranks, and evaluate() is one process; leave tp and dp out, or use the command")
+    raise ConfigError(
+        f"tp x dp = {ranks} ranks, and evaluate() is one process; leave tp and dp out, or use the command"
+    )

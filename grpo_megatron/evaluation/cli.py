@@ -36,10 +36,8 @@ def main(argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> in
 # -- evaluate ----------------------------------------------------------------------------------------------------------
 
 
-def run_evaluation(
-    args: argparse.Namespace, argv: list[str], start_ranks: StartRanks, is_child: bool = False
-) -> int:
-    """Draw, grade and report; returns the exit code. One process owns the output folder: the one that the user starts, or torchrun's rank 0."""
+def run_evaluation(args: argparse.Namespace, argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> int:
+    """Draw, grade and report; returns the exit code. One process owns the output folder: the user's, or torchrun's rank 0."""
     is_rank = "RANK" in os.environ
     arguments.check_arguments(args)
     num_ranks = _num_ranks(args, is_rank)

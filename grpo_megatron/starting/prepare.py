@@ -52,7 +52,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("grpo-megatron prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "grpo-megatron prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
         "arithmetic": "the quickstart's",

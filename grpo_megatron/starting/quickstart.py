@@ -14,7 +14,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.starting import prepare
 from grpo_megatron.starting.shipped import shipped_folder
 
-FOLDER = Path("outputs/quickstart")
+QUICKSTART = Path("outputs/quickstart")
 OWN_FILES = ("config.yaml", "metrics.jsonl")  # of an earlier run, which may be removed
 
 
@@ -28,8 +28,8 @@ def quickstart_arguments(argv: list[str]) -> list[str]:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the config")
     args = parser.parse_args(argv)
     _make_inputs(args.seed)
-    _remove_run(FOLDER / "run")
-    config = FOLDER / "quickstart.yaml"
+    _remove_run(QUICKSTART / "run")
+    config = QUICKSTART / "quickstart.yaml"
     shutil.copyfile(shipped_folder("examples") / "quickstart.yaml", config)
     seeds = [f"{section}.seed={args.seed}" for section in ("data", "rollout", "trainer")]
     return ["train", str(config), *seeds, *args.overrides]
@@ -42,12 +42,12 @@ def _seed(text: str) -> int:
 
 
 def _make_inputs(seed: int) -> None:
-    made = FOLDER / f"seed-{seed}"
+    made = QUICKSTART / f"seed-{seed}"
     if made.exists():
         return
-    for path in FOLDER.glob("seed-*"):
+    for path in QUICKSTART.glob("seed-*"):
         path.unlink()
-    data, model = str(FOLDER / "data"), str(FOLDER / "model")
+    data, model = str(QUICKSTART / "data"), str(QUICKSTART / "model")
     common = ["--seed", str(seed), "--force"]
     tokenizer = ["--tokenizer", f"{data}/tokenizer", "--std", "0.05"]
     for arguments in (["arithmetic", data, *common], ["model", "--preset", "quickstart", model, *tokenizer, *common]):

@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": arithmetic.VOCABULARY_SIZE,
     },
 }
-TOKENIZER_FILES = (
+COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -81,7 +81,7 @@ def write_model(
     quiet: Any = logging.disable_progress_bar
     build: Any = AutoModelForCausalLM.from_config
     quiet()
-    for file in TOKENIZER_FILES:
+    for file in COPIED_FILES:
         if (tokenizer_dir / file).exists():
             shutil.copyfile(tokenizer_dir / file, out / file)
     named = _name_tokens(out, special or SpecialTokens())

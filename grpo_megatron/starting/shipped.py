@@ -28,7 +28,9 @@ def main(argv: list[str]) -> int:
         "grpo-megatron examples",
         description="Copy examples/ and slurm/ into DIR. Their paths begin there: start runs and jobs from DIR.",
     )
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="default: the current folder")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="default: the current folder"
+    )
     folder = parser.parse_args(argv).folder
     existing = [str(folder / name) for name in FOLDERS if (folder / name).exists()]
     if existing:
