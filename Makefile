@@ -4,6 +4,7 @@
 # make test-vllm026 the fast tests and a training run with vLLM 0.26, torch 2.11 and Python 3.12, in .venv-vllm026
 # make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 4: a quarter of
 #                   them, under ten minutes each (tests/gpu/conftest.py says what is in which)
+# make docs         the documentation as a site, in outputs/site
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
 #                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.
 #                   Before it, the tests that are too long for make test.
@@ -15,6 +16,7 @@ PYTHON312 ?= python3.12
 HAS_PYTHON312 = $(shell command -v $(PYTHON312) || ls $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12 2>/dev/null)
 VENV := .venv
 VENV026 := .venv-vllm026
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= python3
@@ -24,11 +26,10 @@ STEPS ?= 200
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Tests of what does not use torch, transformers, Megatron-Core or vLLM: the second stack changes nothing for them.
 SAME_ON_BOTH := test_layers.py test_map.py migration curation storage slurm rewards environments evaluation
-QUICKSTART := outputs/quickstart
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 
-.PHONY: test-gpu setup quickstart test test-fast test-vllm026 soak lint clean
+.PHONY: test-gpu setup quickstart docs test test-fast test-vllm026 soak lint clean
 
 setup: $(INSTALLED)
 
@@ -41,23 +42,24 @@ $(VENV026)/.installed: requirements/cpu-vllm026.lock requirements/dev.lock requi
 	@bash requirements/install.sh $(PYTHON312) $(VENV026) requirements/cpu-vllm026.lock
 	@touch $@
 
-$(QUICKSTART)/seed-$(SEED): | $(INSTALLED)
-	@$(BIN)/python tools/prepare_data.py arithmetic $(QUICKSTART)/data --seed $(SEED) --force
-	@$(BIN)/python tools/prepare_data.py model --preset quickstart $(QUICKSTART)/model \
-		--tokenizer $(QUICKSTART)/data/tokenizer --seed $(SEED) --std 0.05 --force
-	@rm -f $(QUICKSTART)/seed-* && touch $@
+$(DOCS)/.installed: requirements/docs.lock | $(INSTALLED)
+	@$(BIN)/python -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --no-deps --no-compile --disable-pip-version-check -r requirements/docs.lock
+	@touch $@
 
-quickstart: $(INSTALLED) $(QUICKSTART)/seed-$(SEED)
-	@rm -rf $(QUICKSTART)/run
-	@$(BIN)/python -m grpo_megatron train examples/quickstart.yaml \
-		data.seed=$(SEED) rollout.seed=$(SEED) trainer.seed=$(SEED)
+quickstart: $(INSTALLED)
+	@$(BIN)/python -m grpo_megatron quickstart --seed $(SEED)
+
+docs: $(DOCS)/.installed
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "outputs/site/index.html"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint docs
 	$(BIN)/python $(PYTEST) -m "not soak"
 	$(if $(HAS_PYTHON312),$(MAKE) test-vllm026,@echo "make test-vllm026 is left out: there is no $(PYTHON312) here")
 
@@ -76,4 +78,4 @@ soak: $(INSTALLED)
 	@$(BIN)/python -m tests.soak --steps $(STEPS) --seed $(SEED) $(if $(FAULTS),--faults $(FAULTS))
 
 clean:
-	rm -rf $(VENV) $(VENV026) outputs
+	rm -rf $(VENV) $(VENV026) $(DOCS) outputs

@@ -53,7 +53,7 @@ def main() -> None:
 def prepare(seed: int) -> None:
     """Create the data, the random model and the warmed-up model, unless `make quickstart` has done so."""
     data, model = QUICKSTART / "data", QUICKSTART / "model"
-    tool = [sys.executable, str(ROOT / "tools" / "prepare_data.py")]
+    tool = [sys.executable, "-m", "grpo_megatron", "prepare"]
     if not (data / "written.jsonl").exists():
         subprocess.run([*tool, "arithmetic", str(data), "--seed", str(seed), "--force"], check=True)
         size = ["--preset", "quickstart", "--tokenizer", str(data / "tokenizer"), "--std", "0.05"]

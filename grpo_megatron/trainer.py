@@ -15,7 +15,7 @@ from grpo_megatron.algo.needs import reasons_for_old_pass
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.shaping import with_overlong_penalty
 from grpo_megatron.checks.resume import announcement, check_resume
-from grpo_megatron.checks.validate import Checked
+from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.export import save_hf
@@ -56,9 +56,10 @@ from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
 class Trainer:
-    """`checked` is what `validate` read for this config; `profiled`: the steps to profile. Build on every rank, `run` once."""
+    """`checked`: what `validate` read for this config; `profiled`: steps to profile. Build on every rank, `run` once."""
 
-    def __init__(self, config: Config, checked: Checked, profiled: range | None = None) -> None:
+    def __init__(self, config: Config, checked: Checked | None = None, profiled: range | None = None) -> None:
+        checked = checked or check_alone(config)
         self.config = config = checked.resolved(config)  # whole: every checkpoint records it
         self.algorithm, self.actor, self.data = config.algorithm, config.actor, config.data
         self.output_dir, self.num_steps = config.trainer.output_dir, config.trainer.total_training_steps

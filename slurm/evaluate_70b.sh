@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Evaluate a 70B model:   sbatch slurm/evaluate_70b.sh MODEL [options of tools/evaluate.py]
+# Evaluate a 70B model:   sbatch slurm/evaluate_70b.sh MODEL [options of grpo_megatron evaluate]
 #
 #   sbatch slurm/evaluate_70b.sh outputs/llama3_70b/hf
 #   TASKS=gsm8k,math500 DATA=/data sbatch --nodes=4 slurm/evaluate_70b.sh outputs/llama3_70b/checkpoints/step_000100 --samples 16
@@ -48,7 +48,7 @@ out_of_time() {
 print_place
 if [ "$DRY_RUN" = 1 ]; then say "the command:"; fi
 trap out_of_time USR1
-on_ranks -- "$PYTHON" tools/evaluate.py --model "$MODEL" --tasks "$TASKS" --data "$DATA" --tp "$TP" --device "$DEVICE" "$@" &
+on_ranks -- "$PYTHON" -m grpo_megatron evaluate --model "$MODEL" --tasks "$TASKS" --data "$DATA" --tp "$TP" --device "$DEVICE" "$@" &
 wait $!
 status=$?
 [ "$DRY_RUN" = 1 ] && exit "$status"

@@ -7,6 +7,8 @@ to the trainer in `Checked`, so that no file is read twice.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +44,7 @@ from grpo_megatron.checks.reward_model import (
 )
 from grpo_megatron.checks.score_head import read_scored_model, score_head_problems
 from grpo_megatron.checks.scored_rows import trains_scores
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
 from grpo_megatron.environments.environment import ChatMessage
@@ -205,6 +207,21 @@ def validate(
         scored_folder=scored_folder,
         critic_folder=critic_folder,
     )
+
+
+def check_alone(config: Config) -> Checked:
+    """`validate` for a `Trainer` that was built by hand: in a notebook, or on a rank of torchrun. Raises ConfigError."""
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # the user cannot act on them
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))  # 1 too after an earlier Trainer of this process
+    if world_size > 1:
+        return validate(config, world_size, rehearsed=os.environ["RANK"] == "0")
+    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if nodes * each > 1:
+        raise ConfigError(
+            f"trainer.nnodes={nodes} x trainer.n_gpus_per_node={each} = {nodes * each} ranks, and a Trainer is one of them; set"
+            " both to 1, or start the config with: grpo-megatron train CONFIG"
+        )
+    return validate(config, 1, rehearsed=True)
 
 
 def phase_shortages(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron.cli.commands import COMMANDS
 
@@ -20,6 +21,7 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     commands.add_parser(
         "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
     )
+    commands.add_parser("quickstart", help="train a tiny model on this CPU in one to two minutes", add_help=False)
     epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
     train = commands.add_parser("train", help="train with the settings of a YAML file", epilog=epilog)
     reward = commands.add_parser(
@@ -56,9 +58,27 @@ def _steps(text: str) -> range:
     return range(first, last + 1)
 
 
+class _ListKeys(argparse.Action):
+    """Prints the keys of a section and ends, as --help does: no CONFIG is needed."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: str | None = None
+    ) -> None:
+        from grpo_megatron.cli.key_list import list_keys
+        from grpo_megatron.config import ConfigError
+
+        try:
+            print(list_keys(values or ""), end="")
+        except ConfigError as error:
+            parser.error(str(error))
+        parser.exit()
+
+
 def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the file")
+    text = "print all keys of a config, or those of a section such as actor.optim, with their defaults, and stop"
+    train.add_argument("--list-keys", nargs="?", action=_ListKeys, metavar="SECTION", help=text)
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
     train.add_argument(
         "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"

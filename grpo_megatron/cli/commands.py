@@ -47,7 +47,28 @@ def _keys(argv: list[str]) -> int:
     return main(argv)
 
 
+def _prepare(argv: list[str]) -> int:
+    from grpo_megatron.starting.prepare import main
+
+    return main(argv)
+
+
+def _examples(argv: list[str]) -> int:
+    from grpo_megatron.starting.shipped import main
+
+    return main(argv)
+
+
+def _init(argv: list[str]) -> int:
+    from grpo_megatron.starting.new_config import main
+
+    return main(argv)
+
+
 COMMANDS = {
+    "init": Command("write a commented config for a model and a task", _init),
+    "examples": Command("copy the examples and the Slurm scripts", _examples),
+    "prepare": Command("the data of an example, or a model with random weights", _prepare),
     "convert": Command("Hugging Face <-> Megatron-Core checkpoints", _convert),
     "curate": Command("pass rates per prompt, filtered data, rows for SFT and DPO", _curate),
     "replay": Command("compute the loss of a batch again that a guard has dumped", _replay),

@@ -46,6 +46,13 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else vLLM prints a NUMA remark per rank
     if argv[:1] == ["convert"]:  # it reports its own failures
         return COMMANDS["convert"].run(argv[1:])
+    try:
+        if argv[:1] == ["quickstart"]:
+            from grpo_megatron.starting.quickstart import quickstart_arguments
+
+            argv = quickstart_arguments(argv[1:])
+    except Exception as error:
+        return _report(error)
     has_own_options = argv[:1] in ([name] for name in ("evaluate", *COMMANDS))
     args = None if has_own_options else parse_command(argv)
     try:

@@ -17,9 +17,18 @@ output.py       the files that both write, hashed while they are written
 tokenizers.py   the files that are copied with the weights, and whether the tokenizer fits the model
 folder.py       the output folder: complete or absent (storage/atomic.py)
 progress.py     bytes done and bytes per second
+
+From Python: `convert.to_megatron(hf_folder, out)` and `convert.to_hf(checkpoint, out)`, with the command's options as keywords.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_megatron.convert.conversion import to_hf, to_megatron
+
+__all__ = ["ConvertError", "listing_error", "to_hf", "to_megatron"]
 
 
 class ConvertError(ValueError):
@@ -29,3 +38,12 @@ class ConvertError(ValueError):
 def listing_error(heading: str, problems: list[str]) -> ConvertError:
     """One error that names every problem."""
     return ConvertError(heading + "".join(f"\n  {problem}" for problem in problems))
+
+
+def __getattr__(name: str) -> Any:
+    """`to_hf` and `to_megatron` are imported when they are asked for: the modules behind them import this one."""
+    if name not in ("to_hf", "to_megatron"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module("grpo_megatron.convert.conversion"), name)

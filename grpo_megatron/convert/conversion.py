@@ -89,8 +89,8 @@ def check_model_layout(arch: Architecture, tp: int, pp: int, ep: int) -> None:
 
 
 def to_megatron(
-    source: Path,
-    target: Path,
+    source: Path | str,
+    target: Path | str,
     *,
     dtype: str | None = None,
     layout: tuple[int, int, int] = (1, 1, 1),
@@ -105,6 +105,7 @@ def to_megatron(
     `layout` (tp, pp, ep) is only checked: the result can be loaded in any layout. Raises ConvertError, StorageError,
     UnsupportedModel.
     """
+    source, target = Path(source), Path(target)
     check_target(target, source, force)
     model = open_source(source, allow_pickle=allow_pickle, family=family)
     if not isinstance(model, HFFolder):
@@ -127,12 +128,12 @@ def to_megatron(
 
 
 def to_hf(
-    source: Path,
-    target: Path,
+    source: Path | str,
+    target: Path | str,
     *,
     dtype: str | None = None,
     shard_bytes: int = 5 << 30,
-    hf: Path | None = None,
+    hf: Path | str | None = None,
     force: bool = False,
     check_hashes: bool = True,
     quiet: bool = False,
@@ -142,8 +143,9 @@ def to_hf(
 
     A model with a scalar head is written as the end of its run exports it. Raises ConvertError, StorageError.
     """
+    source, target = Path(source), Path(target)
     check_target(target, source, force)
-    model = open_source(source, hf=hf, family=family)
+    model = open_source(source, hf=None if hf is None else Path(hf), family=family)
     if not isinstance(model, MegatronFolder):
         raise ConvertError(f"{str(source)!r} is a Hugging Face folder already; to-megatron converts it")
     check_tokenizer(model.tokenizer_folder, model.arch.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,27 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
             f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer in {str(path)!r} has no eos_token, so no response could end;"
-            " add it to its tokenizer_config.json"
-        )
+        raise ConfigError(_no_end(tokenizer, Path(path)))
     if data.chat_template is not None:
         try:
             tokenizer.chat_template = read_text(data.chat_template, MAX_TEMPLATE)
         except (OSError, ReadError) as error:
             raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error}") from error
     return tokenizer
+
+
+def _no_end(tokenizer: Any, folder: Path) -> str:
+    """What to write where the folder names no end-of-sequence token, as one with tokenizer.json alone."""
+    special = [token for token in tokenizer.get_added_vocab() if len(token) < 100][:12]
+    ends = [token for token in special if "end" in token or token == "</s>"]
+    example = json.dumps({"eos_token": ([*(token for token in ends if "im_end" in token), *ends] or ["</s>"])[0]})
+    file = folder / "tokenizer_config.json"
+    text = f"the tokenizer in {str(folder)!r} has no eos_token, so no response could end; "
+    text += f"add the key eos_token to {file}" if file.exists() else f"write the file {file} with the line {example}"
+    text += ", where the model ends its answers with that token"
+    if special:
+        text += f" (special tokens here: {', '.join(special)})"
+    return f"{text}. If you may not write there, copy the folder and set model.tokenizer_path to the copy"
 
 
 def _is_sentencepiece_alone(folder: Path) -> bool:

@@ -30,14 +30,14 @@ def main(argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> in
     """
     if argv and argv[0] in ACTIONS:
         return ACTIONS[argv[0]](argv[1:])
-    return _run_evaluation(arguments.parse_arguments(argv), argv, start_ranks, is_child)
+    return run_evaluation(arguments.parse_arguments(argv), argv, start_ranks, is_child)
 
 
 # -- evaluate ----------------------------------------------------------------------------------------------------------
 
 
-def _run_evaluation(args: argparse.Namespace, argv: list[str], start_ranks: StartRanks, is_child: bool) -> int:
-    """One process owns the output folder: the one that the user starts, or torchrun's rank 0."""
+def run_evaluation(args: argparse.Namespace, argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> int:
+    """Draw, grade and report; returns the exit code. One process owns the output folder: the user's, or torchrun's rank 0."""
     is_rank = "RANK" in os.environ
     arguments.check_arguments(args)
     num_ranks = _num_ranks(args, is_rank)

@@ -60,7 +60,7 @@ def _chain(run: str, before: str, after: str) -> list[bool]:
         sides = sides[1:]
     if sides and (not sides[-1] or _continues_right(run.rstrip(), after)):
         sides = sides[:-1]
-    values = [evaluate(side) for side in sides]
+    values = [value_of(side) for side in sides]
     holds: list[bool] = []
     for left, right, first, second in zip(sides, sides[1:], values, values[1:], strict=False):
         if first is None or second is None or not (_is_compound(left) or _is_compound(right)):
@@ -109,7 +109,7 @@ def _is_rounded(text: str, value: Fraction, exact: Fraction) -> bool:
     return (places >= 2 or is_endless) and value * exact >= 0 and (abs(error) * 2 <= unit or -unit < error < 0)
 
 
-def evaluate(text: str) -> Fraction | None:
+def value_of(text: str) -> Fraction | None:
     """The exact value of an arithmetic expression; None when it is malformed, divides by zero, or is too large."""
     tokens: list[str] = []
     position = 0

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.data.arithmetic import build_tokenizer
-from tools import prepare_data
+from grpo_megatron.starting import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT.parent / "shared" / "data" / "hf_configs"
@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _model(*arguments: object) -> int:
-    return prepare_data.main(["model", *map(str, arguments)])
+    return prepare.main(["model", *map(str, arguments)])
 
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:

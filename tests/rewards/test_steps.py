@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.data.arithmetic import bare_response, worked_response
-from grpo_megatron.rewards.equation import equations, evaluate
+from grpo_megatron.rewards.equation import equations, value_of
 from grpo_megatron.rewards.steps import arithmetic_steps_reward, split_steps
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
@@ -102,7 +102,7 @@ def test_what_is_no_equation(text: str) -> None:
 @given(st.integers(-999, 999), st.integers(1, 999), st.sampled_from("+-*/"), st.integers(1, 50))
 def test_right_and_wrong_results(a: int, b: int, sign: str, error: int) -> None:
     exact = {"+": Fraction(a + b), "-": Fraction(a - b), "*": Fraction(a * b), "/": Fraction(a, b)}[sign]
-    assert evaluate(f"({a}) {sign} {b}") == exact
+    assert value_of(f"({a}) {sign} {b}") == exact
     assert equations(f"({a}) {sign} {b} = {exact}") == [True]
     assert equations(f"({a}) {sign} {b} = {exact + error}") == [False]
 

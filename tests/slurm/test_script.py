@@ -310,7 +310,7 @@ def test_ports_are_the_same_for_an_attempt_and_others_for_the_next(job: Job) -> 
 
 def test_evaluation_runs_as_ranks_and_checks_its_layout(job: Job) -> None:
     status, text = job.run("outputs/x/hf", "--samples", "4", script="evaluate_70b.sh", DRY_RUN="1", TP="4")
-    assert status == 0 and "tools/evaluate.py --model outputs/x/hf --tasks gsm8k" in text
+    assert status == 0 and "-m grpo_megatron evaluate --model outputs/x/hf --tasks gsm8k" in text
     assert "--tp 4 --device cpu --samples 4" in text
     status, text = job.run("m", script="evaluate_70b.sh", DRY_RUN="1", TP="3")
     assert status == 2 and "TP=3 does not divide the 4 ranks (1 nodes x 4)" in text

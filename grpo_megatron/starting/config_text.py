@@ -1,0 +1,173 @@
+"""The text of a new config: YAML with a comment for each choice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.starting.suggestion import Machine, Suggestion
+
+COLUMN = 36  # of the comments
+CPU_BATCH, GPU_BATCH = 8, 64  # prompts per step
+CPU_GROUP, GPU_GROUP = 4, 8  # samples per prompt
+CPU_TOKENS, GPU_TOKENS = 4096, 16384  # of a micro-batch
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """What the user has asked for, and what was read of the model and the task. `reward` None: the task's own."""
+
+    model: Path
+    arch: Architecture
+    has_template: bool
+    task: str
+    train: list[str]
+    val: list[str]
+    reward: str | None
+    max_prompt: int
+    max_response: int
+    output_dir: Path
+
+
+def config_text(run: NewRun, machine: Machine, suggestion: Suggestion) -> str:
+    sections = [
+        _header(run, machine),
+        _model(run, machine),
+        _data(run, machine),
+        _reward(run),
+        _actor(run, machine, suggestion),
+        _rollout(machine, suggestion),
+        iter(["algorithm:", _line("  adv_estimator: grpo", "(reward - mean of the group) / its standard deviation")]),
+        _trainer(run, machine),
+    ]
+    return "\n\n".join(filter(None, ("\n".join(section) for section in sections))) + "\n"
+
+
+def _line(text: str, comment: str) -> str:
+    return f"{text:<{COLUMN}}# {comment}"
+
+
+def _header(run: NewRun, machine: Machine) -> Iterator[str]:
+    arch = run.arch
+    where = f"{machine.ranks} ranks on a CPU"
+    if machine.device_gib is not None:
+        where = f"{machine.nodes} x {machine.per_node} GPUs of {machine.device_gib:g} GiB"
+    yield f"# GRPO on the task {run.task}."
+    yield f"# Model: {arch.family}, {_count(arch.num_parameters())} parameters, {arch.num_layers} layers. Machine: {where}."
+    yield "# Only what matters most is here: `grpo-megatron keys SECTION` lists every key with its default."
+
+
+def _model(run: NewRun, machine: Machine) -> Iterator[str]:
+    yield "model:"
+    yield f"  path: {_text(run.model)}"
+    if machine.device_gib is None:
+        yield _line("  dtype: float32", "on a CPU; engine and policy then agree to six digits")
+    else:
+        yield _line("  dtype: bfloat16", "Adam keeps a copy of the weights in float32")
+
+
+def _data(run: NewRun, machine: Machine) -> Iterator[str]:
+    batch, group = (CPU_BATCH, CPU_GROUP) if machine.device_gib is None else (GPU_BATCH, GPU_GROUP)
+    yield "data:"
+    yield f"  task: {_text(run.task)}"
+    yield f"  train_files: {_texts(run.train)}"
+    if run.val:
+        yield f"  val_files: {_texts(run.val)}"
+    yield _line(f"  train_batch_size: {batch}", f"prompts per step; x rollout.n {group} = {batch * group} samples")
+    yield _line(f"  max_prompt_length: {run.max_prompt}", "tokens; longer prompts are left out")
+    yield _line(
+        f"  max_response_length: {run.max_response}", "tokens; longer answers are cut: see response_length/clip_ratio"
+    )
+    if not run.has_template:
+        yield _line("  apply_chat_template: false", "the tokenizer has no chat template: prompts are plain text")
+
+
+def _reward(run: NewRun) -> Iterator[str]:
+    if run.reward is not None:
+        yield "reward:"
+        yield _line(f"  function: {run.reward}", "looked for in the current folder and beside this file")
+
+
+def _actor(run: NewRun, machine: Machine, suggestion: Suggestion) -> Iterator[str]:
+    on_cpu = machine.device_gib is None
+    tokens = max(CPU_TOKENS if on_cpu else GPU_TOKENS, run.max_prompt + run.max_response)
+    yield "actor:"
+    yield _line("  use_kl_loss: false", "true: a reference model holds the policy near its start (kl_loss_coef)")
+    yield "  clip_ratio_low: 0.2"
+    yield _line("  clip_ratio_high: 0.28", "above clip_ratio_low, entropy falls more slowly (DAPO, 2503.14476)")
+    yield _line(f"  ppo_max_token_len_per_gpu: {tokens}", "tokens of a micro-batch; only memory and speed depend on it")
+    rate = "1.0e-5" if on_cpu else "1.0e-6"
+    yield _line(f"  optim: {{lr: {rate}}}", "the first key to change if the reward does not rise")
+    if not on_cpu:
+        yield from _megatron(machine, suggestion)
+
+
+def _megatron(machine: Machine, suggestion: Suggestion) -> Iterator[str]:
+    choice = suggestion.choice
+    yield "  megatron:"
+    copies = machine.ranks // (choice.tp * choice.pp)
+    yield f"    # One copy of the model is on {choice.tp} x {choice.pp} GPUs, and {copies} copies share a batch."
+    if suggestion.fullest is not None:
+        needed = f"phase {suggestion.fullest.name} needs {suggestion.gib:.0f} of {machine.device_gib:g} GiB (estimated)"
+        yield f"    # It is the smallest layout that fits: {needed}."
+    yield _line(f"    tensor_model_parallel_size: {choice.tp}", "matrices are cut; stays within a node")
+    yield _line(f"    pipeline_model_parallel_size: {choice.pp}", "layers are cut; may cross nodes")
+    if choice.ep > 1:
+        yield _line(f"    expert_model_parallel_size: {choice.ep}", "experts are divided over so many copies")
+    yield _line("    use_distributed_optimizer: true", "Adam's state is divided over the copies")
+    if choice.offload:
+        yield _line("    offload_optimizer: true", "gradients and Adam's state are on the host during rollouts")
+        yield _line("    offload_reference: true", "and so is the reference model, if there is one")
+    if choice.recompute:
+        yield "    # Activations do not fit: they are computed again in the backward pass, a third more work of an update."
+        table = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+        yield f"    override_transformer_config: {table}"
+
+
+def _rollout(machine: Machine, suggestion: Suggestion) -> Iterator[str]:
+    on_cpu = machine.device_gib is None
+    yield "rollout:"
+    yield _line(f"  n: {CPU_GROUP if on_cpu else GPU_GROUP}", "samples per prompt: the group of GRPO")
+    if on_cpu:
+        yield _line("  enforce_eager: true", "no compilation, which takes longer than a short run")
+        return
+    size = suggestion.choice.rollout_tp
+    yield _line(
+        f"  tensor_model_parallel_size: {size}", "GPUs of an engine: its weights take at most half of its memory"
+    )
+    yield _line("  gpu_memory_utilization: 0.6", "the engine's share of a GPU while it generates")
+
+
+def _trainer(run: NewRun, machine: Machine) -> Iterator[str]:
+    yield "trainer:"
+    yield _line("  total_training_steps: 100", "or total_epochs")
+    if run.val:
+        yield _line("  test_freq: 10", "steps between validations; the first is before step 0")
+    else:
+        yield _line("  val_before_train: false", "there are no data.val_files")
+        yield "  test_freq: -1"
+    yield _line("  save_freq: 20", "steps between checkpoints; a stopped run goes on from the newest")
+    yield f"  nnodes: {machine.nodes}"
+    yield f"  n_gpus_per_node: {machine.per_node}"
+    if machine.device_gib is None:
+        yield "  device: cpu"
+    yield f"  output_dir: {_text(run.output_dir)}"
+    yield "  logger: [console, jsonl, tensorboard]"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
+
+
+def _text(value: object) -> str:
+    """A YAML scalar: plain where that is safe, else in quotes."""
+    text = str(value)
+    is_plain = text[:1].isalpha() or text[:1] in "/."
+    return text if is_plain and all(char.isalnum() or char in "/._-" for char in text) else json.dumps(text)
+
+
+def _texts(values: list[str]) -> str:
+    return f"[{', '.join(map(_text, values))}]"

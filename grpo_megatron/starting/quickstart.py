@@ -1,0 +1,65 @@
+"""`grpo-megatron quickstart [--seed N] [section.key=value ...]`: makes data and a model, and returns the run that trains it.
+
+It writes into outputs/quickstart of the current folder: data/, model/, the config quickstart.yaml, and run/, the run. Data and
+model are made again only for another seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.starting import prepare
+from grpo_megatron.starting.shipped import shipped_folder
+
+QUICKSTART = Path("outputs/quickstart")
+OWN_FILES = ("config.yaml", "metrics.jsonl")  # of an earlier run, which may be removed
+
+
+def quickstart_arguments(argv: list[str]) -> list[str]:
+    """Prepare the inputs. Returns the arguments of the command line that trains with them. Raises ConfigError."""
+    parser = argparse.ArgumentParser(
+        "grpo-megatron quickstart",
+        description="Train a tiny model from random weights on this CPU: two ranks, one to two minutes, in outputs/quickstart.",
+    )
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="another draw of everything (default 0)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the config")
+    args = parser.parse_args(argv)
+    _make_inputs(args.seed)
+    _remove_run(QUICKSTART / "run")
+    config = QUICKSTART / "quickstart.yaml"
+    shutil.copyfile(shipped_folder("examples") / "quickstart.yaml", config)
+    seeds = [f"{section}.seed={args.seed}" for section in ("data", "rollout", "trainer")]
+    return ["train", str(config), *seeds, *args.overrides]
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at most nine digits")
+    return int(text)
+
+
+def _make_inputs(seed: int) -> None:
+    made = QUICKSTART / f"seed-{seed}"
+    if made.exists():
+        return
+    for path in QUICKSTART.glob("seed-*"):
+        path.unlink()
+    data, model = str(QUICKSTART / "data"), str(QUICKSTART / "model")
+    common = ["--seed", str(seed), "--force"]
+    tokenizer = ["--tokenizer", f"{data}/tokenizer", "--std", "0.05"]
+    for arguments in (["arithmetic", data, *common], ["model", "--preset", "quickstart", model, *tokenizer, *common]):
+        if prepare.main(arguments):
+            raise ConfigError(f"the quickstart could not write {arguments[-len(common) - 1]}; the reason is above")
+    made.touch()
+
+
+def _remove_run(run: Path) -> None:
+    """A finished run has nothing left to do, so each quickstart starts a new one. No other folder is removed."""
+    if not run.exists():
+        return
+    if any(run.iterdir()) and not any((run / name).exists() for name in OWN_FILES):
+        raise ConfigError(f"{run} is not the folder of a run; move it away")
+    shutil.rmtree(run)

@@ -1,0 +1,172 @@
+"""The documentation: links lead somewhere, commands parse, blocks of a config are valid, every page is in the site's nav."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import pytest
+import yaml
+
+from grpo_megatron.cli.arguments import parse_command
+from grpo_megatron.cli.commands import COMMANDS
+from grpo_megatron.config import Config
+from grpo_megatron.config.keys import config_keys
+from grpo_megatron.evaluation.arguments import parse_arguments
+from grpo_megatron.starting.quickstart import quickstart_arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/*.md"))
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+PREFIXES = ("python -m grpo_megatron ", "grpo-megatron ", ".venv/bin/python -m grpo_megatron ")
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def slugs(text: str) -> set[str]:
+    """The anchors of a page's headings, as code hosts and the site make them."""
+    headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", text), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()).strip() for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def broken_links(name: str, text: str) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        path = (ROOT / name).parent / target if target else ROOT / name
+        if not path.exists() or (anchor and anchor not in slugs(path.read_text(encoding="utf-8"))):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_somewhere(name: str) -> None:
+    assert broken_links(name, text_of(name)) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "[a](docs/none.md) [b](docs/map.md#no-such-heading) [c](docs/map.md#map) [d](https://x.org)"
+    assert broken_links("README.md", text) == ["docs/none.md", "docs/map.md#no-such-heading"]
+
+
+def test_every_page_is_in_the_nav_of_the_site() -> None:
+    nav = re.findall(r": (\w+)\.md$", text_of("mkdocs.yml"), re.MULTILINE)
+    assert len(nav) == len(set(nav))
+    assert {page.stem for page in ROOT.glob("docs/*.md")} <= set(nav)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) < 200
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+class Parsed(Exception):
+    """A command's own parser has accepted its arguments: nothing else is to run."""
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The arguments of each command of this program in the page's blocks, without comments and placeholders."""
+    for _, block in FENCE.findall(text):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            for prefix in PREFIXES:
+                command = line.strip().removeprefix("$ ")
+                if command.startswith(prefix):
+                    words = shlex.split(command.removeprefix(prefix), comments=True)
+                    yield [word for word in words if word != "..."]
+
+
+def check_command(words: list[str]) -> None:
+    """Raises Parsed, or SystemExit where the parser refuses."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse(parser: argparse.ArgumentParser, *arguments: Any, **keywords: Any) -> NoReturn:
+        real(parser, *arguments, **keywords)
+        raise Parsed
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse):
+        if words[0] in COMMANDS:
+            COMMANDS[words[0]].run(words[1:])
+        elif words[0] == "evaluate":
+            parse_arguments(words[1:])
+        elif words[0] == "quickstart":
+            quickstart_arguments(words[1:])
+        else:
+            check_overrides(parse_command(words).overrides)
+            raise Parsed
+
+
+def check_overrides(overrides: list[str]) -> None:
+    known = [key.name for key in config_keys(Config)]
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        assert equals, f"{override!r} is not of the form section.key=value"
+        is_known = any(name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in known)
+        assert is_known or key == "section.key", f"no key {key!r} in a config"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands(text_of(name)):
+        try:
+            check_command(words)
+        except Parsed:
+            continue
+        except SystemExit as end:
+            assert "--list-keys" in words and end.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
+        else:
+            pytest.fail(f"{shlex.join(words)} was not parsed")
+
+
+def test_a_wrong_command_is_found() -> None:
+    text = "```\npython -m grpo_megatron train a.yaml \\\n    rollout.m=3   # a comment\ngrpo-megatron convert to-mega a b\n```"
+    first, second = commands(text)
+    assert first == ["train", "a.yaml", "rollout.m=3"]
+    with pytest.raises(AssertionError, match=r"no key 'rollout\.m'"):
+        check_command(first)
+    with pytest.raises(SystemExit):
+        check_command(second)
+
+
+# -- blocks of a config ------------------------------------------------------------------------------------------------
+
+
+def config_blocks(text: str) -> Iterator[dict[str, Any]]:
+    """The blocks of a page that are sections of a config."""
+    for language, block in FENCE.findall(text):
+        if language not in ("", "yaml"):
+            continue
+        try:
+            raw = yaml.safe_load(block)
+        except yaml.YAMLError:
+            assert language != "yaml", f"a block that is marked as YAML is none:\n{block}"
+            continue
+        if isinstance(raw, dict) and raw and set(raw) <= set(Config.model_fields):
+            yield raw
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_of_a_config_are_valid(name: str) -> None:
+    for raw in config_blocks(text_of(name)):
+        Config.model_validate({**raw, "model": {"path": "model", **raw.get("model", {})}})
+
+
+def test_a_wrong_block_is_found() -> None:
+    (raw,) = config_blocks("```yaml\nrollout: {m: 3}\n```\n```\nno: section\n```")
+    with pytest.raises(ValueError, match="rollout"):
+        Config.model_validate({**raw, "model": {"path": "model"}})
