@@ -19,7 +19,7 @@ from grpo_megatron.report.run_folder import RunFolder
 
 PAGE_PARTS = Path(__file__).parent / "page"
 MAX_EVENTS = 200
-LONGEST_VALUE = 400  # characters of a config's value
+LONGEST_SETTING = 400  # characters of a config's value
 
 
 def render_report(runs: Sequence[RunFolder]) -> str:
@@ -117,7 +117,10 @@ def _run_data(run: RunFolder, drawn: set[str]) -> dict[str, Any]:
         "phases": phases,
         "settings": {key: _shown(value) for key, value in run.settings.items()},
         "attempts": [
-            {"number": attempt.number, "changes": [[key, _shown(old), _shown(new)] for key, old, new in attempt.changes]}
+            {
+                "number": attempt.number,
+                "changes": [[key, _shown(old), _shown(new)] for key, old, new in attempt.changes],
+            }
             for attempt in run.attempts
         ],
         "events": run.events[-MAX_EVENTS:],
@@ -128,4 +131,4 @@ def _run_data(run: RunFolder, drawn: set[str]) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text):,} characters)"
+    return text if len(text) <= LONGEST_SETTING else f"{text[:LONGEST_SETTING]}... ({len(text):,} characters)"

@@ -23,7 +23,7 @@ from grpo_megatron.storage.events import read_events
 
 RECENT = 20  # steps, whose median predicts the next ones
 ENDED = ("stopped", "stalled", "failed", "done")  # kinds of events
-Settings = dict[str, Any]  # "section.key" -> value
+FlatSettings = dict[str, Any]  # "section.key" -> value
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.curves = Curves()
-        self.settings: Settings = {}
+        self.settings: FlatSettings = {}
         self.attempts: list[Attempt] = []
         self.events: list[dict[str, Any]] = []
         self._tail = MetricsTail(folder / METRICS_FILE)
@@ -73,11 +73,11 @@ class RunFolder:
         self._read_config()
 
     def _read_config(self) -> None:
-        self.settings = flat(_yaml(self.folder / "config.yaml"))
+        self.settings = flat_config(_yaml(self.folder / "config.yaml"))
         self.attempts = []
         for path in sorted((self.folder / "config_attempts").glob("*.yaml")):
             if path.stem.isdecimal():
-                now = flat(_yaml(path))
+                now = flat_config(_yaml(path))
                 changes = [(key, self.settings.get(key), value) for key, value in now.items()]
                 self.attempts.append(Attempt(int(path.stem), changes))
 
@@ -103,7 +103,9 @@ class RunFolder:
     def seconds_left(self) -> float | None:
         """For the steps that are left, without checkpoints; None: unknown, or the run has ended."""
         total, each = self.total_steps(), self.step_seconds()
-        return None if total is None or each is None or self.state() != "running" else each * (total - self.steps_done())
+        return (
+            None if total is None or each is None or self.state() != "running" else each * (total - self.steps_done())
+        )
 
     def state(self) -> str:
         """running, or one of ENDED: what the last event says. A run that was killed leaves no event and seems to run."""
@@ -121,12 +123,12 @@ class RunFolder:
             return None
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
+def flat_config(settings: Mapping[str, Any], prefix: str = "") -> FlatSettings:
     """{"section": {"key": value}} -> {"section.key": value}."""
-    result: Settings = {}
+    result: FlatSettings = {}
     for key, value in settings.items():
         is_section = isinstance(value, Mapping) and bool(value)
-        result |= flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+        result |= flat_config(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return result
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 EVENTS_FILE = "events.jsonl"
-KINDS = ("started", "resumed", "guard", "stopped", "stalled", "failed", "done")
+EVENT_KINDS = ("started", "resumed", "guard", "stopped", "stalled", "failed", "done")
 LONGEST_TEXT = 2000  # characters
 
 
 def add_event(output_dir: Path, kind: str, step: int | None, text: str = "") -> None:
     """Append an event. For one rank only. A full disk is not reported here: the next metrics or checkpoint report it."""
-    assert kind in KINDS, kind
+    assert kind in EVENT_KINDS, kind
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": text[:LONGEST_TEXT]}) + "\n"
     with contextlib.suppress(OSError), (output_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
         file.write(line)
@@ -36,6 +36,10 @@ def read_events(output_dir: Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
-            if isinstance(event, dict) and event.get("kind") in KINDS and isinstance(event.get("time"), float | int):
+            if (
+                isinstance(event, dict)
+                and event.get("kind") in EVENT_KINDS
+                and isinstance(event.get("time"), float | int)
+            ):
                 events.append({"step": None, "text": "", **event})
     return events

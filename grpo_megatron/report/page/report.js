@@ -79,7 +79,7 @@
       }
       if (fixed.length) {
         const details = make("details");
-        details.append(make("summary", "", `${fixed.length} metrics that have never changed`), scrolled(table(["metric", ...(two ? runs.map((run) => visible(run.name)) : ["value"])], fixed.map(([metric, values]) => [metric, ...values.map(short)]))));
+        details.append(make("summary", "", `${fixed.length} metrics that have never changed`), scrolled(table(["metric", ...(two ? runs.map((run) => visible(run.name)) : ["value"])], fixed.map(([metric, values]) => [metric, ...values.map((value) => short(value))]))));
         made.append(details);
       }
     }

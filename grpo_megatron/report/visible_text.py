@@ -8,11 +8,11 @@ import re
 STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def printable(text: str) -> str:
+def visible(text: str) -> str:
     """Steering characters as <U+001B>."""
     return STEERING.sub(lambda match: f"<U+{ord(match[0]):04X}>", text)
 
 
-def printable_line(text: str) -> str:
+def visible_line(text: str) -> str:
     """The same in one line."""
-    return " ".join(printable(text).split())
+    return " ".join(visible(text).split())
