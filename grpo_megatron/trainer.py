@@ -23,6 +23,7 @@ from grpo_megatron.models.scalar_head import ScalarPolicy
 from grpo_megatron.models.shape import sequence_cost
 from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
@@ -92,7 +93,8 @@ class Trainer:
 
         # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
         # device memory comes after it: gradient buffers, optimizer, reward model, reference (see checks/phases.py).
-        self.policy = build_policy(config, checked, self.mesh, self.device)
+        with awaited(f"loading the weights of {config.model.path}", self.mesh.rank == 0):
+            self.policy = build_policy(config, checked, self.mesh, self.device)
         self.colocation = build_colocation(config, checked, self.policy)
         generator = build_generator(config, checked, self.colocation, opened)
 
@@ -101,6 +103,7 @@ class Trainer:
         record_config(self.output_dir, self.mesh, raw, resumed=checkpoint is not None)
         self.sinks = build_sinks(trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=raw)
         opened.enter_context(self.sinks)
+        self.heartbeat.listener = self.sinks.enter
         self.sinks.note(f"kernels: {choose_kernels(self.actor.megatron, self.device, config.model.dtype).describe()}")
         if self.folder.moved_to is not None:
             self.sinks.note(f"an earlier run's files are now in {self.folder.moved_to}")

@@ -65,6 +65,18 @@ def _init(argv: list[str]) -> int:
     return main(argv)
 
 
+def _report(argv: list[str]) -> int:
+    from grpo_megatron.report.cli import report_main
+
+    return report_main(argv)
+
+
+def _watch(argv: list[str]) -> int:
+    from grpo_megatron.report.cli import watch_main
+
+    return watch_main(argv)
+
+
 COMMANDS = {
     "init": Command("write a commented config for a model and a task", _init),
     "examples": Command("copy the examples and the Slurm scripts", _examples),
@@ -73,5 +85,7 @@ COMMANDS = {
     "curate": Command("pass rates per prompt, filtered data, rows for SFT and DPO", _curate),
     "replay": Command("compute the loss of a batch again that a guard has dumped", _replay),
     "import": Command("write a config from one of verl or TRL", _import),
+    "report": Command("one page of a run, or of two beside each other, from their files", _report),
+    "watch": Command("a run in the terminal, from its files", _watch),
     "keys": Command("list the keys of a config, with their defaults", _keys),
 }

@@ -91,6 +91,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         remove_leftovers()
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
         ranks.start_fork_server(config.draws)
+    if not is_rank and not starts_ranks and not args.dry_run:
+        ranks.announce_start(world_size, config.draws)
     with large_imports():  # torch too: only once the file is known to be well-formed
         if not starts_ranks and not args.dry_run:
             _join_run(is_rank)

@@ -69,8 +69,7 @@ def start_ranks(
 
     from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
 
-    parts = "Megatron-Core, then a vLLM engine" if has_engine else "Megatron-Core"
-    print(f"starting {world_size} ranks: {parts}; the first line takes some {10 if has_engine else 5} s", flush=True)
+    announce_start(world_size, has_engine)
     logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
     if is_on_cpu(device):
         start_fork_server(has_engine)
@@ -101,6 +100,13 @@ def start_ranks(
             logging.disable(logging.NOTSET)
             del os.environ[LAUNCHER_PID]
     return 0
+
+
+def announce_start(world_size: int, has_engine: bool) -> None:
+    """The first line of a run: what is awaited, and for how long."""
+    parts = "Megatron-Core, then a vLLM engine" if has_engine else "Megatron-Core"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    print(f"starting {ranks}: {parts}; the first line takes some {10 if has_engine else 5} s", flush=True)
 
 
 def _handle_requests(folder: Path) -> dict[int, Any]:

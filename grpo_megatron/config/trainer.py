@@ -66,7 +66,12 @@ class TrainerConfig(Section):
     stop_at: float | None = Field(None, gt=0, le=1e11)
     max_actor_ckpt_to_keep: int | None = Field(3, ge=1)  # older checkpoints are removed; null: keep all
     save_hf_at_end: bool = True  # write the trained model as a Hugging Face folder, output_dir/hf
-    logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl"]
+    logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow"]] = ["console", "jsonl"]
+    project_name: str = Field("grpo_megatron", min_length=1, max_length=128)  # of wandb, swanlab and mlflow
+    experiment_name: str | None = Field(
+        None, min_length=1, max_length=128
+    )  # the run's name there; null: output_dir's name
+    tags: list[str] = []  # of wandb, swanlab and mlflow
     num_logged_samples: int = Field(4, ge=0)  # completions written as text per validation
     rollout_data_dir: Path | None = None  # every training sample, one .jsonl file per step; null: they are not written
     nnodes: int = Field(1, ge=1, le=65536)

@@ -15,15 +15,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from grpo_megatron.observability.sinks import VALIDATION_ACCURACY, read_metrics
+from grpo_megatron.observability.console import VALIDATION_ACCURACY
+from grpo_megatron.report.metrics_file import StepMetrics, read_metrics
 
-StepMetrics = dict[str, Any]  # one line of metrics.jsonl: "step", and a number or null per metric
 NOT_RECORDED = "not recorded"
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would list every font that it did not find
 

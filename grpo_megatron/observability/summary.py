@@ -7,10 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grpo_megatron.observability.sinks import METRICS_FILE, Sinks, read_metrics
+from grpo_megatron.observability.report_sink import REPORT_FILE
+from grpo_megatron.observability.sinks import Sinks
+from grpo_megatron.report.metrics_file import METRICS_FILE, read_metrics
 
 OUTPUTS = {
     "hf": "the trained model, a Hugging Face folder",
+    REPORT_FILE: "the run as a page: curves, time, samples, config, events",
     "curves.png": "learning curves",
     METRICS_FILE: "every metric of every step",
     "calibration.txt": "confidence against accuracy on held-out rows",

@@ -35,6 +35,7 @@ from grpo_megatron.parallel.activity import MainThread, describe_process, same_p
 from grpo_megatron.parallel.disk import on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.parallel.stalls import Beat, StalledRank, Watch, behind, read_beat, reason, table
+from grpo_megatron.storage.events import add_event
 
 FOLDER, REPORTS = "heartbeats", "stalls"
 MAX_WATCHERS, MAX_READS = 8, 4096
@@ -71,7 +72,9 @@ class Heartbeat:
         self.period_s = min(MAX_PERIOD_S, (timeout_s or 60.0) / 6)
         self.step: int | None = None
         self._phases: list[str] = []
+        self.listener: Callable[[int | None, list[str]], None] = lambda step, phases: None  # called at each change
         self._changes, self._changed_at = 0, time.monotonic()
+        self._step_began = self._changed_at
         self._count, self._idle_since = 0, time.monotonic()
         self._node, self._started = socket.gethostname(), start_ticks()
         self._wake, self._stopped = threading.Event(), threading.Event()
@@ -92,8 +95,11 @@ class Heartbeat:
         self._change(outer)
 
     def _change(self, phases: list[str]) -> None:
+        if not self._phases:
+            self._step_began = time.monotonic()
         self._phases, self._changes, self._changed_at = phases, self._changes + 1, time.monotonic()
         self._wake.set()
+        self.listener(self.step, phases)
 
     @contextlib.contextmanager
     def naming_timeouts(self) -> Iterator[None]:
@@ -170,6 +176,7 @@ class Heartbeat:
             phase="/".join(self._phases),
             changes=self._changes,
             phase_s=now - self._changed_at,
+            step_s=now - self._step_began if self._phases else 0.0,
             idle_s=now - self._idle_since,
             where=where,
             ended=is_over,
@@ -205,6 +212,7 @@ class Heartbeat:
             lines.append(f"  what every rank was doing, and the stacks of its threads: {folder}")
             (folder / "report.txt").write_text("\n".join(lines) + "\n\n" + table(list(watch.beats.values())))
             json.dump({"by": self.mesh.rank, "folder": folder.name, "silent": sorted(silent), "lines": lines}, file)
+        add_event(self.output_dir, "stalled", self.step, "\n".join(lines))
 
     def _described(self, beat: Beat, silent_s: float | None) -> str:
         is_local = beat.node == self._node and silent_s is not None

@@ -54,6 +54,7 @@ class Beat:
     idle_s: float  # seconds for which the main thread has been idle
     where: str  # the main thread's innermost Python function
     ended: bool = False
+    step_s: float = 0.0  # seconds since the outermost phase began
 
     def text(self) -> str:
         return json.dumps(asdict(self)) + "\n"

@@ -23,6 +23,7 @@ from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
@@ -41,6 +42,7 @@ from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.rollout_files import build_rollout_files
 from grpo_megatron.training.score_validation import ScoreValidation
+from grpo_megatron.training.shown_samples import ShownSamples
 from grpo_megatron.training.validation import Validator
 from grpo_megatron.training.validation_loss import ValidationLoss
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
@@ -135,7 +137,8 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Policy
         return PolicyAlone(provenance)
     policy.offload()
     policy.device.empty_cache()
-    engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
+    with awaited("building the engine of the rollouts (importing it, loading weights)", policy.mesh.rank == 0):
+        engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
     colocation = Colocation(
         policy,
         engine,
@@ -225,6 +228,7 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks,
         guards,
         policy.has_finite_weights,
         build_rollout_files(config.trainer, policy.mesh, checked.tokenizer),
+        ShownSamples(policy.mesh, checked.tokenizer, config.draws),
         shape=shape,
         peaks=peaks(config, policy.device.name, shape.num_layers),
         multiple=policy.multiple,

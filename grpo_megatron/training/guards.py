@@ -32,6 +32,7 @@ from grpo_megatron.algo.losses import MetricSum
 from grpo_megatron.config import Band, Config
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.storage.events import add_event
 from grpo_megatron.training.dump import Incident, write_dump
 from grpo_megatron.types import Batch, GroupTable, rows_of_mini_batch
 
@@ -114,10 +115,15 @@ class Guards:
             f"guards.weights={self.guards.weights}: step {self.step} made weights that are not finite; lower"
             " actor.optim.lr, or start again from the last checkpoint, which is from before this step"
         )
+        self._record_event(text)
         if self.guards.weights == "stop":
             raise GuardStop(text)
         if self.mesh.rank == 0:
             logger.warning(text)
+
+    def _record_event(self, text: str) -> None:
+        if self.mesh.rank == 0:
+            add_event(self.config.trainer.output_dir, "guard", self.step, text)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -192,6 +198,7 @@ class Guards:
             for name, text in problems.items()
         ]
         text = "\n".join(lines) + dumped
+        self._record_event(text)
         if "stop" in actions.values():
             raise GuardStop(text)
         if self.mesh.rank == 0:

@@ -23,7 +23,8 @@ EARLIER = re.compile(r"earlier_(\d+)")
 # What a run writes besides what its summary names. Everything else in the folder is the user's, or slurm/train_70b.sh's.
 OTHER_OUTPUTS = (
     *("iterations", "reward_model", "heartbeat", "heartbeats", "stalls", "dumps", "outcome.json", "config_attempts"),
-    *("critic", "profile", "wandb", "wandb_run_id"),
+    *("critic", "profile", "events.jsonl", "report_samples.jsonl"),
+    *("wandb", "wandb_run_id", "swanlog", "swanlab_run_id", "mlflow.db", "mlflow_run_id"),
 )
 WRITTEN_INTO = (".", "checkpoints", "iterations")  # where temporary names may be left
 

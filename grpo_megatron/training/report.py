@@ -17,6 +17,7 @@ from grpo_megatron.sampling.generator import record_reward_metrics
 from grpo_megatron.sampling.trajectory_metrics import record_trajectory_metrics
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.rollout_files import RolloutWriter
+from grpo_megatron.training.shown_samples import ShownSamples
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 
@@ -33,13 +34,14 @@ class StepReport:
         guards: Guards,
         has_finite_weights: Callable[[], bool],
         rollouts: RolloutWriter,
+        shown: ShownSamples,
         *,
         shape: ModelShape,
         peaks: Mapping[str, Any],
         multiple: int,
     ) -> None:
         self.mesh, self.device, self.sinks = mesh, device, sinks
-        self.guards, self.has_finite_weights, self.rollouts = guards, has_finite_weights, rollouts
+        self.guards, self.has_finite_weights, self.rollouts, self.shown = guards, has_finite_weights, rollouts, shown
         self.shape, self.peaks, self.multiple = shape, peaks, multiple
         self.max_response_length, self.num_epochs = data.max_response_length, actor.ppo_epochs
         self.kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
@@ -74,6 +76,8 @@ class StepReport:
         metrics.constant("actor/kl_coef", self.kl_coef)
         self.guards.record(metrics, self.has_finite_weights())
         reduced = metrics.reduce(self.mesh.all_gather)
+        if (groups := self.shown.gather(samples, table, plan, batch)) is not None:
+            self.sinks.show(step, groups)
         self.sinks.log(step, reduced | self._speed(reduced, table, plan))
         self.guards.check_weights(reduced)
         return reduced

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from grpo_megatron.config import TrainerConfig
 from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.events import add_event
 from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.stop_signals import EXIT_INTERRUPTED, EXIT_STOPPED, requested
 
@@ -86,6 +87,7 @@ class Stopping:
         )
         if self.mesh.rank == 0:
             record(self.config.output_dir, "stopped", steps_done, checkpoint, exit_code)
+            add_event(self.config.output_dir, "stopped", steps_done, text)
             print(text, flush=True)
         self.mesh.barrier()  # torchrun ends all ranks when the first one ends: let rank 0 print and record first
         raise Stopped(text, exit_code)
@@ -94,6 +96,7 @@ class Stopping:
         """Record that the run has done all its steps. Call it after everything else is written."""
         if self.mesh.rank == 0:
             record(self.config.output_dir, "done", steps_done, checkpoint, 0)
+            add_event(self.config.output_dir, "done", steps_done)
 
     def _reason(self) -> int:
         """This rank's reason to stop, as an index into REASONS; 0 means none."""

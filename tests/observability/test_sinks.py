@@ -17,13 +17,10 @@ import pytest
 from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.observability import curves
 from grpo_megatron.observability.columns import CONSOLE_COLUMNS, SUPERVISED_COLUMNS, console_columns
-from grpo_megatron.observability.sinks import (
-    ConsoleSink,
-    JsonlSink,
-    build_sinks,
-    read_metrics,
-)
+from grpo_megatron.observability.console import ConsoleSink
+from grpo_megatron.observability.sinks import JsonlSink, build_sinks
 from grpo_megatron.observability.summary import Summary, format_table
+from grpo_megatron.report.metrics_file import read_metrics
 from grpo_megatron.storage import StorageError
 
 STEP = {
@@ -70,7 +67,7 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
         resumed.log(3, {"x": 30.0})
         resumed.log(4, {"x": 40.0})
     assert lines(path) == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
-    assert [p.name for p in run.output_dir.iterdir()] == ["metrics.jsonl"]
+    assert sorted(p.name for p in run.output_dir.iterdir()) == ["events.jsonl", "metrics.jsonl", "report.html"]
 
 
 def test_a_failed_truncation_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +107,7 @@ def test_tensorboard_resume_purges(tmp_path: Path) -> None:
         with build_sinks(config(tmp_path, "tensorboard"), first_step=first_step) as sinks:
             for step in range(first_step, first_step + 3):
                 sinks.log(step, {"critic/score/mean": step + offset})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "tensorboard" / tmp_path.name))
     events.Reload()
     scalars = [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
     assert scalars == [(0, 0.0), (1, 1.0), (2, 102.0), (3, 103.0), (4, 104.0)]
@@ -289,6 +286,7 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
         ["gsm8k/acc/mean@1", "0.2500", "0.7500"],  # val-aux has one value only: there is nothing to compare
     ]
     assert [line.split()[0] for line in files.splitlines()] == [
+        str(tmp_path / "report.html"),
         str(tmp_path / "curves.png"),
         str(tmp_path / "metrics.jsonl"),
     ]

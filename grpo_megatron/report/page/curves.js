@@ -1,0 +1,212 @@
+// Curves and stacks as SVG, drawn at the width that they have on the screen, so that their text keeps its size on a phone.
+// The legend under a figure shows the values at the pointer, or else the last ones; a click on a name hides its curve.
+"use strict";
+const SVG = "http://www.w3.org/2000/svg";
+const COLOURS = ["#3b78c2", "#e08214", "#2e9e68", "#c2476b", "#8a63c9", "#a5791d", "#2aa5b8", "#8c8f94", "#d9534a", "#5f9e1f"];
+const make = (name, className, text) => { const made = document.createElement(name); if (className) made.className = className; if (text !== undefined) made.textContent = text; return made; };
+const draw = (name, attributes, text) => { const made = document.createElementNS(SVG, name); for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value); if (text !== undefined) made.textContent = text; return made; };
+const isNumber = (value) => typeof value === "number";
+
+function short(value, digits = 4) {
+  if (!isNumber(value)) return "\u2013";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(1).replace("e+", "e");
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(digits)));
+}
+function seconds(value) {
+  if (!isNumber(value)) return "\u2013";
+  if (value < 10) return `${value.toPrecision(2)} s`;
+  if (value < 90) return `${Math.round(value)} s`;
+  const minutes = Math.round(value / 60);
+  return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+function niceTicks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough)), size = [1, 2, 5, 10].find((n) => n * power >= rough) * power, ticks = [];
+  for (let n = Math.ceil(low / size - 1e-9); n * size <= high + size * 1e-9; n += 1) ticks.push(Number((n * size).toPrecision(12)));
+  return ticks;
+}
+function logTicks(low, high) {
+  const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9), every = Math.max(1, Math.ceil((last - first) / 4)), ticks = [];
+  for (let n = first; n <= last; n += every) ticks.push(10 ** n);
+  return ticks.length > 1 ? ticks : [low, high].map((value) => Number(value.toPrecision(2)));
+}
+function median(values, place) { // over a tenth of the run, centred: it does not lag, and a single spike does not move it
+  const half = Math.floor(values.length / 20), near = values.slice(Math.max(0, place - half), place + half + 1).filter(isNumber).sort((a, b) => a - b);
+  return near.length && isNumber(values[place]) ? near[Math.floor(near.length / 2)] : null;
+}
+
+// A figure that is drawn again when its width changes. `lines(place)`: [name, colour, text] of the legend.
+function figure(title, unit, text, paint, options = {}) {
+  const made = make("figure"), caption = make("figcaption"), box = make("div", "plot"), legend = make("div", "legend"), at = make("span", "at");
+  caption.append(make("b", "", title), make("span", "soft", unit));
+  made.append(caption, box, legend);
+  if (text) made.append(make("p", "soft small", text));
+  const state = { hidden: new Set(), log: Boolean(options.log), place: null };
+  if (options.canLog) {
+    const button = make("button", "log", "log"); button.type = "button";
+    const show = () => { button.setAttribute("aria-pressed", state.log); };
+    button.title = "logarithmic scale"; show();
+    button.addEventListener("click", () => { state.log = !state.log; show(); redraw(); });
+    caption.append(button);
+  }
+  let view = null, width = 0;
+  function redraw() {
+    if (!width) return;
+    view = paint(width, state);
+    view.svg.setAttribute("role", "img"); view.svg.setAttribute("aria-label", `${title}, ${unit}`);
+    box.replaceChildren(view.svg);
+    legends();
+  }
+  function legends() {
+    const place = state.place ?? view.last;
+    at.textContent = view.where(place);
+    legend.replaceChildren(at, ...view.lines(place).map(([key, name, colour, value, dashed]) => {
+      const entry = make("button", state.hidden.has(key) ? "entry off" : "entry"); entry.type = "button";
+      const mark = make("span", dashed ? "swatch dashed" : "swatch"); mark.style.setProperty("--colour", colour);
+      entry.append(mark, `${name} `, make("b", "", value));
+      entry.addEventListener("click", () => { if (!state.hidden.delete(key)) state.hidden.add(key); redraw(); });
+      return entry;
+    }));
+    view.mark(state.place);
+  }
+  function point(event) { state.place = view.nearest(event.clientX - box.getBoundingClientRect().left); legends(); }
+  box.addEventListener("pointermove", point);
+  box.addEventListener("pointerdown", point);
+  box.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") { state.place = null; legends(); } });
+  new ResizeObserver(() => { if (box.clientWidth !== width) { width = box.clientWidth; redraw(); } }).observe(box);
+  return made;
+}
+
+// The plane of a figure: scales, grid, and the pointer's line. `steps`: the places on the x axis.
+function plane(width, height, steps, low, high, log, integer = true) {
+  const left = 46, right = 8, top = 8, bottom = 22, svg = draw("svg", { width, height, viewBox: `0 0 ${width} ${height}` });
+  const first = steps[0] ?? 0, span = Math.max(1, (steps[steps.length - 1] ?? 1) - first), scale = log ? Math.log10 : (value) => value;
+  const x = (step) => left + ((step - first) / span) * (width - left - right);
+  const y = (value) => top + (1 - (scale(value) - scale(low)) / (scale(high) - scale(low) || 1)) * (height - top - bottom);
+  for (const tick of log ? logTicks(low, high) : niceTicks(low, high, 4)) {
+    svg.append(draw("path", { class: "grid", d: `M${left} ${y(tick).toFixed(1)}H${width - right}` }), draw("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, short(tick)));
+  }
+  const ticks = niceTicks(first, first + span, Math.max(2, Math.floor(width / 90))).filter((tick) => !integer || Number.isInteger(tick));
+  for (const tick of ticks) {
+    const end = x(tick) > width - right - 14;
+    svg.append(draw("text", { x: end ? width - right : x(tick), y: height - 6, "text-anchor": end ? "end" : "middle" }, tick.toLocaleString("en")));
+  }
+  const pointer = draw("path", { class: "pointer", d: "" });
+  return { svg, x, y, left, right, top, bottom, width, height, pointer, finish() { svg.append(pointer); } };
+}
+function nearestOf(steps, x) {
+  return (position) => { let best = 0; steps.forEach((step, place) => { if (Math.abs(x(step) - position) < Math.abs(x(steps[best]) - position)) best = place; }); return best; };
+}
+const pathOf = (points) => { let path = "", open = false; for (const [x, y] of points) { if (y === null) { open = false; continue; } path += `${open ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`; open = true; } return path; };
+
+// One panel: the curves of one or two runs. Curves with gaps, such as validation, are joined over the gaps.
+function panelFigure(panel, runs) {
+  const several = runs.length > 1, all = [];
+  panel.curves.forEach(([metric, label], number) => runs.forEach((run, which) => {
+    const data = run.metrics[metric];
+    if (!data || !data.y.some(isNumber) && !data.lost) return;
+    const single = panel.curves.length === 1;
+    all.push({ key: `${which}/${metric}`, name: several ? (single ? run.name : `${label}, ${run.name}`) : label, run, data, metric,
+      colour: COLOURS[(single ? which : number) % COLOURS.length], dashed: which === 1 && !single });
+  }));
+  if (!all.length) return null;
+  const steps = [...new Set(runs.flatMap((run) => run.steps))].sort((a, b) => a - b);
+  for (const curve of all) curve.at = new Map(curve.run.steps.map((step, place) => [step, place]));
+  const values = (curve) => [curve.data.y, curve.data.low ?? [], curve.data.high ?? []].flat().filter(isNumber);
+  const canLog = all.some((curve) => values(curve).some((value) => value > 0)) && !all.some((curve) => values(curve).some((value) => value < 0));
+  function paint(width, state) {
+    const shown = all.filter((curve) => !state.hidden.has(curve.key)), log = state.log && canLog;
+    let numbers = shown.flatMap(values).filter((value) => !log || value > 0);
+    if (!numbers.length) numbers = [0, 1];
+    let low = Math.min(...numbers), high = Math.max(...numbers);
+    const near = panel.references.filter(([value]) => (log ? value > low / 10 && value < high * 10 : value >= low - (high - low) && value <= high + (high - low)));
+    for (const [value] of near) { low = Math.min(low, value); high = Math.max(high, value); }
+    if (low === high) { low = log ? low / 2 : low - (Math.abs(low) || 1) * 0.5; high = log ? high * 2 : high + (Math.abs(high) || 1) * 0.5; }
+    else if (!log) { const space = (high - low) * 0.05; low = low >= 0 && low < space ? 0 : low - space; high += space; }
+    const flat = plane(width, 190, steps, log ? low / 1.2 : low, log ? high * 1.2 : high, log), { svg, x, y } = flat;
+    for (const run of runs) for (const event of run.events) {
+      if (event.step === null || ["started", "done"].includes(event.kind) || event.step < steps[0] || event.step > steps[steps.length - 1]) continue;
+      const line = draw("path", { class: `event ${event.kind}`, d: `M${x(event.step).toFixed(1)} ${flat.top}V${flat.height - flat.bottom}` });
+      line.append(draw("title", {}, `${event.kind} at step ${event.step}`)); svg.append(line);
+    }
+    for (const [value, name] of near) svg.append(draw("path", { class: "reference", d: `M${flat.left} ${y(value).toFixed(1)}H${width - flat.right}` }), draw("text", { x: width - flat.right, y: y(value) - 4, "text-anchor": "end", class: "reference" }, `${name} ${short(value)}`));
+    for (const curve of shown) {
+      const seen = curve.data.y.map((value, place) => [place, value]).filter(([, value]) => isNumber(value) && (!log || value > 0)), at = ([place, value]) => [x(curve.run.steps[place]), y(value)];
+      if (curve.data.low) {
+        const bound = (which) => seen.map(([place, value]) => { const found = curve.data[which][place] ?? value; return at([place, log && found <= 0 ? value : found]); });
+        svg.append(draw("path", { class: "band", fill: curve.colour, d: `${pathOf(bound("high"))}${pathOf(bound("low").reverse()).replace("M", "L")}Z` }));
+      }
+      const style = { stroke: curve.colour, ...(curve.dashed ? { "stroke-dasharray": "5 3" } : {}) };
+      if (seen.length >= 40) {
+        const raw = seen.map(([, value]) => value), smooth = seen.map(([place], number) => [place, median(raw, number)]);
+        svg.append(draw("path", { class: "curve faint", ...style, d: pathOf(seen.map(at)) }), draw("path", { class: "curve", ...style, d: pathOf(smooth.map(at)) }));
+      } else {
+        svg.append(draw("path", { class: "curve", ...style, d: pathOf(seen.map(at)) }));
+        for (const place of seen) { const [px, py] = at(place); svg.append(draw("circle", { cx: px.toFixed(1), cy: py.toFixed(1), r: 2, fill: curve.colour })); }
+      }
+      for (const place of curve.data.lost ?? []) { const mark = draw("path", { class: "lost", d: `M${x(curve.run.steps[place]).toFixed(1)} ${flat.top}V${flat.height - flat.bottom}` }); mark.append(draw("title", {}, "not finite")); svg.append(mark); }
+    }
+    const dots = shown.map((curve) => draw("circle", { r: 3.5, fill: curve.colour, class: "dot", visibility: "hidden" }));
+    flat.finish(); svg.append(...dots);
+    const valueAt = (curve, place) => { const own = curve.at.get(steps[place]); return own === undefined ? undefined : curve.data.y[own]; };
+    const lastOf = (curve) => curve.data.y.findLast(isNumber);
+    const lostAt = (curve, place) => curve.data.lost?.includes(curve.at.get(steps[place]));
+    return {
+      svg, last: null, nearest: nearestOf(steps, x),
+      where: (place) => (place === null ? "last" : `step ${stepText(runs[0], steps[place])}`),
+      lines: (place) => all.map((curve) => [curve.key, curve.name, curve.colour, place === null ? short(lastOf(curve)) : lostAt(curve, place) ? "not finite" : short(valueAt(curve, place)), curve.dashed]),
+      mark: (place) => {
+        flat.pointer.setAttribute("d", place === null ? "" : `M${x(steps[place]).toFixed(1)} ${flat.top}V${flat.height - flat.bottom}`);
+        shown.forEach((curve, number) => {
+          const value = place === null ? undefined : valueAt(curve, place), visible = isNumber(value) && (!log || value > 0);
+          dots[number].setAttribute("visibility", visible ? "visible" : "hidden");
+          if (visible) { dots[number].setAttribute("cx", x(steps[place])); dots[number].setAttribute("cy", y(value)); }
+        });
+      },
+    };
+  }
+  return figure(panel.title, panel.unit, panel.text, paint, { log: panel.log, canLog });
+}
+const stepText = (run, step) => (run.width > 1 ? `${step.toLocaleString("en")} to ${(step + run.width - 1).toLocaleString("en")}` : step.toLocaleString("en"));
+
+// Seconds per phase, stacked. What no phase covers is "other".
+function phaseTable(run) {
+  const mean = (values) => { const found = values.filter(isNumber); return found.length ? found.reduce((a, b) => a + b, 0) / found.length : 0; };
+  const whole = run.metrics["timing_s/step"]?.y ?? [], places = run.steps.map((step, place) => place).filter((place) => isNumber(whole[place]));
+  const phases = run.phases.map((name) => ({ name: name.replace("timing_s/", ""), y: run.metrics[name].y }));
+  const covered = (place) => phases.reduce((sum, phase) => sum + (phase.y[place] ?? 0), 0);
+  phases.push({ name: "other", y: run.steps.map((step, place) => (isNumber(whole[place]) ? Math.max(0, whole[place] - covered(place)) : null)) });
+  for (const phase of phases) phase.mean = mean(places.map((place) => phase.y[place] ?? 0));
+  phases.sort((a, b) => (a.name === "other") - (b.name === "other") || b.mean - a.mean);
+  phases.forEach((phase, number) => { phase.colour = phase.name === "other" ? "#9aa0a6" : COLOURS[number % COLOURS.length]; });
+  return { phases: phases.filter((phase) => phase.mean > 0), places, whole: mean(whole) };
+}
+function stackFigure(run, title) {
+  const { phases, places } = phaseTable(run);
+  if (!places.length) return null;
+  const steps = places.map((place) => run.steps[place]);
+  function paint(width, state) {
+    const shown = phases.filter((phase) => !state.hidden.has(phase.name)), totals = places.map((place) => shown.reduce((sum, phase) => sum + (phase.y[place] ?? 0), 0));
+    const flat = plane(width, 230, [...steps, steps[steps.length - 1] + run.width], 0, Math.max(...totals, 1e-9) * 1.04, false), { svg, x, y } = flat;
+    let below = places.map(() => 0);
+    for (const phase of shown) {
+      const above = below.map((value, number) => value + (phase.y[places[number]] ?? 0)), top = [], low = [];
+      steps.forEach((step, number) => {
+        const ends = [x(step), x(steps[number + 1] ?? step + run.width)];
+        for (const end of ends) { top.push([end, y(above[number])]); low.push([end, y(below[number])]); }
+      });
+      svg.append(draw("path", { fill: phase.colour, d: `${pathOf(top)}${pathOf(low.reverse()).replace("M", "L")}Z` }));
+      below = above;
+    }
+    flat.finish();
+    return {
+      svg, last: null, where: (place) => (place === null ? "mean" : `step ${stepText(run, steps[place])}`),
+      nearest: (position) => { let best = 0; steps.forEach((step, number) => { if (x(step) <= position) best = number; }); return best; },
+      lines: (place) => phases.map((phase) => [phase.name, phase.name, phase.colour, seconds(place === null ? phase.mean : phase.y[places[place]] ?? 0)]),
+      mark: (place) => flat.pointer.setAttribute("d", place === null ? "" : `M${x(steps[place] + run.width / 2).toFixed(1)} ${flat.top}V${flat.height - flat.bottom}`),
+    };
+  }
+  return figure(title, "seconds per step", "", paint);
+}

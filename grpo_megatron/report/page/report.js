@@ -1,0 +1,236 @@
+// The page of one run, or of two: facts, curves, time, samples, config, events. All texts enter as text nodes.
+(() => {
+  const { runs, panels, constants } = JSON.parse(document.getElementById("data").textContent);
+  const main = document.getElementById("main"), places = document.getElementById("places"), two = runs.length > 1;
+  const STEERING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+  const visible = (text) => String(text).replace(STEERING, (character) => `<U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}>`);
+  const clock = (time) => new Date(1000 * time).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
+  const option = (value, text) => { const made = make("option", "", text); made.value = value; return made; };
+  const choice = (label, options, changed) => { const made = make("label", "choice", label), select = make("select"); select.append(...options.map(([value, text]) => option(value, text))); select.addEventListener("change", changed); made.append(select); return [made, select]; };
+  const scrolled = (inner) => { const made = make("div", "scroll"); made.append(inner); return made; };
+  function table(head, rows) {
+    const made = make("table"), top = make("tr");
+    top.append(...head.map((cell) => make("th", "", cell)));
+    made.append(top, ...rows.map((row) => { const line = make("tr"); line.append(...row.map((cell) => { if (cell instanceof Node) { const made = make("td"); made.append(cell); return made; } return make("td", "", cell); })); return line; }));
+    return made;
+  }
+  function section(title, note) {
+    const made = make("section"), id = title.toLowerCase().replace(/[^a-z]+/g, "-"), link = make("a", "", title);
+    made.id = id; link.href = `#${id}`; places.append(link);
+    made.append(make("h2", "", title));
+    if (note) made.append(make("p", "soft small", note));
+    main.append(made);
+    return made;
+  }
+
+  // -- the head ------------------------------------------------------------------------------------------------------
+  const STATES = { running: "calm", done: "right", stopped: "mark", stalled: "wrong", failed: "wrong" };
+  function head() {
+    const top = document.getElementById("top");
+    top.append(make("h1", "", runs.map((run) => visible(run.name)).join(" and ")));
+    for (const [which, run] of runs.entries()) {
+      const line = make("p", "small"), badge = make("span", `badge ${STATES[run.state]}`, run.state);
+      if (two) { const swatch = make("span", "swatch"); swatch.style.setProperty("--colour", COLOURS[which]); line.append(swatch, make("b", "", visible(run.name)), " "); }
+      line.append(badge, ` ${visible(run.folder)}, as of ${clock(run.updated)}`, run.state === "running" ? "; reload the page for newer numbers" : "");
+      top.append(line);
+    }
+    if (two) top.append(scrolled(table(["", ...runs.map((run) => visible(run.name))], facts(runs[0]).map(([label], row) => [label, ...runs.map((run) => facts(run)[row][1])]))));
+    else {
+      const tiles = make("dl", "tiles");
+      for (const [label, value] of facts(runs[0])) { const tile = make("div"); tile.append(make("dt", "", label), make("dd", "", value)); tiles.append(tile); }
+      top.append(tiles);
+    }
+  }
+  function change(run, metric) {
+    const y = run.metrics[metric]?.y.filter(isNumber);
+    return y?.length ? (y.length > 1 ? `${short(y[0], 3)} \u2192 ${short(y[y.length - 1], 3)}` : short(y[0], 3)) : "\u2013";
+  }
+  const lastValue = (run, metric) => { const value = run.metrics[metric]?.y.findLast(isNumber); return isNumber(value) ? short(value) : "\u2013"; };
+  function facts(run) {
+    const accuracy = Object.keys(run.metrics).find((name) => /^val-core\/.+\/mean@\d+$/.test(name));
+    return [
+      ["steps", run.total === null ? run.done.toLocaleString("en") : `${run.done.toLocaleString("en")} of ${run.total.toLocaleString("en")}`],
+      ["training reward", change(run, "critic/score/mean")],
+      ["validation accuracy", accuracy ? change(run, accuracy) : "\u2013"],
+      ["response length", change(run, "response_length/mean")],
+      ["seconds per step", isNumber(run.stepSeconds) ? seconds(run.stepSeconds) : "\u2013"],
+      ["tokens per second and device", lastValue(run, "perf/throughput")],
+      ...(runs.some((other) => other.state === "running") ? [["time left", isNumber(run.secondsLeft) ? seconds(run.secondsLeft) : "\u2013"]] : []),
+    ].filter(([, value]) => two || value !== "\u2013");
+  }
+
+  // -- curves --------------------------------------------------------------------------------------------------------
+  function curves() {
+    const groups = new Map();
+    for (const panel of panels) { if (!groups.has(panel.group)) groups.set(panel.group, []); groups.get(panel.group).push(panel); }
+    const folded = ["Validation in detail", "Other metrics"];
+    for (const [name, members] of groups) if (!folded.includes(name)) section(name).append(grid(members));
+    time();
+    samples();
+    for (const name of folded) {
+      const members = groups.get(name) ?? [], fixed = name === "Other metrics" ? Object.entries(constants) : [];
+      if (!members.length && !fixed.length) continue;
+      const made = section(name);
+      if (members.length) {
+        const details = make("details"), count = members.length;
+        details.append(make("summary", "", `${count} panel${count > 1 ? "s" : ""}`));
+        details.addEventListener("toggle", () => { if (details.open && details.childNodes.length === 1) details.append(grid(members)); });
+        made.append(details);
+      }
+      if (fixed.length) {
+        const details = make("details");
+        details.append(make("summary", "", `${fixed.length} metrics that have never changed`), scrolled(table(["metric", ...(two ? runs.map((run) => visible(run.name)) : ["value"])], fixed.map(([metric, values]) => [metric, ...values.map((value) => short(value))]))));
+        made.append(details);
+      }
+    }
+  }
+  function grid(members) {
+    const made = make("div", "grid");
+    for (const panel of members) { const drawn = panelFigure(panel, runs); if (drawn) made.append(drawn); }
+    return made;
+  }
+
+  // -- time ----------------------------------------------------------------------------------------------------------
+  function time() {
+    const drawn = runs.map((run) => [run, stackFigure(run, two ? visible(run.name) : "Phases of a step")]).filter(([, made]) => made);
+    if (!drawn.length) return;
+    const made = section("Where the time goes", "Seconds of the slowest rank. A phase that grows alone is the one to look at; `train --profile` shows what a phase waits for.");
+    const both = make("div", two ? "grid" : "");
+    both.append(...drawn.map(([, stack]) => stack));
+    made.append(both);
+    for (const [run] of drawn) {
+      const { phases, whole } = phaseTable(run), rows = phases.map((phase) => {
+        const bar = make("div", "share"), inner = make("div");
+        inner.style.width = `${(100 * phase.mean) / whole}%`; inner.style.background = phase.colour; bar.append(inner);
+        return [phase.name, seconds(phase.mean), `${((100 * phase.mean) / whole).toFixed(1)} %`, bar];
+      });
+      if (two) made.append(make("h3", "", visible(run.name)));
+      made.append(scrolled(table(["phase", "per step", "share", ""], rows)));
+    }
+  }
+
+  // -- samples -------------------------------------------------------------------------------------------------------
+  const COLOURINGS = [["gap", "policy against engine"], ["surprise", "probability of the engine"], ["none", "none"]];
+  function samples() {
+    const withSamples = runs.filter((run) => run.samples.length);
+    if (!withSamples.length) return;
+    const made = section("Samples", "Responses to one prompt beside each other, with their rewards and advantages.");
+    const form = make("form", "choices"), shown = make("div"), pickers = {};
+    const picked = () => withSamples[Number(pickers.run?.value ?? 0)];
+    const add = (key, label, options, changed) => { const [box, select] = choice(label, options, changed); pickers[key] = select; form.append(box); };
+    if (withSamples.length > 1) add("run", "Run", withSamples.map((run, number) => [number, visible(run.name)]), fill);
+    add("step", "Step", [], fillGroups); add("group", "Prompt", [], show); add("colour", "Colour of the tokens", COLOURINGS, show);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    made.append(form, shown);
+    function fill() {
+      pickers.step.replaceChildren(...picked().samples.map((kept, number) => option(number, kept.step.toLocaleString("en"))));
+      pickers.step.value = String(picked().samples.length - 1);
+      fillGroups();
+    }
+    function fillGroups() {
+      const groups = picked().samples[Number(pickers.step.value)].groups;
+      pickers.group.replaceChildren(...groups.map((group, number) => option(number, `${number + 1} of ${groups.length}: ${visible(group.uid || group.prompt).slice(0, 50)}`)));
+      show();
+    }
+    function show() {
+      const group = picked().samples[Number(pickers.step.value)].groups[Number(pickers.group.value)];
+      if (group) shown.replaceChildren(...groupOf(group, pickers.colour.value)); else shown.replaceChildren(make("p", "soft", "no sample was kept of this step"));
+    }
+    fill();
+  }
+  function groupOf(group, colouring) {
+    const gaps = group.samples.flatMap((sample) => sample.pieces.map((piece) => piece[2]).filter(isNumber)).map(Math.abs), largest = Math.max(...gaps);
+    const prompt = make("details", "prompt"), cards = make("div", "cards"), readout = make("p", "soft small readout", "Point at a token to read its log-probabilities.");
+    prompt.open = true;
+    prompt.append(make("summary", "", `Prompt${group.source ? ` of ${visible(group.source)}` : ""}`), make("div", "text", visible(group.prompt)));
+    if (group.answer) prompt.append(make("h3", "", "Reference answer"), make("div", "text", visible(group.answer)));
+    const best = Math.max(...group.samples.map((sample) => sample.reward ?? -Infinity));
+    cards.append(...group.samples.map((sample) => card(sample, colouring, best)));
+    const token = (event) => event.target.closest?.("[data-read]");
+    for (const kind of ["pointerover", "click"]) cards.addEventListener(kind, (event) => { const found = token(event); if (found) readout.textContent = found.dataset.read; });
+    const legend = make("p", "small key");
+    if (colouring === "gap") {
+      for (const [value, text] of [[-1, "policy lower by 1"], [-0.03, "by 0.03"], [0, "equal"], [0.03, "higher by 0.03"], [1, "by 1"]]) { const entry = make("span", "token", text); entry.style.background = gapColour(value); legend.append(entry, " "); }
+      legend.append(make("span", "soft", gaps.length ? `nats. Largest difference here: ${short(largest)}.` : "No differences are known for this step."));
+    } else if (colouring === "surprise") {
+      for (const probability of [1, 0.5, 0.1, 0.01]) { const entry = make("span", "token", `p = ${probability}`); entry.style.background = surpriseColour(Math.log(probability)); legend.append(entry, " "); }
+    }
+    return [prompt, legend, cards, readout];
+  }
+  const mixed = (colour, strength) => `color-mix(in srgb, ${colour} ${Math.round(100 * Math.min(1, Math.max(0, strength)))}%, transparent)`;
+  const gapColour = (gap) => (isNumber(gap) && gap ? mixed(gap > 0 ? "#3b78c2" : "#e08214", 0.75 * (Math.log10(Math.abs(gap)) + 3) / 3) : "none");
+  const surpriseColour = (logprob) => (isNumber(logprob) ? mixed("#c2476b", (-logprob / 5) * 0.75) : "none");
+  function card(sample, colouring, best) {
+    const made = make("article", "card"), head = make("div", "head"), text = make("div", "text");
+    const good = isNumber(sample.reward) && sample.reward === best && best > 0;
+    head.append(make("span", `badge ${good ? "right" : "wrong"}`, `reward ${short(sample.reward)}`));
+    if (isNumber(sample.score) && sample.score !== sample.reward) head.append(make("span", "small", `before penalties ${short(sample.score)}`));
+    head.append(make("span", "small", sample.advantage === null ? "not trained on" : `advantage ${short(sample.advantage)}`), make("span", "small soft", `${sample.tokens.toLocaleString("en")} tokens`));
+    if (sample.finish_reason === "length") head.append(make("span", "badge mark", "cut off"));
+    if (sample.status && sample.status !== "ok") head.append(make("span", "badge mark", visible(sample.status)));
+    sample.pieces.forEach(([piece, engine, gap], number) => {
+      const token = make("span", engine === null ? "token context" : "token", visible(piece));
+      if (engine !== null) {
+        token.dataset.read = `\u201c${visible(piece)}\u201d: engine ${short(engine)} (p = ${short(Math.exp(engine))}), ` + (isNumber(gap) ? `policy ${short(engine + gap)}, difference ${short(gap)}` : "not in the loss");
+        token.style.background = colouring === "gap" ? gapColour(gap) : colouring === "surprise" ? surpriseColour(engine) : "none";
+      }
+      text.append(token);
+      if (sample.cut && number + 1 === sample.cut_at) text.append(make("span", "soft", ` [${sample.cut.toLocaleString("en")} more tokens] `));
+    });
+    made.append(head, text);
+    if (sample.failure) made.append(make("p", "small wrong", visible(sample.failure)));
+    const metrics = Object.entries(sample.metrics ?? {});
+    if (metrics.length) made.append(make("p", "soft small", metrics.map(([name, value]) => `${visible(name)} ${short(value)}`).join(", ")));
+    return made;
+  }
+
+  // -- config and events ---------------------------------------------------------------------------------------------
+  function config() {
+    const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
+    if (!keys.length) return;
+    const made = section("Config"), form = make("form", "choices"), label = make("label", "choice", "Key or value"), filter = make("input"), rows = make("div");
+    filter.type = "search"; filter.placeholder = "for example: lr"; label.append(filter); form.append(label);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    let only = null;
+    if (two) { const box = make("label", "check"); only = make("input"); only.type = "checkbox"; only.checked = true; only.addEventListener("change", show); box.append(only, " only what differs"); form.append(box); }
+    const value = (run, key) => visible(run.settings[key] ?? "\u2013");
+    function show() {
+      const wanted = filter.value.trim().toLowerCase();
+      const kept = keys.filter((key) => (!only?.checked || runs[0].settings[key] !== runs[1].settings[key]) && (!wanted || [key, ...runs.map((run) => value(run, key))].some((text) => text.toLowerCase().includes(wanted))));
+      rows.replaceChildren(kept.length ? scrolled(table(["key", ...(two ? runs.map((run) => visible(run.name)) : ["value"])], kept.map((key) => [key, ...runs.map((run) => value(run, key))]))) : make("p", "soft", only?.checked && !wanted ? "The configs are equal." : "No key matches."));
+    }
+    filter.addEventListener("input", show);
+    for (const run of runs) for (const attempt of run.attempts) {
+      made.append(make("h3", "", `${two ? `${visible(run.name)}: ` : ""}attempt ${attempt.number}`));
+      made.append(attempt.changes.length ? scrolled(table(["key", "first attempt", "this attempt"], attempt.changes.map((row) => row.map(visible)))) : make("p", "soft small", "the same config as the first attempt"));
+    }
+    const details = make("details"); details.open = two;
+    details.append(make("summary", "", two ? "Both configs" : `All ${keys.length} keys${runs[0].attempts.length ? " of the first attempt" : ""}`), form, rows);
+    made.append(details);
+    show();
+  }
+  const KINDS = { started: "calm", resumed: "calm", guard: "mark", stopped: "mark", stalled: "wrong", failed: "wrong", done: "right" };
+  function events() {
+    if (!runs.some((run) => run.events.length)) return;
+    const made = section("Events");
+    for (const run of runs) {
+      if (two) made.append(make("h3", "", visible(run.name)));
+      if (run.numEvents > run.events.length) made.append(make("p", "soft small", `the last ${run.events.length} of ${run.numEvents}`));
+      const list = make("ol", "events");
+      for (const event of run.events) {
+        const line = make("li"), head = make("div", "head");
+        head.append(make("span", `badge ${KINDS[event.kind]}`, event.kind), make("span", "small", event.step === null ? "" : `step ${event.step.toLocaleString("en")}`), make("span", "small soft", clock(event.time)));
+        line.append(head);
+        if (event.text) line.append(make("div", "text small", visible(event.text)));
+        list.append(line);
+      }
+      made.append(list);
+    }
+  }
+
+  head();
+  if (!runs.some((run) => run.steps.length)) main.append(make("p", "note", "No step is complete yet."));
+  curves();
+  config();
+  events();
+})();

@@ -1,0 +1,198 @@
+"""ShownSamples: what the report shows of a step's samples. Two groups, with log-probabilities of engine and policy per token.
+
+One group is the one whose rewards differ most, the other the first one of the step: the second is no selection. The ranks that
+drew the samples have their texts, and the ranks that train on them have the policy's log-probabilities; both go to rank 0.
+They are some kilobytes. Token ids become text only where a report is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.training.rollout_files import mean_advantage
+from grpo_megatron.types import Batch, GroupTable, Plan, Sample
+
+MAX_SAMPLES = 8  # of a group
+HEAD, TAIL = 300, 100  # tokens of a response that are shown; those between them are left out
+LONGEST_PROMPT = 4000  # characters
+LONGEST_CHARACTER = 4  # tokens of one byte each that are one character
+
+Groups = list[dict[str, Any]]  # as report/samples.py describes them
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """From the rank that holds a sample. `logprobs`: the engine's; None outside the loss mask, and without an engine."""
+
+    about: dict[str, Any]
+    prompt: dict[str, str]
+    ids: list[int]
+    logprobs: list[float | None]
+
+
+class ShownSamples:
+    """`is_drawn`: an engine drew the samples; otherwise they come from a file, and only the policy's numbers are shown."""
+
+    def __init__(self, mesh: Mesh, tokenizer: Any, is_drawn: bool) -> None:
+        self.mesh, self.texts, self.is_drawn = mesh, TokenTexts(tokenizer), is_drawn
+
+    def gather(
+        self, samples: Sequence[Sample], table: GroupTable, plan: Plan, batch: Batch
+    ) -> Callable[[], Groups] | None:
+        """Collective. On rank 0, a function that makes the groups as plain data; None on the other ranks."""
+        groups = shown_rows(table)
+        rows = [row for group in groups for row in group]
+        held = {(sample.prompt_index, sample.index): sample for sample in samples}
+        drawn = {
+            row: self._drawn(held[table.prompt_index[row], table.index[row]])
+            for row in rows
+            if table.holder[row] == self.mesh.rank
+        }
+        records = self.mesh.gather((drawn, self._policy(set(rows), batch)))
+        if not records:
+            return None
+        all_drawn = {row: found for part, _ in records for row, found in part.items()}
+        policy = {row: values for _, part in records for row, values in part.items()}
+        return functools.partial(self._groups, groups, table, plan, all_drawn, policy)
+
+    def _drawn(self, sample: Sample) -> _Drawn:
+        kept = kept_tokens(len(sample.response_ids))
+        has_engine = self.is_drawn and len(sample.rollout_logprobs) == len(sample.response_ids)
+        about = {
+            "index": sample.index,
+            "finish_reason": sample.finish_reason,
+            "status": sample.status,
+            "failure": sample.reward_failure[:LONGEST_PROMPT],
+            "metrics": {name: _digits(value) for name, value in sorted(sample.reward_metrics.items())},
+        }
+        prompt = {"uid": sample.prompt.uid, "source": sample.prompt.source, "answer": str(sample.prompt.answer)}
+        return _Drawn(
+            about,
+            {**prompt, "prompt": _cut(sample.prompt.text)},
+            [sample.response_ids[place] for place in kept],
+            [sample.rollout_logprobs[p] if has_engine and sample.loss_mask[p] else None for p in kept],
+        )
+
+    def _policy(self, rows: set[int], batch: Batch) -> dict[int, tuple[list[float | None], list[float | None]]]:
+        """Row -> (policy's log-probabilities, their differences from the engine's) at the kept tokens."""
+        if batch.old_logprobs is None or not self.mesh.is_first_replica_rank:
+            return {}
+        found = {}
+        for number, row in enumerate(batch.rows):
+            if row in rows:
+                kept = kept_tokens(len(batch.tokens[number]) - batch.prompt_lengths[number])
+                old, engine, mask = (
+                    tensor[number].tolist() for tensor in (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
+                )
+                policy = [old[place] if mask[place] else None for place in kept]
+                gaps = [old[place] - engine[place] if mask[place] else None for place in kept]
+                found[row] = (policy, gaps if self.is_drawn else [None] * len(kept))
+        return found
+
+    def _groups(
+        self,
+        groups: list[list[int]],
+        table: GroupTable,
+        plan: Plan,
+        drawn: dict[int, _Drawn],
+        policy: dict[int, tuple[list[float | None], list[float | None]]],
+    ) -> Groups:
+        scores = table.raw_reward or table.reward
+        made = []
+        for group in groups:
+            samples = []
+            for row in group:
+                found, length = drawn[row], table.response_length[row]
+                nothing: list[float | None] = [None] * len(found.ids)
+                own, gaps = policy.get(row, (nothing, nothing))
+                samples.append(
+                    {
+                        **found.about,
+                        "reward": _digits(table.reward[row]),
+                        "score": _digits(scores[row]),
+                        "advantage": _digits(mean_advantage(plan.advantages[row], table.spans_of(row))),
+                        "tokens": length,
+                        "drawn": self.is_drawn,
+                        "pieces": self.texts.pieces(found.ids, found.logprobs if self.is_drawn else own, gaps),
+                        "cut": max(0, length - HEAD - TAIL),
+                    }
+                )
+            made.append({**drawn[group[0]].prompt, "samples": samples})
+        return made
+
+
+def shown_rows(table: GroupTable) -> list[list[int]]:
+    """The table rows of the shown groups. The same on every rank."""
+    groups = table.groups()
+    if not groups:
+        return []
+    most_spread = max(groups, key=lambda group: _spread([table.reward[row] for row in group]))
+    chosen = [most_spread] if most_spread is groups[0] else [most_spread, groups[0]]
+    return [group[:MAX_SAMPLES] for group in chosen]
+
+
+def kept_tokens(length: int) -> list[int]:
+    """The places of the tokens that are shown of a response."""
+    return [place for place in range(length) if place < HEAD or place >= length - TAIL]
+
+
+def _spread(rewards: Sequence[float]) -> float:
+    finite = [reward for reward in rewards if math.isfinite(reward)]
+    return max(finite) - min(finite) if finite else -1.0
+
+
+class TokenTexts:
+    """The text of each token as a part of a longer text: with its leading space, and characters of several tokens whole."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def pieces(
+        self, ids: Sequence[int], logprobs: Sequence[float | None], gaps: Sequence[float | None]
+    ) -> list[list[Any]]:
+        """[text, log-probability, gap] of each token. Tokens that are one character together have their sums."""
+        made: list[list[Any]] = []
+        first = 0
+        while first < len(ids):
+            last = first + 1
+            text = self._text(ids[first:last])
+            while text.endswith("\ufffd") and last < len(ids) and last - first < LONGEST_CHARACTER:
+                last += 1
+                text = self._text(ids[first:last])
+            made.append([text, _sum(logprobs[first:last], 4), _sum(gaps[first:last], None)])
+            first = last
+        return made
+
+    def _text(self, ids: Sequence[int]) -> str:
+        if len(ids) == 1 and ids[0] in self._known:
+            return self._known[ids[0]]
+        text = self._decoded([ids[0], *ids]).removeprefix(
+            self._decoded(ids[:1])
+        )  # some tokenizers strip a text's start
+        if len(ids) == 1:
+            self._known[ids[0]] = text
+        return text
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _sum(values: Sequence[float | None], decimals: int | None) -> float | None:
+    if any(value is None or not math.isfinite(value) for value in values):
+        return None
+    total = math.fsum(value for value in values if value is not None)
+    return _digits(total) if decimals is None else round(total, decimals)
+
+
+def _digits(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_PROMPT else f"{text[:LONGEST_PROMPT]}... ({len(text):,} characters)"
