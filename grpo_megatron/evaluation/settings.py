@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.source import Source
+from grpo_megatron.data.end_tokens import read_end_tokens
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.data.tokenizer import load_tokenizer
@@ -23,9 +24,7 @@ from grpo_megatron.evaluation.output_folder import check_output
 from grpo_megatron.evaluation.playing import ENVIRONMENT, Arena, gives_rewards, read_arena
 from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
 from grpo_megatron.evaluation.prompting import PromptSet, build_prompts, choose_format
-from grpo_megatron.models.families import read_config
 from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes
-from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.types import GREEDY, Prompt
 
 
@@ -163,7 +162,7 @@ def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
         problems.append(str(error))
     if problems or source is None:
         raise ConfigError("\n".join(problems))
-    eos_token_ids = _eos_token_ids(source, tokenizer)
+    eos_token_ids = read_end_tokens(tokenizer, source.hf_folder, source.arch.vocab_size).ids
     selected = [_select(options, dataset, tokenizer, eos_token_ids) for dataset in datasets]
     settings = EvaluationSettings(
         options,
@@ -256,22 +255,6 @@ def _select(options: Options, dataset: Dataset, tokenizer: Any, eos_token_ids: l
         max_tokens=options.max_tokens or task.max_tokens,
         arena=arena,
     )
-
-
-def _eos_token_ids(source: Source, tokenizer: Any) -> list[int]:
-    """Of the tokenizer, config.json and generation_config.json: a chat model may end its turn with another token."""
-    found = {tokenizer.eos_token_id}
-    path = source.hf_folder / "generation_config.json"
-    configs = [read_config(source.hf_folder)]
-    if path.exists():
-        try:
-            configs.append(read_json(path))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
-    for config in configs:
-        ids = config.get("eos_token_id")
-        found |= set(ids if isinstance(ids, list) else [ids]) - {None}
-    return sorted(found)
 
 
 def _check_lengths(settings: EvaluationSettings) -> None:
