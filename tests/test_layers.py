@@ -62,6 +62,7 @@ ROOMS: dict[str, set[str]] = {
         *("types", "registry", "passthrough", "config", "storage", "rewards", "reading", "environments"),
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
     },
+    "planning": {"config", "storage", "algo", "parallel", "observability", "models", "checks"},
     "sampling": {
         *("types", "config", "workers", "rewards", "algo", "data"),
         *("parallel", "observability", "rollout", "trajectories"),
@@ -79,7 +80,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("importing", "child", "reading", "config", "storage", "parallel", "rollout", "convert"),
         *("evaluation", "checks", "training", "trainer", "migration", "curation", "starting"),
-        "report",
+        *("report", "planning"),
     },
     "__main__": {"cli"},
 }
@@ -121,7 +122,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "tokenizers": ("data.", "starting.random_model"),
     "pydantic": ("config", "cli.config_file", "data.task", "rollout."),
     "pydantic_core": ("config",),
-    "yaml": ("reading.yaml_text", "checks.dry_run", "training.config_record"),
+    "yaml": ("reading.yaml_text", "planning.resolved", "training.config_record"),
     "matplotlib": ("observability.curves",),
     "tqdm": ("observability.console", "training.validation", "evaluation.", "convert."),
     "latex2mathml": ("evaluation.formulas",),
@@ -139,6 +140,7 @@ TORCH_FREE = (
     "checks.passthrough",
     "checks.dry_run",
     "checks.resume",
+    "planning",
     "rewards",
     "data",
     "curation",

@@ -44,7 +44,6 @@ from grpo_megatron.checks.reward_model import (
 )
 from grpo_megatron.checks.score_head import read_scored_model, score_head_problems
 from grpo_megatron.checks.scored_rows import trains_scores
-from grpo_megatron.config import Config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
