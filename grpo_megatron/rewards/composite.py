@@ -16,8 +16,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.rewards.call import RewardCall
-from grpo_megatron.rewards.item import Sample
+from grpo_megatron.rewards.bound import BoundReward
+from grpo_megatron.rewards.item import ItemFields
 from grpo_megatron.rewards.reward import Kwargs, RewardResult, preloads, rewards
 
 COMPOSITE = "composite"
@@ -34,7 +34,7 @@ def functions_of(name: str, kwargs: Kwargs) -> list[str]:
 
 @rewards.register(COMPOSITE, reads_item=True, batch_size=1)
 async def composite_reward(
-    completion: str, answer: str, *, components: Components, item: Sample
+    completion: str, answer: str, *, components: Components, item: ItemFields
 ) -> dict[str, Any] | None:
     """The weighted sum and the values of all components. `components` has no circle of gates. Raises what a component raises.
 
@@ -82,9 +82,9 @@ def _is_open(gate: Mapping[str, Any] | None, values: Values) -> bool:
     return value is not None and low <= value <= high
 
 
-async def _value(component: Component, item: Sample) -> RewardResult:
+async def _value(component: Component, item: ItemFields) -> RewardResult:
     try:
-        return await RewardCall(component["function"], component["kwargs"]).grade(item)
+        return await BoundReward(component["function"], component["kwargs"]).grade(item)
     except TimeoutError as error:
         raise TimeoutError(f"component {component['name']!r}: {error}") from error
     except Exception as error:

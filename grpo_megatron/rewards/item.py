@@ -21,8 +21,8 @@ class RewardItem(NamedTuple):
     is_chat: bool = False  # TRL calls such a row conversational
 
 
-FIELDS = RewardItem._fields[1:]  # all but the name
-Sample = dict[str, Any]  # the part of an item that a worker gets: field -> value
+ITEM_FIELDS = RewardItem._fields[1:]  # all but the name
+ItemFields = dict[str, Any]  # the part of an item that a worker gets: field -> value
 
 
 def as_item(item: RewardItem | tuple[Any, ...]) -> RewardItem:

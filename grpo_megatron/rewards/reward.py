@@ -93,9 +93,11 @@ extractors: Registry[Extractor] = Registry("extractor")  # by the name of the re
 def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str] | None = None) -> RewardFunction:
     """The function called `name`, after checks that a worker can import it and call it with `kwargs`.
 
-    `columns`: those of the rows; None: not known yet. Starts no process. Raises ValueError: unknown name, module that does not
-    import, not callable, unsuitable kwargs, a parameter that nothing gives.
+    `columns`: those of the rows; None: not known yet. A reward of this package must have its arguments from `kwargs`. Starts no
+    process. Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs, a parameter that
+    nothing gives.
     """
+    columns = () if columns is None and ":" not in name else columns
     if name.startswith("__main__:"):
         raise ValueError(f"reward {name!r}: a worker process cannot import __main__; move the function to a module")
     try:

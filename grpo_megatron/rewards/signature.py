@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from grpo_megatron.rewards.item import FIELDS
+from grpo_megatron.rewards.item import ITEM_FIELDS
 
 Form = Literal["ours", "position", "verl", "verl list", "TRL"]
 
@@ -31,14 +31,20 @@ OURS = (
     *("completion", "answer", "prompt", "messages", "extra_info", "data_source", "completion_ids", "step"),
     "prompt_text",  # the same as `prompt`, for a function whose own argument has that name
 )
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-VERL_LIST = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-TRL = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_LIST_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+TRL_NAMES = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
 TRL_PASSES = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")  # to **kwargs, too
-NAMES: dict[Form, tuple[str, ...]] = {"ours": OURS, "position": OURS, "verl": VERL, "verl list": VERL_LIST, "TRL": TRL}
+FORM_NAMES: dict[Form, tuple[str, ...]] = {
+    "ours": OURS,
+    "position": OURS,
+    "verl": VERL_NAMES,
+    "verl list": VERL_LIST_NAMES,
+    "TRL": TRL_NAMES,
+}
 OF_TRL_ROW = ("prompt", "completion", "completion_ids")  # columns that TRL's trainer does not pass
 SOURCES = {  # name -> the fields of a RewardItem that it is made of
-    **{name: (name,) for name in OURS if name in FIELDS},
+    **{name: (name,) for name in OURS if name in ITEM_FIELDS},
     "prompt_text": ("prompt",),
     "data_sources": ("data_source",),
     "prompts": ("prompt", "messages", "is_chat"),
@@ -96,19 +102,19 @@ class RewardSignature:
         fields = {field for name in read for field in SOURCES.get(name, ())}
         columns = {COLUMNS_OF.get(name, name) for name in read if name in COLUMNS_OF or name not in SOURCES}
         if self.form == "TRL":
-            columns |= {name for name in read if name not in TRL}
+            columns |= {name for name in read if name not in TRL_NAMES}
         takes_columns = self.takes_others and not self.form.startswith("verl")
         return Reads(frozenset(fields), None if takes_columns else frozenset(columns))
 
     def problem(self, kwargs: Iterable[str], columns: Iterable[str] | None = None) -> str | None:
         """Why it cannot be called with `reward.kwargs` and rows of these `columns`. `columns` None: not known yet."""
-        given = [*NAMES[self.form], *(OURS if self.form in ("TRL", "verl", "verl list") else ())]
+        given = [*FORM_NAMES[self.form], *(OURS if self.form in ("TRL", "verl", "verl list") else ())]
         kwargs = list(kwargs)
         own = self.names[2:] if self.form == "position" else self.names
         if taken := [name for name in kwargs if name in ("completion", "completions", "solution_str", "solution_strs")]:
-            return f"reward.kwargs gives {taken[0]!r}, which is the response; take it out"
+            return f"the kwargs hold {taken[0]!r}, which is the response; take it out"
         if not self.takes_others and (unknown := [name for name in kwargs if name not in own]):
-            return f"it has no parameter {unknown[0]!r}, which reward.kwargs gives{_close(unknown[0], own)}"
+            return f"it has no parameter {unknown[0]!r}, which the kwargs hold{_close(unknown[0], own)}"
         if columns is None:
             return None
         columns = sorted(set(columns) - set(given))
@@ -117,7 +123,7 @@ class RewardSignature:
             of_row = f", the row's columns {', '.join(columns)}" if columns else ""
             return (
                 f"nothing gives its parameter {missing[0]!r}, which has no default; there are {', '.join(given)}{of_row}"
-                f"{', and reward.kwargs ' + ', '.join(kwargs) if kwargs else ''}{_close(missing[0], available)}"
+                f"{', and the kwargs ' + ', '.join(kwargs) if kwargs else ''}{_close(missing[0], available)}"
             )
         return None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.rewards.call import RewardCall, WrongNumber
+from grpo_megatron.rewards.bound import BoundReward, WrongNumber
 from grpo_megatron.rewards.reward import check_reward, rewards
 from grpo_megatron.rewards.signature import Reads, read_signature
 
@@ -37,7 +37,7 @@ Function = Callable[..., Any]
 def called(function: Function, monkeypatch: pytest.MonkeyPatch, *samples: Any, **kwargs: Any) -> Any:
     """What the function returns to a worker for each sample."""
     monkeypatch.setitem(rewards._entries, "under_test", function)
-    call = RewardCall("under_test", kwargs)
+    call = BoundReward("under_test", kwargs)
     given = samples or (SAMPLE,)
     entries = call.entries(call.start(given), given)
     return entries if samples else entries[0]
@@ -123,9 +123,9 @@ def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_none_of_trl_does_not_apply_and_of_others_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rewards._entries, "trl", lambda completions, **others: [None])
     monkeypatch.setitem(rewards._entries, "ours", lambda completion: None)
-    assert asyncio.run(RewardCall("trl", {}).grade(SAMPLE)).status == "none"
+    assert asyncio.run(BoundReward("trl", {}).grade(SAMPLE)).status == "none"
     with pytest.raises(ValueError, match="the reward is NoneType, not a number"):
-        asyncio.run(RewardCall("ours", {}).grade(SAMPLE))
+        asyncio.run(BoundReward("ours", {}).grade(SAMPLE))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_what_nothing_gives_is_refused(
     with pytest.raises(ValueError, match=message):
         check_reward("under_test", {}, columns)
     if "reads no" not in message:
-        check_reward("under_test", {})  # the columns are not known yet
+        assert read_signature(function).problem({}) is None  # the columns are not known yet
 
 
 def test_what_a_worker_is_sent() -> None:

@@ -9,7 +9,7 @@ from functools import cached_property, reduce
 from typing import Any
 
 from grpo_megatron.rewards.composite import COMPOSITE
-from grpo_megatron.rewards.item import FIELDS, RewardItem, Sample
+from grpo_megatron.rewards.item import ITEM_FIELDS, ItemFields, RewardItem
 from grpo_megatron.rewards.reward import Kwargs, rewards
 from grpo_megatron.rewards.signature import Reads, RewardSignature, read_signature
 
@@ -39,10 +39,10 @@ class CallPlan:
             return num_items
         return min(self._of(name).size, -(-num_items // max(1, num_free)))
 
-    def sample(self, item: RewardItem) -> Sample:
+    def sample(self, item: RewardItem) -> ItemFields:
         """What the worker gets of an item: completion, answer, and what the function reads."""
         reads = self._of(item.name).reads
-        sample: Sample = {"completion": item.completion, "answer": item.answer}
+        sample: ItemFields = {"completion": item.completion, "answer": item.answer}
         sample |= {name: getattr(item, name) for name in sorted(reads.fields)}
         columns = item.columns
         if reads.columns is not None:
@@ -100,7 +100,7 @@ def _signature(name: str) -> RewardSignature | None:
 def _reads(name: str, kwargs: Kwargs) -> Reads:
     signature = _signature(name)
     if signature is None:
-        return Reads(frozenset(FIELDS) - {"columns"}, None)
+        return Reads(frozenset(ITEM_FIELDS) - {"columns"}, None)
     facts = rewards.facts(name)
     reads = signature.reads(kwargs)
     fields = reads.fields | ({"prompt"} if facts.reads_prompt else set())

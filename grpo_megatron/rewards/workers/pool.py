@@ -7,19 +7,17 @@ all pipes (`selectors`), so that no worker can block the parent. Workers die wit
 started them (PR_SET_PDEATHSIG). A worker that was lost between two calls is replaced silently.
 
 A batched or async reward gets several items in one call: those that are ready when a worker is free, spread over the free
-workers. Which items share a call depends on time, so their rewards must not depend on each other. (A reward that `compares`
-gets all items at once, when the last one is there.) Items whose common call took too long, or ended its worker, are
-graded one by one.
+workers. Which items share a call depends on time, so their rewards must not depend on each other. A reward that `compares`
+gets all items at once. Items whose common call took too long, or ended its worker, are graded one by one.
 """
 
 from __future__ import annotations
 
-import logging
 import selectors
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from grpo_megatron.rewards.composite import Components, functions_of
@@ -29,10 +27,9 @@ from grpo_megatron.rewards.reward import Kwargs, RewardResult, check_json
 from grpo_megatron.rewards.workers.calls import CallPlan
 from grpo_megatron.rewards.workers.process import PendingCall, WorkerProcess
 from grpo_megatron.rewards.workers.queue import ItemQueue
+from grpo_megatron.rewards.workers.reports import Reports, result_of
 from grpo_megatron.workers.family import end_orphans
-from grpo_megatron.workers.process import MAX_FAILED_STARTS, printable
-
-logger = logging.getLogger(__name__)
+from grpo_megatron.workers.process import MAX_FAILED_STARTS
 
 QUEUED = 2  # calls per worker: one in work, one in its pipe; more would wait behind a slow one
 MAX_LOG = 1 << 16  # characters of the workers' output that are shown per batch
@@ -63,7 +60,7 @@ class RewardPool:
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._tested: set[str] = set()
-        self._named: set[tuple[str, str]] = set()  # (reward, entry) that were reported as text
+        self._reports = Reports()
         self._closed, self._failed_starts = False, 0
         self._log_left = MAX_LOG
         self._served_at = time.monotonic()
@@ -135,15 +132,8 @@ class RewardPool:
         """Wait for the results of the batch, in the order of `submit`. Raises as `grade` does."""
         results = self._wait()
         self.counts.update(result.status for result in results)
-        failed = [result for result in results if result.status in ("error", "timeout")]
-        if failed and not quiet:
-            logger.warning(
-                "%d of %d samples could not be graded (%d timeouts); the first: %s",
-                len(failed),
-                len(results),
-                sum(result.status == "timeout" for result in failed),
-                failed[0].message,
-            )
+        if not quiet:
+            self._reports.report_failures(results)
         return results
 
     def self_test(self, names: Sequence[str] = ("gsm8k",)) -> None:
@@ -239,30 +229,15 @@ class RewardPool:
         replies, alive = worker.read()
         self._failed_starts = 0 if worker.ready else self._failed_starts
         for reply in replies:
-            if "error" in reply:
-                status: Literal["error", "timeout"] = "timeout" if reply.get("status") == "timeout" else "error"
-                self._fail(reply["id"], status, reply["error"])
-            elif "none" in reply:
-                self._results[reply["id"]] = RewardResult(float("nan"), status="none", seconds=reply["seconds"])
-            else:
-                texts = {key: printable(text) for key, text in reply["texts"].items()}
-                self._name_texts(self._items[reply["id"]].name, texts)
-                more = {"steps": tuple(map(tuple, reply["steps"])), "texts": texts, "seconds": reply["seconds"]}
-                self._results[reply["id"]] = RewardResult(reply["reward"], reply["metrics"], **more)
+            number = reply["id"]
+            result = result_of(reply, self._items[number].name)
+            self._reports.name_texts(self._items[number].name, result.texts)
+            self._results[number] = result
         return alive
 
-    def _name_texts(self, name: str, texts: Mapping[str, str]) -> None:
-        for key in [key for key in texts if (name, key) not in self._named]:
-            self._named.add((name, key))
-            logger.warning(
-                "reward %r: its entry %r is no finite number, so it is no metric; it is written beside the logged samples",
-                name,
-                key,
-            )
-
     def _fail(self, number: int, status: Literal["error", "timeout"], message: str) -> None:
-        message = printable(f"reward {self._items[number].name!r}: {message}")
-        self._results[number] = RewardResult(float("nan"), {}, status, message)
+        reply = {"error": message, "status": status}
+        self._results[number] = result_of(reply, self._items[number].name)
 
     def _replace(self, worker: WorkerProcess, status: Literal["error", "timeout"], message: str) -> None:
         """Fail the item that a dead worker was working on, return its other items to the queue, start another worker."""

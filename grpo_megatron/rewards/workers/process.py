@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.rewards.item import Sample
+from grpo_megatron.rewards.item import ItemFields
 from grpo_megatron.workers.process import STARTUP_TIMEOUT_S, PipedProcess
 
 MAX_REPLY = 1 << 20  # bytes of one line; a usual result has some hundred
@@ -37,7 +37,12 @@ class WorkerProcess(PipedProcess):
         self.send({"sys_path": [os.path.abspath(entry) for entry in sys.path]})
 
     def submit(
-        self, numbers: Sequence[int], name: str, samples: Sequence[Sample], kwargs: Mapping[str, Any], timeout_s: float
+        self,
+        numbers: Sequence[int],
+        name: str,
+        samples: Sequence[ItemFields],
+        kwargs: Mapping[str, Any],
+        timeout_s: float,
     ) -> None:
         """Queue one call for the items `numbers`."""
         if not self.pending:

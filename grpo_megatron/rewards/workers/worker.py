@@ -32,9 +32,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.call import RewardCall, WrongNumber
+from grpo_megatron.rewards.bound import BoundReward, WrongNumber
 from grpo_megatron.rewards.composite import functions_of
-from grpo_megatron.rewards.item import Sample
+from grpo_megatron.rewards.item import ItemFields
 from grpo_megatron.rewards.reward import RewardResult, preloads
 from grpo_megatron.workers.program import be_killed_first, begin, describe, reply
 
@@ -65,7 +65,7 @@ def main() -> None:
         count = len(request["ids"])
         results: Iterator[Reply] = iter([{"error": problem}] * count)
         if problem is None:
-            results = _graded(RewardCall(name, kwargs), request["samples"], request["timeout_s"])
+            results = _graded(BoundReward(name, kwargs), request["samples"], request["timeout_s"])
         for number, result in zip(request["ids"], results, strict=True):
             end = time.perf_counter()
             reply(replies, {"id": number, "seconds": end - start, **result})
@@ -79,13 +79,13 @@ def _load(name: str, kwargs: dict[str, Any]) -> str | None:
             rewards.get(part)
             if part in preloads:
                 preloads[part]()
-        RewardCall(name, kwargs)
+        BoundReward(name, kwargs)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, even SystemExit
         return describe(error)
     return None
 
 
-def _graded(call: RewardCall, samples: Sequence[Sample], timeout_s: float) -> Iterator[Reply]:
+def _graded(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> Iterator[Reply]:
     """One reply per sample."""
     if len(samples) > 1 and not call.signature.takes_lists:
         yield from _event_loop().run_until_complete(_graded_together(call, samples, timeout_s))
@@ -106,11 +106,11 @@ def _graded(call: RewardCall, samples: Sequence[Sample], timeout_s: float) -> It
         yield _parsed(call, entry, sample)
 
 
-async def _graded_together(call: RewardCall, samples: Sequence[Sample], timeout_s: float) -> list[Reply]:
+async def _graded_together(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> list[Reply]:
     """The replies of samples whose async calls wait at the same time."""
     import asyncio
 
-    async def grade(sample: Sample) -> Reply:
+    async def grade(sample: ItemFields) -> Reply:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return _reply(await call.grade(sample))
@@ -122,7 +122,7 @@ async def _graded_together(call: RewardCall, samples: Sequence[Sample], timeout_
     return await asyncio.gather(*map(grade, samples))
 
 
-def _parsed(call: RewardCall, entry: object, sample: Sample) -> Reply:
+def _parsed(call: BoundReward, entry: object, sample: ItemFields) -> Reply:
     try:
         return _reply(call.parse(entry, sample))
     except BaseException as error:  # noqa: BLE001 - whatever an object of the user raises when it is read

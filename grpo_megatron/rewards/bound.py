@@ -1,4 +1,4 @@
-"""RewardCall: one reward function with its arguments, called for one sample or for several at once."""
+"""BoundReward: one reward function with its arguments, called for one sample or for several at once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_megatron.rewards.item import Sample
+from grpo_megatron.rewards.item import ItemFields
 from grpo_megatron.rewards.reward import Kwargs, RewardFunction, RewardResult, parse_reward, rewards
 from grpo_megatron.rewards.signature import OF_TRL_ROW, OURS, TRL_PASSES, read_signature
 
-Values = dict[str, Any]
+NamedValues = dict[str, Any]
 
 
 class WrongNumber(ValueError):
     """A batched reward has not returned one reward per completion. Its samples are not tried one by one."""
 
 
-class RewardCall:
+class BoundReward:
     """`signature.py` says what the function gets. A sample is a dict with some of the fields of a RewardItem."""
 
     def __init__(self, name: str, kwargs: Kwargs) -> None:
@@ -29,7 +29,7 @@ class RewardCall:
         self.signature = read_signature(self.function, batch=self.facts.batch)
         self._logged: list[tuple[str, Sequence[Any]]] = []  # by TRL's log_extra and log_metric: name, value per sample
 
-    def start(self, samples: Sequence[Sample]) -> Any:
+    def start(self, samples: Sequence[ItemFields]) -> Any:
         """Call the function: for one sample, or for any number if it `takes_lists`. Returns what it returns."""
         signature = self.signature
         if signature.form == "TRL":
@@ -50,7 +50,7 @@ class RewardCall:
             return self.function(**arguments)
         return self.function(arguments.pop("completion"), arguments.pop("answer"), **arguments)
 
-    def entries(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
+    def entries(self, returned: Any, samples: Sequence[ItemFields]) -> list[Any]:
         """What the function returned for each sample. Raises WrongNumber."""
         if not self.signature.takes_lists:
             return [returned]
@@ -64,13 +64,13 @@ class RewardCall:
             " with one reward per completion, in their order"
         )
 
-    def parse(self, entry: object, sample: Sample) -> RewardResult:
+    def parse(self, entry: object, sample: ItemFields) -> RewardResult:
         """The result of an entry. None, of TRL's or of a sum: the reward does not apply to the sample. Raises ValueError."""
         if entry is None and (self.signature.form == "TRL" or self.facts.reads_item):
             return RewardResult(float("nan"), status="none")
         return parse_reward(entry, len(sample["completion"]))
 
-    async def grade(self, sample: Sample) -> RewardResult:
+    async def grade(self, sample: ItemFields) -> RewardResult:
         """The result of one sample, of any kind of function. Raises what the function raises."""
         returned = self.start([sample])
         if inspect.isawaitable(returned):
@@ -78,7 +78,7 @@ class RewardCall:
         (entry,) = self.entries(returned, [sample])
         return self.parse(entry, sample)
 
-    def _values(self, sample: Sample) -> tuple[Values, Values]:
+    def _values(self, sample: ItemFields) -> tuple[NamedValues, NamedValues]:
         """(what can be named, what **kwargs gets beside `reward.kwargs`)."""
         columns = sample.get("columns", {})
         values = {name: sample[name] for name in OURS if name in sample}
@@ -96,7 +96,7 @@ class RewardCall:
             values["item"] = sample
         return {**columns, **values}, others
 
-    def _trl_values(self, samples: Sequence[Sample]) -> tuple[Values, Values]:
+    def _trl_values(self, samples: Sequence[ItemFields]) -> tuple[NamedValues, NamedValues]:
         """As `_values`, for a call as TRL's trainer makes it."""
         self._logged = []
         ids = [sample.get("completion_ids", []) for sample in samples]
@@ -126,12 +126,12 @@ class RewardCall:
         ]
 
 
-def _lists(rows: Sequence[Values]) -> Values:
+def _lists(rows: Sequence[NamedValues]) -> NamedValues:
     """One list per name that all rows have."""
     return {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
 
 
-def _verl_values(sample: Sample, extra_info: Any, *, plural: bool) -> Values:
+def _verl_values(sample: ItemFields, extra_info: Any, *, plural: bool) -> NamedValues:
     scored = sample.get("columns", {}).get("reward_model")
     answer = sample["answer"]
     values = {
@@ -145,13 +145,13 @@ def _verl_values(sample: Sample, extra_info: Any, *, plural: bool) -> Values:
     return {"extra_infos" if name == "extra_info" else f"{name}s": value for name, value in values.items()}
 
 
-def _trl_prompt(sample: Sample) -> Any:
+def _trl_prompt(sample: ItemFields) -> Any:
     if not sample.get("is_chat", False):
         return sample.get("prompt", "")
     prompt = sample.get("columns", {}).get("prompt")
     return prompt if isinstance(prompt, list) else sample.get("messages")
 
 
-def _trl_completion(sample: Sample) -> Any:
+def _trl_completion(sample: ItemFields) -> Any:
     text = sample["completion"]
     return [{"role": "assistant", "content": text}] if sample.get("is_chat", False) else text
