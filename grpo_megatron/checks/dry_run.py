@@ -21,7 +21,10 @@ from grpo_megatron.checks.memory import (
 from grpo_megatron.checks.partial import partial_lines
 from grpo_megatron.checks.passes import pass_lines
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases
+from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
+from grpo_megatron.checks.prompt_example import prompt_lines
 from grpo_megatron.checks.reward_call import reward_lines
+from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.checks.reward_model import reward_model_lines
 from grpo_megatron.checks.weight_sync import weight_sync_lines
 from grpo_megatron.config import Config
@@ -50,6 +53,8 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         ),
         "Weight sync": weight_sync_lines(config, checked.arch, world_size) if config.draws else [],
         "Data": (_line(name, text) for name, text in data_lines(config, checked)),
+        "One prompt, as the model reads it": prompt_lines(checked),
+        "The reward of two answers to it": (_line(name, text) for name, text in trial_lines(checked.reward_calls)),
     }
     if config.trainer.device != "cpu":
         phases = memory_phases(config, checked.arch, world_size, *models)

@@ -1,72 +1,159 @@
-"""Calls each reward function on a real row before anything starts: what always fails would train on nothing."""
+"""Calls each reward function on a real row before anything starts: what always fails would train on nothing.
+
+The row's reference answer is written in the form that the task asks for, and so is a wrong answer: that of another row. The
+dry run shows the rewards of both. A reward that does not prefer the right one is a warning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
+from grpo_megatron.data.reward_item import reward_item
+from grpo_megatron.data.tasks import get_task
 from grpo_megatron.reading.bounds import cut, shown
+from grpo_megatron.rewards.answer_form import AnswerForm, answer_form
 from grpo_megatron.rewards.composite import COMPOSITE
-from grpo_megatron.rewards.reward import RewardResult
+from grpo_megatron.rewards.reward import RewardResult, rewards
+from grpo_megatron.rewards.signature import read_signature
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.types import BY_MODEL, Prompt
 
-WRONG = "I do not know."
+logger = logging.getLogger(__name__)
+WRONG = "I do not know"
+SHOWN_METRICS = 8
 
 
 @dataclass(frozen=True)
-class RewardCall:
-    """What a reward gave for a completion that looks right, and for WRONG."""
+class TriedResponse:
+    """A response that was made for the trial. `alone`: its result in a batch of one, of a batched reward."""
+
+    text: str
+    result: RewardResult
+    alone: RewardResult | None = None
+
+
+@dataclass(frozen=True)
+class RewardTrial:
+    """What a reward gave for a response with the right answer, and for one with a wrong answer."""
 
     prompt: Prompt
-    right: RewardResult
-    wrong: RewardResult
+    form: AnswerForm
+    right: TriedResponse
+    wrong: TriedResponse
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether the right answer has the larger reward. A reward that fails on one of them is not compared."""
+        right, wrong = self.right.result, self.wrong.result
+        return right.status != "ok" or wrong.status != "ok" or right.reward > wrong.reward
 
 
-def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardCall]:
-    """For each reward, the first prompt that has it: one completion that looks right, and one that is wrong.
+def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]:
+    """For each reward, the first prompt that has it, answered right and wrong.
 
     Raises ConfigError where a reward fails on both, unless reward.max_failed_ratio=1 allows that: then nothing is called.
-    Takes at most 2 x reward.timeout_s per reward, and the time of importing it.
+    Takes at most 4 x reward.timeout_s per reward, and the time of importing it.
     """
-    first: dict[str, Prompt] = {}
+    by_reward: dict[str, list[Prompt]] = {}
     reward = config.reward
     for prompt in prompts:
         if prompt.reward not in ("", BY_MODEL):  # "": an environment gives the rewards, or nothing does
-            first.setdefault(prompt.reward, prompt)
-    if not first or reward.max_failed_ratio == 1:
+            by_reward.setdefault(prompt.reward, []).append(prompt)
+    if not by_reward or reward.max_failed_ratio == 1:
         return []
-    items = [(p.reward, text, p.answer, p.text) for p in first.values() for text in (looks_right(p.answer), WRONG)]
+    asked = [(same[0], _form(config, same[0]), _wrong_answer(same)) for same in by_reward.values()]
+    texts = [[form.response(answer, p.text) for answer in (p.answer, wrong)] for p, form, wrong in asked]
+    items = [reward_item(p, text) for (p, _, _), both in zip(asked, texts, strict=True) for text in both]
     try:
         with RewardPool(1, reward.timeout_s, reward.kwargs, resolved_components(config)) as pool:
             results = pool.grade(items, quiet=True)
+            alone = [pool.grade([item], quiet=True)[0] if _is_batched(item.name) else None for item in items]
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the reward cannot be called: {error}") from error
-    calls = [RewardCall(p, *results[2 * number : 2 * number + 2]) for number, p in enumerate(first.values())]
-    failing = [call for call in calls if call.right.status != "ok" and call.wrong.status != "ok"]
-    if failing:
-        raise ConfigError("\n".join(_problem(call.prompt, call.right, call.wrong) for call in failing))
-    return calls
+    tried = [TriedResponse(item.completion, *both) for item, *both in zip(items, results, alone, strict=True)]
+    trials = [RewardTrial(p, form, *tried[2 * n : 2 * n + 2]) for n, (p, form, _) in enumerate(asked)]
+    if failing := [trial for trial in trials if _failed(trial.right) and _failed(trial.wrong)]:
+        raise ConfigError("\n".join(map(_problem, failing)))
+    return trials
 
 
-def reward_lines(config: Config, calls: Sequence[RewardCall]) -> Iterator[tuple[str, str]]:
-    """(name, text) for the printed plan: each reward and each of its components, and what they gave in `calls`."""
-    for call in calls:
-        values = (
-            f"{_value(call.right, None)} for the answer of {call.prompt.uid}, {_value(call.wrong, None)} for {WRONG!r}"
-        )
-        yield "reward", f"{call.prompt.reward}: {values}"
-        for part in resolved_components(config) if call.prompt.reward == COMPOSITE else []:
-            name = part["name"]
+def report_trials(config: Config, trials: Sequence[RewardTrial]) -> None:
+    """Before a run: how functions of other trainers are called, and warnings of rewards that look wrong."""
+    for trial in trials:
+        for name, adaptation in _adaptations(config, trial.prompt.reward).items():
+            print(f"reward {name} is {adaptation}", flush=True)
+        for warning in _warnings(trial):
+            logger.warning("%s", warning)
+
+
+def reward_lines(config: Config, trials: Sequence[RewardTrial]) -> Iterator[tuple[str, str]]:
+    """(name, text) for the printed plan: each reward and each of its components, and what they gave in `trials`."""
+    for trial in trials:
+        right, wrong = trial.right.result, trial.wrong.result
+        name = trial.prompt.reward
+        yield "reward", f"{name}: {_value(right)} for the right answer, {_value(wrong)} for the wrong one (see below)"
+        parts = resolved_components(config) if name == COMPOSITE else []
+        for part in parts:
             when = "" if part["gate"] is None else f" where {_condition(Gate(**part['gate']))}"
-            values = f"{_value(call.right, name)}, {_value(call.wrong, name)}"
-            yield f"  {name}"[:17], f"{part['weight']:g} x {part['function']}{when}: {values}"
+            values = f"{_value(right, part['name'])}, {_value(wrong, part['name'])}"
+            yield f"  {part['name']}"[:17], f"{part['weight']:g} x {part['function']}{when}: {values}"
+        own = {part["name"] for part in parts}
+        names = [key for key in dict.fromkeys([*right.metrics, *wrong.metrics]) if key not in own]
+        if names:
+            reported = [f"{key} {_value(right, key)}, {_value(wrong, key)}" for key in names[:SHOWN_METRICS]]
+            yield "  reported", "; ".join(reported) + (" ..." if len(names) > SHOWN_METRICS else "")
+        for function, adaptation in _adaptations(config, name).items():
+            yield "  adapted", f"{function} is {adaptation}"
 
 
-def _value(result: RewardResult, name: str | None) -> str:
-    """The reward, or the value of one component."""
+def trial_lines(trials: Sequence[RewardTrial]) -> Iterator[tuple[str, str]]:
+    """(name, text) for the printed plan: the two responses of each trial."""
+    for trial in trials:
+        uid = trial.prompt.uid
+        yield "right answer", f"{shown(trial.right.text, 400)} has the reward {_value(trial.right.result)}"
+        yield "", f"(the reference answer of {uid}; form: {trial.form.description})"
+        yield "wrong answer", f"{shown(trial.wrong.text, 400)} has the reward {_value(trial.wrong.result)}"
+        for tried, result in (("right", trial.right.result), ("wrong", trial.wrong.result)):
+            if result.message:
+                yield f"  {tried} one", cut(result.message, 400)
+        yield from (("WARNING", warning) for warning in _warnings(trial))
+
+
+def _form(config: Config, prompt: Prompt) -> AnswerForm:
+    return answer_form(prompt.text, [prompt.reward, get_task(config.data.task).reward or ""])
+
+
+def _wrong_answer(prompts: Sequence[Prompt]) -> str:
+    """The answer of another row, if one differs."""
+    right = prompts[0].answer.strip()
+    return next((other.answer for other in prompts[1:] if other.answer.strip() not in ("", right)), WRONG)
+
+
+def _is_batched(name: str) -> bool:
+    """Whether it gets batches of whatever is ready."""
+    facts = rewards.facts(name)
+    return read_signature(rewards.get(name), batch=facts.batch).takes_lists and not facts.compares
+
+
+def _failed(tried: TriedResponse) -> bool:
+    return tried.result.status in ("error", "timeout")
+
+
+def _adaptations(config: Config, name: str) -> Mapping[str, str]:
+    """Name of a function of another trainer -> how it is called, among those of a reward."""
+    names = [part["function"] for part in resolved_components(config)] if name == COMPOSITE else [name]
+    found = {name: read_signature(rewards.get(name)).adaptation for name in names}
+    return {name: adaptation for name, adaptation in found.items() if adaptation}
+
+
+def _value(result: RewardResult, name: str | None = None) -> str:
+    """The reward, or the value of one metric."""
+    if result.status == "none":
+        return "none (it does not apply)"
     if result.status != "ok":
         return result.status
     if name is None:
@@ -80,17 +167,31 @@ def _condition(gate: Gate) -> str:
     return f"{low}{gate.component}{high}"
 
 
-def looks_right(answer: str) -> str:
-    """The answer in each form that the graders of this package read, in the layout with tags."""
-    return f"<think>It is {answer}, so \\boxed{{{answer}}}.\n#### {answer}\n</think>\n<answer>{answer}</answer>"
+def _warnings(trial: RewardTrial) -> Iterator[str]:
+    for tried in (trial.right, trial.wrong):
+        if tried.alone is not None and tried.alone != tried.result:
+            yield (
+                f"the reward {trial.prompt.reward} gives {_value(tried.alone)} to {shown(tried.text, 120)} alone, and"
+                f" {_value(tried.result)} in a batch of two: batches hold what is ready, so the rewards of a run would depend on"
+                " time; make it grade each sample for itself, or declare compares=True"
+            )
+            break
+    if trial.is_told_apart:
+        return
+    yield (
+        f"the reward {trial.prompt.reward} does not prefer the right answer of {trial.prompt.uid}:"
+        f" {_value(trial.right.result)} for {shown(trial.right.text, 120)}, {_value(trial.wrong.result)} for"
+        f" {shown(trial.wrong.text, 120)}; check how it reads the answer, unless it rewards something else"
+    )
 
 
-def _problem(prompt: Prompt, right: RewardResult, wrong: RewardResult) -> str:
+def _problem(trial: RewardTrial) -> str:
+    right, wrong = trial.right.result, trial.wrong.result
     failures = [right.message]
     if wrong.message != right.message:
         failures.append(f"on a wrong one: {wrong.message}")
     return (
-        f"reward.function: called on a real row ({prompt.uid}, answer {shown(prompt.answer, 80)}), it fails on a completion"
-        f" with the answer and on one without: {cut('; '.join(failures), 1000)}; correct it"
+        f"reward.function: called on a real row ({trial.prompt.uid}, answer {shown(trial.prompt.answer, 80)}), it fails on a"
+        f" completion with the answer and on one without: {cut('; '.join(failures), 1000)}; correct it"
         " (reward.max_failed_ratio=1 starts all the same)"
     )

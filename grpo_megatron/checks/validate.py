@@ -33,7 +33,7 @@ from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import RewardCall, call_rewards
+from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, report_trials
 from grpo_megatron.checks.reward_model import (
     MAIN,
     OTHERS,
@@ -73,7 +73,7 @@ class Checked:
     scored_folder: RewardFolder | None = field(default=None, kw_only=True)  # model.path, where a scalar head is trained
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
-    reward_calls: list[RewardCall] = field(default_factory=list)  # on real rows, if the rewards were to be called
+    reward_calls: list[RewardTrial] = field(default_factory=list)  # on real rows, if the rewards were to be called
     val_loss_groups: list[OfflineGroup] = field(default_factory=list)  # data.val_loss_files
     critic_folder: RewardFolder | None = None  # critic.path
     end_tokens: EndTokens | None = None  # None only where `tokenizer` is
@@ -194,6 +194,7 @@ def validate(
         messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()
     if not dry_run:
+        report_trials(config, calls or [])
         problems.add(phase_shortages(config, world_size, arch, reward_folders, critic_folder))
         problems.raise_if_any()
     return Checked(

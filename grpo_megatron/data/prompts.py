@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.rendering import encode_prompts, render_chat
-from grpo_megatron.data.rows import Question, read_rows
+from grpo_megatron.data.rows import Messages, Question, read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.data.written import Written, WrittenResponse, read_written, render_written
@@ -64,12 +64,26 @@ def load_prompts(
             reward,
             _extra(data, task, question, row) if renderer else {},
             question=question,
+            columns=row,
+            data_source=source_of_row(row),
+            messages=chat_of(data, task, question),
         )
         for (uid, (question, answer, row)), text, ids in zip(rows, texts, encoded, strict=True)
     ]
     fits = [len(prompt.prompt_ids) <= data.max_prompt_length for prompt in prompts]
     what = f"prompts are longer than {data.max_prompt_length} tokens"
     return _drop_overlong(data, prompts, fits, what, [prompt.uid for prompt in prompts])
+
+
+def chat_of(data: DataConfig, task: Task, question: Question) -> Messages | None:
+    """The messages that the chat template renders; None for a plain text prompt."""
+    return task.messages(question, system_prompt=data.system_prompt) if data.apply_chat_template else None
+
+
+def source_of_row(row: Mapping[str, Any]) -> str:
+    """The row's "data_source", verl's name of the data set; "" where it has none."""
+    source = row.get("data_source")
+    return source if isinstance(source, str) else ""
 
 
 def _extra(data: DataConfig, task: Task, question: Question, row: dict[str, Any]) -> dict[str, Any]:

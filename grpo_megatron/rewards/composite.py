@@ -2,7 +2,8 @@
 
 A component is a dict {"name", "function", "weight", "kwargs", "gate"}. A gate {"component", "min", "max"} is open where the
 value of the named component is within the bounds. A component behind a closed gate is not called and adds 0. It closes
-the gates that depend on it.
+the gates that depend on it. So does a component that does not apply to a sample (TRL's None), and it adds 0. Where none
+applies, the sum does not either.
 
 The result has one metric per component, under its name. What the function itself reports is under "name/key". The first
 "acc" is also the "acc" of the sum: validation then shows accuracy. "name/open": 1 where the gate of `name` was open.
@@ -11,12 +12,13 @@ A component that fails, or whose value is not finite, fails the sample. Componen
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.rewards.reward import Kwargs, RewardResult, parse_reward, preloads, prompt_argument, rewards
+from grpo_megatron.rewards.bound import BoundReward
+from grpo_megatron.rewards.item import ItemFields
+from grpo_megatron.rewards.reward import Kwargs, RewardResult, preloads, rewards
 
 COMPOSITE = "composite"
 
@@ -30,28 +32,36 @@ def functions_of(name: str, kwargs: Kwargs) -> list[str]:
     return [component["function"] for component in kwargs["components"]] if name == COMPOSITE else [name]
 
 
-@rewards.register(COMPOSITE, reads_prompt=True)
+@rewards.register(COMPOSITE, reads_item=True, batch_size=1)
 async def composite_reward(
-    completion: str, answer: str, *, components: Components, prompt_text: str = ""
-) -> dict[str, Any]:
-    """The weighted sum and the values of all components. `components` has no circle of gates. Raises what a component raises."""
+    completion: str, answer: str, *, components: Components, item: ItemFields
+) -> dict[str, Any] | None:
+    """The weighted sum and the values of all components. `components` has no circle of gates. Raises what a component raises.
+
+    None: no component applies to the sample. A batched component gets lists of one.
+    """
     import asyncio
 
     values: Values = {}
     results: dict[str, RewardResult] = {}
+    applies = True
     waiting = list(components)
     while waiting:
         ready = [part for part in waiting if not part["gate"] or part["gate"]["component"] in values]
         opened = [part for part in ready if _is_open(part["gate"], values)]
-        calls = [_value(part, completion, answer, prompt_text) for part in opened]
+        calls = [_value(part, item) for part in opened]
         returned = await asyncio.gather(*calls, return_exceptions=True)  # no call is left behind when another one fails
         values.update({part["name"]: None for part in ready})
         for part, result in zip(opened, returned, strict=True):
             if isinstance(result, BaseException):
                 raise result
-            results[part["name"]] = result
-            values[part["name"]] = result.reward
+            applies = applies and result.status != "none"
+            if result.status == "ok":
+                results[part["name"]] = result
+                values[part["name"]] = result.reward
         waiting = [part for part in waiting if part["name"] not in values]
+    if not applies and not results:
+        return None
     score = math.fsum(part["weight"] * (values[part["name"]] or 0.0) for part in components)
     return {**_entries(components, results), "score": score}
 
@@ -72,14 +82,9 @@ def _is_open(gate: Mapping[str, Any] | None, values: Values) -> bool:
     return value is not None and low <= value <= high
 
 
-async def _value(component: Component, completion: str, answer: str, prompt_text: str) -> RewardResult:
+async def _value(component: Component, item: ItemFields) -> RewardResult:
     try:
-        function = rewards.get(component["function"])
-        more = prompt_argument(function, prompt_text)
-        returned = function(completion, answer, **component["kwargs"], **more)
-        if inspect.isawaitable(returned):
-            returned = await returned
-        return parse_reward(returned, len(completion))
+        return await BoundReward(component["function"], component["kwargs"]).grade(item)
     except TimeoutError as error:
         raise TimeoutError(f"component {component['name']!r}: {error}") from error
     except Exception as error:

@@ -32,7 +32,7 @@ FIELDS = re.compile(r"\{(question|response|answer)\}")
 _verdicts: OrderedDict[bytes, float] = OrderedDict()  # of this process; sha256 of url and request -> verdict
 
 
-@rewards.register("judge", reads_prompt=True)
+@rewards.register("judge", batch_size=1)
 async def judge_reward(
     completion: str,
     answer: str,

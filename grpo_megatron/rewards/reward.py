@@ -1,12 +1,16 @@
 """What a reward function is: the registry, the check that a name can be used, and the check of what it returned.
 
-A reward function is `f(completion: str, answer: str, **kwargs) -> float | dict`; `kwargs` are `reward.kwargs`. It may be
-`async`. A dict holds "score", which is the reward, and further numbers that become metrics ({"score": 1.0, "acc": 1.0,
-"format": 0.0}). Entries that are not numbers are kept as text, beside the logged samples. A reward has no unit; larger is
-better. Its absolute value is at most MAX_REWARD: sums of squares stay far from overflow, in float32 too.
+A reward function gets what it names (signature.py): `f(completion: str, answer: str, difficulty: int) -> float | dict`, and
+the keys of `reward.kwargs`. It may be `async`. A dict holds "score", which is the reward, and further numbers that become
+metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}). Entries that are not numbers are kept as text, beside the logged samples.
+A reward has no unit; larger is better. Its absolute value is at most MAX_REWARD: sums of squares stay far from overflow, in
+float32 too.
 
 Where the prompt's template has opened the thought, `completion` begins with that `<think>` (format.py), so that a reward
-reads the whole turn. A function declared with `reads_prompt=True` is also given `prompt_text`: the rendered prompt.
+reads the whole turn.
+
+A batched reward, declared with `batch=True`, gets lists and returns a list. Its batches are made of the samples that are
+ready, so a sample's reward must not depend on the others of its batch; `compares=True` is for one whose rewards do.
 
 A step reward (a process reward model, or `rewards/steps.py`) also returns "steps": [(end, value), ...]. `end` is the
 number of characters of the completion up to the end of the step. Ends increase; they are between 1 and its length.
@@ -14,7 +18,6 @@ number of characters of the completion up to the end of the step. Ends increase;
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_megatron.registry import FactRegistry, Registry
+from grpo_megatron.rewards.signature import read_signature
 
 RewardFunction = Callable[..., Any]  # returns float or dict, or an awaitable of one; `parse_reward` checks that
 
@@ -31,7 +35,18 @@ class RewardFacts:
     """What validation must know about a registered reward."""
 
     gives_steps: bool = False  # returns "steps": the rewards of single steps
-    reads_prompt: bool = False  # has a keyword argument `prompt_text`
+    reads_prompt: bool = False  # its **kwargs get `prompt_text`, too; a function that names it gets it anyway
+    takes_columns: bool = True  # its **kwargs get the row's columns
+    batch: bool = False  # takes lists, and returns a list
+    batch_size: int = 16  # the most samples of a batch; and of an async function, those in work at a time
+    compares: bool = False  # of a batched one: its one batch is all that an engine has drawn, by prompt and sample
+    reads_item: bool = False  # has a keyword argument `item`: all that is known of the sample
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise TypeError(f"batch_size={self.batch_size} must be at least 1")
+        if self.compares and not self.batch:
+            raise TypeError("compares=True is for a batched reward; add batch=True")
 
 
 rewards: FactRegistry[RewardFunction, RewardFacts] = FactRegistry("reward", RewardFacts())
@@ -49,11 +64,14 @@ Kwargs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of one completion. `reward` is NaN unless `status` is "ok"; `message` then says why."""
+    """The reward of one completion. `reward` is NaN unless `status` is "ok"; `message` then says why.
+
+    Status "none": the function does not apply to the completion (TRL's None). That is no failure.
+    """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)  # what the function reports besides "score"
-    status: Literal["ok", "error", "timeout"] = "ok"
+    status: Literal["ok", "error", "timeout", "none"] = "ok"
     message: str = ""
     steps: Steps = ()  # (end of the step in the completion, its reward), increasing
     texts: dict[str, str] = field(default_factory=dict)  # what the function reports that is not a finite number
@@ -72,11 +90,14 @@ class Extractor:
 extractors: Registry[Extractor] = Registry("extractor")  # by the name of the reward
 
 
-def check_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
+def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str] | None = None) -> RewardFunction:
     """The function called `name`, after checks that a worker can import it and call it with `kwargs`.
 
-    Starts no process. Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs.
+    `columns`: those of the rows; None: not known yet. A reward of this package must have its arguments from `kwargs`. Starts no
+    process. Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs, a parameter that
+    nothing gives.
     """
+    columns = () if columns is None and ":" not in name else columns
     if name.startswith("__main__:"):
         raise ValueError(f"reward {name!r}: a worker process cannot import __main__; move the function to a module")
     try:
@@ -88,14 +109,11 @@ def check_reward(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFu
     if not callable(function):
         raise ValueError(f"reward {name!r} is {type(function).__name__}, not a function")
     try:
-        inspect.signature(function).bind("completion", "answer", **{**prompt_argument(function, ""), **(kwargs or {})})
-    except TypeError as error:
-        given = ", ".join(kwargs or {}) or "none"
-        raise ValueError(
-            f"reward {name!r} cannot be called as fn(completion, answer, **reward.kwargs) with kwargs {given}: {error}"
-        ) from None
-    except ValueError:
-        pass  # a builtin without a signature: only the first call can tell
+        problem = read_signature(function).problem(kwargs or {}, columns)
+    except ValueError as error:
+        problem = str(error)
+    if problem is not None:
+        raise ValueError(f"reward {name!r} cannot be called: {problem}")
     return function
 
 
@@ -105,11 +123,6 @@ def check_json(kwargs: object) -> None:
         json.dumps(kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
-
-
-def prompt_argument(function: RewardFunction, prompt_text: str) -> dict[str, str]:
-    """The keyword arguments besides `reward.kwargs` that the function has declared."""
-    return {"prompt_text": prompt_text} if rewards.facts_of(function).reads_prompt else {}
 
 
 def parse_reward(returned: object, length: int | None = None) -> RewardResult:

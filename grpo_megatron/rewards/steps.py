@@ -32,7 +32,7 @@ def split_steps(text: str) -> Iterator[tuple[int, str]]:
         yield start + len(piece), piece
 
 
-@rewards.register("arithmetic_steps", gives_steps=True)
+@rewards.register("arithmetic_steps", gives_steps=True, takes_columns=False)
 def arithmetic_steps_reward(completion: str, answer: str, outcome: str = "gsm8k", **kwargs: Any) -> dict[str, Any]:
     """The reward of the function `outcome` (called with the other kwargs), and "steps": 1 or 0 per line with equations.
 

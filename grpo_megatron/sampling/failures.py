@@ -12,11 +12,11 @@ from grpo_megatron.types import BY_MODEL, Sample
 def check_failures(what: str, samples: Sequence[Sample], max_failed_ratio: float, mesh: Mesh) -> None:
     """Compare the share of samples without a reward, over all ranks, with `reward.max_failed_ratio`. Collective.
 
-    `samples`: those whose rewards this rank knows. Those that only a reward model scores do not count. `what` they are begins
-    the message. Raises RankError on every rank.
+    `samples`: those whose rewards this rank knows. Those that only a reward model scores do not count, and a reward that does
+    not apply to a sample has not failed on it. `what` they are begins the message. Raises RankError on every rank.
     """
     samples = [sample for sample in samples if sample.prompt.reward != BY_MODEL]
-    failed = [sample for sample in samples if math.isnan(sample.reward)]
+    failed = [sample for sample in samples if math.isnan(sample.reward) and sample.reward_metrics.get("ok") != 1.0]
     reports = mesh.all_gather((len(samples), len(failed), failed[0].reward_failure if failed else ""))
     total, num_failed = sum(report[0] for report in reports), sum(report[1] for report in reports)
     problem = None

@@ -1,9 +1,8 @@
 """Grading: the rewards of the samples of one draw. The reward workers grade what is complete while the engine draws the rest.
 
 Where grading took less than WORTH_OVERLAP_S of a worker's time in the draw before, it waits until all is drawn: workers that
-wake up for microseconds would only take the engine's processor. The rewards are the same either way.
-
-A reward reads the whole turn: where the prompt has opened it with `<think>`, that comes first (rewards/format.py).
+wake up for microseconds would only take the engine's processor. The rewards are the same either way. A reward that compares
+the samples of its batch gets them all, by prompt and sample, when the last one is drawn.
 
 A problem of the workers is kept until `finish` (workers/kept_problem.py).
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.data.steps import tokens_at
 from grpo_megatron.rewards.format import opened_thought
 from grpo_megatron.rewards.reward import RewardResult, rewards
@@ -21,6 +21,7 @@ from grpo_megatron.types import BY_MODEL, Sample
 from grpo_megatron.workers.kept_problem import KeptProblem
 
 WORTH_OVERLAP_S = 0.05
+FAILED = ("error", "timeout")  # of RewardResult.status; "none" is no failure
 
 
 class Grading:
@@ -29,12 +30,13 @@ class Grading:
     def __init__(self, pool: RewardPool | None, tokenizer: Any) -> None:
         self.pool, self.tokenizer = pool, tokenizer
         self._overlaps = True
-        self._samples: list[Sample] = []
+        self._samples: list[Sample] = []  # in the order in which the pool got them
+        self._waiting: list[Sample] = []  # for the last one to be drawn
         self._kept = KeptProblem(pool)
 
     def begin(self, rewards: Iterable[str]) -> None:
         """Before the first sample. `rewards` names all reward functions of the draw."""
-        self._samples, self._kept.text = [], None
+        self._samples, self._waiting, self._kept.text = [], [], None
         self._kept.attempt(lambda pool: pool.begin(sorted({*rewards} - {BY_MODEL})))
 
     def add(self, sample: Sample) -> None:
@@ -43,9 +45,11 @@ class Grading:
             return
         sample.text = self._text(sample.response_ids)
         if sample.prompt.reward != BY_MODEL:
-            self._samples.append(sample)
-            if self._overlaps:
+            if self._overlaps and not rewards.facts(sample.prompt.reward).compares:
+                self._samples.append(sample)
                 self._submit(sample)
+            else:
+                self._waiting.append(sample)
 
     def serve(self) -> None:
         """Hand out and take what can be without waiting."""
@@ -57,16 +61,18 @@ class Grading:
 
         Returns why the workers cannot run at all, if so: then every rank must stop.
         """
-        if not self._overlaps:
-            for sample in self._samples:
-                self._submit(sample)
+        for sample in sorted(self._waiting, key=lambda sample: (sample.prompt_index, sample.index)):
+            self._samples.append(sample)
+            self._submit(sample)
         results: list[RewardResult] = self._kept.attempt(lambda pool: pool.collect()) or []
-        self._overlaps = any(r.status != "ok" for r in results) or sum(r.seconds for r in results) > self._worth_overlap
+        self._overlaps = (
+            any(r.status in FAILED for r in results) or sum(r.seconds for r in results) > self._worth_overlap
+        )
         for sample, result in zip(self._samples, results, strict=False):
             sample.reward = result.reward
             sample.reward_metrics = {
                 **result.metrics,
-                "ok": float(result.status == "ok"),
+                "ok": float(result.status not in FAILED),
                 "timeout": float(result.status == "timeout"),
             }
             sample.reward_texts, sample.reward_failure = result.texts, result.message
@@ -80,10 +86,8 @@ class Grading:
         return 0.0 if self.pool is None else WORTH_OVERLAP_S * self.pool.num_workers
 
     def _submit(self, sample: Sample) -> None:
-        prompt = sample.prompt
-        text = opened_thought(prompt.text) + sample.text
-        question = prompt.text if rewards.facts(prompt.reward).reads_prompt else ""
-        self._kept.attempt(lambda pool: pool.submit((prompt.reward, text, prompt.answer, question)))
+        item = reward_item(sample.prompt, sample.text, sample.response_ids, sample.version)
+        self._kept.attempt(lambda pool: pool.submit(item))
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

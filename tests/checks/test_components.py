@@ -62,8 +62,12 @@ def test_names_stand_for_functions() -> None:
         ([ACCURACY, {"name": "acc", "function": "format"}], {}, "[1] (acc): the name is taken by another metric"),
         ([ACCURACY, ACCURACY], {}, "[1] (accuracy): the name is given twice"),
         ([{"name": "formt"}], {}, "[0] (formt): unknown reward 'formt'; did you mean 'format'?"),
-        ([{"name": "length"}], {}, "cannot be called as fn(completion, answer, **reward.kwargs) with kwargs none"),
-        ([{"name": "format", "kwargs": {"layuot": 1}}], {}, "with kwargs layuot"),
+        ([{"name": "length"}], {}, "cannot be called: nothing gives its parameter 'max_length', which has no default"),
+        (
+            [{"name": "format", "kwargs": {"layuot": 1}}],
+            {},
+            "it has no parameter 'layuot', which the kwargs hold; did you mean 'layout'",
+        ),
         ([{"name": "x", "function": "composite"}], {}, "a sum of components cannot be a component"),
         ([{"name": "arithmetic_steps"}], {}, "gives rewards of single steps, which a sum has no place for"),
         (
@@ -130,8 +134,9 @@ def test_the_plan_shows_each_component_on_a_real_row() -> None:
     prompts = [Prompt("gsm8k/train/0", (1,), "6 * 7 =", "42", "gsm8k", "composite")]
     lines = list(reward_lines(made, call_rewards(made, prompts)))
     assert lines == [
-        ("reward", "composite: 1.5 for the answer of gsm8k/train/0, -0.5 for 'I do not know.'"),
+        ("reward", "composite: 1 for the right answer, -1 for the wrong one (see below)"),
         ("  accuracy", "1 x gsm8k: 1, 0"),
-        ("  format", "0.5 x format: 1, 0"),
-        ("  length", "1 x length where accuracy <= 0: closed, -0.5"),
+        ("  format", "0.5 x format: 0, 0"),
+        ("  length", "1 x length where accuracy <= 0: closed, -1"),
+        ("  reported", "accuracy/acc 1, 0; accuracy/extracted 1, 0; length/open 0, 1; acc 1, 0"),
     ]

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.reward_call import call_rewards, looks_right
+from grpo_megatron.checks.reward_call import call_rewards, report_trials, reward_lines, trial_lines
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.rewards import extractors, rewards
+from grpo_megatron.rewards.answer_form import answer_form
 from grpo_megatron.rewards.known import KNOWN_REWARDS
 from grpo_megatron.types import Prompt
 
 MODULE = """
 import asyncio, os, time
+from grpo_megatron.rewards import rewards
 
 def raises(completion, answer): raise KeyError(answer)
 def words(completion, answer): return "good"
 def hangs(completion, answer): time.sleep(600)
 def leaves(completion, answer): os._exit(0)
-def picky(completion, answer): return 1.0 / ("boxed" in completion)  # raises on a wrong completion
+def picky(completion, answer): return 1.0 / ("42" in completion)  # raises on a wrong completion
 async def waits(completion, answer):
     await asyncio.sleep(0)
     return {"score": 1.0, "prediction": "a text"}
 async def streams(completion, answer): yield 1.0
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
+    right = solution_str.endswith("#### " + ground_truth)
+    return {"score": right * (1 + bonus), "acc": right, "length": len(solution_str)}
+def trl(completions, level, **others): return [float("42" in text) for text in completions]
+@rewards.declare(batch=True)
+def average(completion, answer):
+    right = [float(text.endswith(key)) for text, key in zip(completion, answer)]
+    return [sum(right) / len(right) + 1e-9 * value for value in right]
 """
 
 
@@ -79,9 +91,80 @@ def test_each_reward_of_the_rows_is_called(user_module: None) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(KNOWN_REWARDS) & set(extractors.names())))
-def test_the_right_looking_completion_is_right_to_every_grader(name: str) -> None:
-    if name == "math":
-        assert rewards.get(name)(looks_right("42"), "42")["score"] == 1.0
-        return
-    returned = rewards.get(name)(looks_right("42"), "42")
-    assert (returned["score"] if isinstance(returned, dict) else returned) == 1.0
+def test_an_answer_in_its_form_is_right_to_every_grader(name: str) -> None:
+    for prompt in ("6 * 7 =", "6 * 7 =<think>\n", "6 * 7 =<think>\n\n</think>\n\n"):
+        form = answer_form(prompt, [name])
+        for answer, score in (("42", 1.0), ("41", {"graded": 0.01, "graded_answer": 0.01}.get(name, 0.0))):
+            response = reward_item(Prompt("u", (), prompt, "42", "s", name), form.response(answer, prompt))
+            assert rewards.get(name)(response.completion, "42")["score"] == score, (prompt, response.completion)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "names", "response"),
+    [
+        (
+            "between <answer> </answer> tags, and no \\boxed",
+            ["math"],
+            "<think>The answer is 7.</think>\n<answer>7</answer>",
+        ),
+        ("put it in \\boxed{}", ["gsm8k"], "The answer is \\boxed{7}."),
+        ("end with #### N <think>\n", [], "The answer is 7.\n</think>\n#### 7"),
+        ("Q", ["my:reward", "gsm8k"], "The answer is 7.\n#### 7"),
+        ("Q", ["my:reward", ""], "7"),
+        ("Q<think>", ["my:reward"], "The answer is 7.\n</think>\n7"),
+    ],
+)
+def test_the_form_of_an_answer(prompt: str, names: list[str], response: str) -> None:
+    assert answer_form(prompt, names).response("7", prompt) == response
+
+
+ROWS = [
+    Prompt(f"s/rows/{n}", (1,), "#### N", answer, "s", "", columns={"level": n})
+    for n, answer in enumerate(["42", "42", "43"])
+]
+PLAN = [
+    ("right answer", "'The answer is 42.\\n#### 42' has the reward 2"),
+    ("", "(the reference answer of s/rows/0; form: #### ANSWER)"),
+    ("wrong answer", "'The answer is 43.\\n#### 43' has the reward 0"),
+]
+
+
+def lines_of(name: str, **section: Any) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    config = Config.model_validate({"model": {"path": "m"}, "reward": section})
+    trials = call_rewards(config, [replace(prompt, reward=name) for prompt in ROWS])
+    return list(reward_lines(config, trials)), list(trial_lines(trials))
+
+
+def test_the_plan_shows_a_right_and_a_wrong_answer(user_module: None) -> None:
+    name = "called_reward:compute_score"
+    step, answers = lines_of(name, kwargs={"bonus": 1})
+    assert step == [
+        ("reward", f"{name}: 2 for the right answer, 0 for the wrong one (see below)"),
+        ("  reported", "acc 1, 0; length 25, 25"),
+        (
+            "  adapted",
+            f"{name} is called as verl's compute_score(data_source, solution_str, ground_truth, extra_info)",
+        ),
+    ]
+    assert answers == PLAN
+
+
+def test_a_reward_that_does_not_prefer_the_right_answer_is_a_warning(
+    user_module: None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config.model_validate({"model": {"path": "m"}})
+    names = [f"called_reward:{name}" for name in ("waits", "trl", "average")]
+    trials = call_rewards(config, [replace(prompt, reward=name) for name in names for prompt in ROWS])
+    caplog.clear()
+    report_trials(config, trials)
+    assert (
+        "reward called_reward:trl is called as TRL's reward(prompts, completions, **columns)" in capsys.readouterr().out
+    )
+    equal, depends = [record.message for record in caplog.records]
+    assert equal.startswith(
+        "the reward called_reward:waits does not prefer the right answer of s/rows/0: 1 for 'The answer is 42.\\n#### 42', 1 for"
+    )
+    assert depends.startswith(
+        "the reward called_reward:average gives 1 to 'The answer is 42.\\n#### 42' alone, and 0.5 in a"
+    )
+    assert [text for title, text in trial_lines(trials) if title == "WARNING"] == [equal, depends]

@@ -50,6 +50,21 @@ def test_fields_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
     assert prompt.reward == "my.module:score"
 
 
+def test_what_reward_functions_may_read_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"prompt": "1+1", "answer": "2", "data_source": "sums", "extra_info": {"level": 3}, "hints": ["two"]}
+    file = _write(tmp_path / "a.jsonl", [row, {"prompt": "2", "answer": "2"}])
+    first, second = load_prompts(PLAIN, [file], tokenizer)
+    assert (first.columns, first.data_source, first.messages) == (row, "sums", None)
+    assert second.data_source == ""
+    tokenizer.chat_template = TEMPLATE
+    try:
+        data = DataConfig(task="jsonl", system_prompt="9")
+        chat = load_prompts(data, [file], tokenizer, "gsm8k")[0].messages
+    finally:
+        tokenizer.chat_template = None
+    assert chat == [{"role": "system", "content": "9"}, {"role": "user", "content": "1+1"}]
+
+
 def test_overlong_prompts_are_dropped_counted_and_keep_the_others_uids(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

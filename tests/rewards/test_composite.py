@@ -53,7 +53,10 @@ def component(
 
 
 def summed(components: list[Any], completion: str, answer: str = "42", **more: Any) -> dict[str, Any]:
-    return asyncio.run(composite_reward(completion, answer, components=components, **more))
+    item = {"completion": completion, "answer": answer, **more}
+    returned = asyncio.run(composite_reward(completion, answer, components=components, item=item))
+    assert returned is not None
+    return returned
 
 
 PARTS = [
@@ -123,7 +126,7 @@ def test_gates(module: str) -> None:
 
 def test_what_components_report(module: str) -> None:
     parts = [component("told", f"{module}:told", weight=2.0), component("asks", f"{module}:asks"), component("graded")]
-    returned = summed(parts, "#### 42", prompt_text="1 + 1 =")
+    returned = summed(parts, "#### 42", prompt="1 + 1 =")
     assert returned["score"] == 2 * 0.5 + 1.0 + 1.0
     assert (returned["told/note"], returned["told/words"], returned["acc"], returned["graded/acc"]) == (
         "a text",

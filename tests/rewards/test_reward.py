@@ -75,7 +75,7 @@ def test_kwargs_are_checked_against_the_signature(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     check_reward("my_reward:score")
     check_reward("my_reward:score", {"bonus": 1.0})
-    with pytest.raises(ValueError, match="with kwargs bonsu: got an unexpected keyword argument 'bonsu'"):
+    with pytest.raises(ValueError, match="has no parameter 'bonsu', which the kwargs hold; did you mean 'bonus'"):
         check_reward("my_reward:score", {"bonsu": 1.0})
 
 

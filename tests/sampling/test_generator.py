@@ -9,6 +9,7 @@ import pytest
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.rewards.item import RewardItem
 from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.generator import Generator, record_reward_metrics
@@ -87,12 +88,12 @@ class SlowPool:
         self.events: list[str] = []
         self.seconds = seconds
         self.problem = problem
-        self.items: list[tuple[str, str, str, str]] = []
+        self.items: list[RewardItem] = []
 
     def begin(self, names: list[str]) -> None:
         self.events, self.items = [f"begin {names}"], []
 
-    def submit(self, item: tuple[str, str, str, str]) -> None:
+    def submit(self, item: RewardItem) -> None:
         self.events.append("submit")
         self.items.append(item)
 
@@ -103,7 +104,7 @@ class SlowPool:
 
     def collect(self) -> list[RewardResult]:
         self.events.append("collect")
-        return [RewardResult(float(len(text)), {"acc": 1.0}, seconds=self.seconds) for _, text, _, _ in self.items]
+        return [RewardResult(float(len(text)), {"acc": 1.0}, seconds=self.seconds) for _, text, *_ in self.items]
 
 
 def draw_and_grade(pool: SlowPool, num_draws: int = 1) -> tuple[list[Sample], SeedEngine]:
@@ -191,18 +192,19 @@ def test_steps_within_one_token_are_one_step() -> None:
     assert steps_of([0, 1, 2, 3], [(5, 1.0), (6, 0.0), (8, 0.5)]) == [(3, 0.5)]
 
 
-@pytest.mark.parametrize(
-    ("reward", "question"), [("gsm8k", ""), ("composite", "Q <think>\n"), ("judge", "Q <think>\n")]
-)
-def test_a_reward_reads_the_whole_turn_and_if_it_asks_the_prompt(reward: str, question: str) -> None:
+def test_a_reward_reads_the_whole_turn_and_what_is_known_of_it() -> None:
     """The prompt has opened the thought: 8 characters, which are not those of the response's steps."""
     pool = SlowPool()
     pool.collect = lambda: [RewardResult(1.0, steps=((4, 0.5), (8 + 3, 1.0), (8 + 8, 0.0)))]  # type: ignore[method-assign]
     grading = Grading(pool, Letters())  # type: ignore[arg-type]
-    sample = Sample(Prompt("u", (1,), "Q <think>\n", "42", "s", reward), 0, 0, [0, 1, 2, 3], [0.0] * 4, "stop", 0)
-    grading.begin([reward])
+    chat = [{"role": "user", "content": "Q"}]
+    prompt = Prompt("u", (1,), "Q <think>\n", "42", "s", "gsm8k", columns={"a": 1}, data_source="d", messages=chat)
+    sample = Sample(prompt, 0, 0, [0, 1, 2, 3], [0.0] * 4, "stop", 7)
+    grading.begin(["gsm8k"])
     grading.add(sample)
     assert grading.finish() is None
-    assert pool.items == [(reward, "<think>\nabc\ndefg", "42", question)]
+    about = {"prompt": "Q <think>\n", "messages": chat, "columns": {"a": 1}, "data_source": "d", "is_chat": True}
+    whole = RewardItem("gsm8k", "<think>\nabc\ndefg", "42", **about, completion_ids=[0, 1, 2, 3], step=7)
+    assert pool.items == [whole]
     assert sample.text == "abc\ndefg"
     assert sample.steps == [(0, 0.5), (1, 1.0), (3, 0.0)]

@@ -5,31 +5,36 @@ Workers are started with `subprocess`: they are never forked from a process with
 ends with its worker (family.py), or, after a run that was killed as a whole, when the next pool is made. One thread serves
 all pipes (`selectors`), so that no worker can block the parent. Workers die with the parent, and with the *thread* that
 started them (PR_SET_PDEATHSIG). A worker that was lost between two calls is replaced silently.
+
+A batched or async reward gets several items in one call: those that are ready when a worker is free, spread over the free
+workers. Which items share a call depends on time, so their rewards must not depend on each other. A reward that `compares`
+gets all items at once. Items whose common call took too long, or ended its worker, are graded one by one.
 """
 
 from __future__ import annotations
 
-import logging
 import selectors
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from grpo_megatron.rewards.composite import COMPOSITE, Components, functions_of
+from grpo_megatron.rewards.composite import Components, functions_of
+from grpo_megatron.rewards.item import RewardItem, as_item
 from grpo_megatron.rewards.known import KNOWN_REWARDS
 from grpo_megatron.rewards.reward import Kwargs, RewardResult, check_json
-from grpo_megatron.rewards.workers.process import WorkerProcess
+from grpo_megatron.rewards.workers.calls import CallPlan
+from grpo_megatron.rewards.workers.process import PendingCall, WorkerProcess
+from grpo_megatron.rewards.workers.queue import ItemQueue
+from grpo_megatron.rewards.workers.reports import Reports, result_of
 from grpo_megatron.workers.family import end_orphans
-from grpo_megatron.workers.process import MAX_FAILED_STARTS, printable
+from grpo_megatron.workers.process import MAX_FAILED_STARTS
 
-logger = logging.getLogger(__name__)
-
-QUEUED = 2  # items per worker: one in work, one in its pipe; more would wait behind a slow item
+QUEUED = 2  # calls per worker: one in work, one in its pipe; more would wait behind a slow one
 MAX_LOG = 1 << 16  # characters of the workers' output that are shown per batch
 
-Item = tuple[str, str, str] | tuple[str, str, str, str]  # (reward name, completion, answer[, rendered prompt])
+Item = RewardItem | tuple[str, str, str] | tuple[str, str, str, str]  # (reward name, completion, answer[, prompt])
 
 
 class RewardPool:
@@ -55,14 +60,14 @@ class RewardPool:
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._tested: set[str] = set()
-        self._named: set[tuple[str, str]] = set()  # (reward, entry) that were reported as text
+        self._reports = Reports()
         self._closed, self._failed_starts = False, 0
         self._log_left = MAX_LOG
         self._served_at = time.monotonic()
         # the batch in progress
-        self._batch_kwargs: dict[str, Any] = {}
-        self._items: list[Item] = []
-        self._todo: deque[int] = deque()
+        self._plan = CallPlan({}, {})
+        self._queue = ItemQueue(self._plan)
+        self._items: list[RewardItem] = []
         self._results: list[RewardResult | None] = []
         self._unloadable: dict[str, str] = {}
 
@@ -101,10 +106,12 @@ class RewardPool:
 
     def submit(self, item: Item) -> None:
         """Add an item to the batch. Returns at once: the workers grade while the caller does other work."""
-        self._todo.append(len(self._items))
+        item = as_item(item)
+        self._queue.add(len(self._items), item.name)
         self._items.append(item)
         self._results.append(None)
-        self._hand_out()
+        if not self._plan.shares_calls(item.name):
+            self._hand_out()
 
     def serve(self) -> None:
         """Take the results that are there and hand out further items, without waiting. Raises as `grade` does.
@@ -125,15 +132,8 @@ class RewardPool:
         """Wait for the results of the batch, in the order of `submit`. Raises as `grade` does."""
         results = self._wait()
         self.counts.update(result.status for result in results)
-        failed = [result for result in results if result.status != "ok"]
-        if failed and not quiet:
-            logger.warning(
-                "%d of %d samples could not be graded (%d timeouts); the first: %s",
-                len(failed),
-                len(results),
-                sum(result.status == "timeout" for result in failed),
-                failed[0].message,
-            )
+        if not quiet:
+            self._reports.report_failures(results)
         return results
 
     def self_test(self, names: Sequence[str] = ("gsm8k",)) -> None:
@@ -157,8 +157,8 @@ class RewardPool:
     def _begin(self, kwargs: dict[str, Any]) -> None:
         if self._closed:
             raise RuntimeError("the reward pool is closed")
+        self._plan, self._log_left = CallPlan(kwargs, self._composite), MAX_LOG
         self._drop_batch()
-        self._batch_kwargs, self._log_left = kwargs, MAX_LOG
         for worker in [w for w in self._workers if not w.is_running()]:
             self._remove(worker)  # it died between two batches
         self._start_missing()
@@ -167,34 +167,39 @@ class RewardPool:
     def _drop_batch(self) -> None:
         for worker in [w for w in self._workers if w.pending]:  # the batch was interrupted: nothing waits for these
             self._remove(worker)
-        self._items, self._todo, self._results, self._unloadable = [], deque(), [], {}
+        self._queue = ItemQueue(self._plan)
+        self._items, self._results, self._unloadable = [], [], {}
 
     def _is_complete(self) -> bool:
-        return not self._todo and not any(worker.pending for worker in self._workers)
+        return not self._queue and not any(worker.pending for worker in self._workers)
 
     def _wait(self) -> list[RewardResult]:
         try:
             while not self._is_complete():
+                self._hand_out(all_are_there=True)
                 self._serve(wait=True)
-                self._hand_out()
             results = [result for result in self._results if result is not None]
             assert len(results) == len(self._items)
             return results
         finally:
             self._drop_batch()
 
-    def _hand_out(self) -> None:
-        """Give items to idle workers, oldest first, evenly."""
+    def _hand_out(self, *, all_are_there: bool = False) -> None:
+        """Give items to idle workers, oldest first, evenly. `all_are_there`: the batch will not grow any more."""
         for queued in range(QUEUED):
-            for worker in self._workers:
-                while self._todo and worker.ready and len(worker.pending) <= queued:
-                    number = self._todo.popleft()
-                    name, *texts = self._items[number]
+            for position, worker in enumerate(self._workers):
+                while worker.ready and len(worker.pending) <= queued:
+                    free = sum(1 for other in self._workers[position:] if other.ready and not other.pending)
+                    numbers = self._queue.take(free, all_are_there=all_are_there)
+                    if not numbers:
+                        break
+                    name = self._items[numbers[0]].name
                     if name in self._unloadable:
-                        self._fail(number, "error", self._unloadable[name])
+                        for number in numbers:
+                            self._fail(number, "error", self._unloadable[name])
                     else:
-                        kwargs = self._composite if name == COMPOSITE else self._batch_kwargs
-                        worker.submit(number, name, *texts, kwargs=kwargs)
+                        samples = [self._plan.sample(self._items[number]) for number in numbers]
+                        worker.submit(numbers, name, samples, self._plan.kwargs(name), self.timeout_s)
 
     def _serve(self, *, wait: bool) -> None:
         """Handle the events on the pipes, and the deadlines that have passed. `wait`: for the first of either."""
@@ -224,28 +229,15 @@ class RewardPool:
         replies, alive = worker.read()
         self._failed_starts = 0 if worker.ready else self._failed_starts
         for reply in replies:
-            if "error" in reply:
-                status: Literal["error", "timeout"] = "timeout" if reply.get("status") == "timeout" else "error"
-                self._fail(reply["id"], status, reply["error"])
-            else:
-                texts = {key: printable(text) for key, text in reply["texts"].items()}
-                self._name_texts(self._items[reply["id"]][0], texts)
-                more = {"steps": tuple(map(tuple, reply["steps"])), "texts": texts, "seconds": reply["seconds"]}
-                self._results[reply["id"]] = RewardResult(reply["reward"], reply["metrics"], **more)
+            number = reply["id"]
+            result = result_of(reply, self._items[number].name)
+            self._reports.name_texts(self._items[number].name, result.texts)
+            self._results[number] = result
         return alive
 
-    def _name_texts(self, name: str, texts: Mapping[str, str]) -> None:
-        for key in [key for key in texts if (name, key) not in self._named]:
-            self._named.add((name, key))
-            logger.warning(
-                "reward %r: its entry %r is no finite number, so it is no metric; it is written beside the logged samples",
-                name,
-                key,
-            )
-
     def _fail(self, number: int, status: Literal["error", "timeout"], message: str) -> None:
-        message = printable(f"reward {self._items[number][0]!r}: {message}")
-        self._results[number] = RewardResult(float("nan"), {}, status, message)
+        reply = {"error": message, "status": status}
+        self._results[number] = result_of(reply, self._items[number].name)
 
     def _replace(self, worker: WorkerProcess, status: Literal["error", "timeout"], message: str) -> None:
         """Fail the item that a dead worker was working on, return its other items to the queue, start another worker."""
@@ -258,15 +250,23 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 raise RuntimeError(f"reward workers do not start; {message}")
-        if current and worker.pending and worker.pending[0] == current:  # otherwise its result has just arrived
-            number, name = worker.pending.popleft()
-            self._fail(number, status, message)
-            if name not in worker.loaded:  # it died while importing: do not import again in this call
-                self._unloadable[name] = "its module could not be imported; " + message
-        self._todo.extendleft(number for number, _ in reversed(worker.pending))
+        if current and worker.pending and worker.pending[0] is current:  # otherwise its last result has just arrived
+            self._end_call(worker.pending.popleft(), status, message)
+            if current.name not in worker.loaded:  # it died while importing: do not import again in this call
+                self._unloadable[current.name] = "its module could not be imported; " + message
+        for call in reversed(worker.pending):
+            self._queue.put_back(call.numbers)
         worker.pending.clear()
         self._remove(worker)
         self._start_missing()
+
+    def _end_call(self, call: PendingCall, status: Literal["error", "timeout"], message: str) -> None:
+        """The worker has not finished this call: its items have failed, or, of several, are graded one by one."""
+        if call.size > 1 and not self._plan.compares(call.name):
+            self._queue.put_back(call.numbers, one_by_one=True)
+            return
+        for number in call.numbers:
+            self._fail(number, status, message)
 
     def _start_missing(self) -> None:
         while len(self._workers) < self.num_workers:

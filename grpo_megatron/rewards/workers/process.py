@@ -1,4 +1,4 @@
-"""The parent's side of one reward worker: the items that are not answered yet, and one clock."""
+"""The parent's side of one reward worker: the calls that are not answered yet, and one clock."""
 
 from __future__ import annotations
 
@@ -6,41 +6,60 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from grpo_megatron.rewards.item import ItemFields
 from grpo_megatron.workers.process import STARTUP_TIMEOUT_S, PipedProcess
 
 MAX_REPLY = 1 << 20  # bytes of one line; a usual result has some hundred
 
 
+@dataclass
+class PendingCall:
+    """One call of a reward for some items: those that are not answered, in the order of their answers."""
+
+    name: str
+    numbers: deque[int]
+    size: int  # how many it had
+
+
 class WorkerProcess(PipedProcess):
-    """The constructor starts the process. `pending` holds (item number, reward name), oldest first; the first is in work."""
+    """The constructor starts the process. `pending` holds calls, oldest first; the first is in work."""
 
     def __init__(self) -> None:
         super().__init__("grpo_megatron.rewards.workers.worker", MAX_REPLY)
         self.ready = False
         self.loaded: set[str] = set()  # names of the rewards that it has imported
-        self.pending: deque[tuple[int, str]] = deque()
+        self.pending: deque[PendingCall] = deque()
         self._clock = time.monotonic()
         self.send({"sys_path": [os.path.abspath(entry) for entry in sys.path]})
 
     def submit(
-        self, number: int, name: str, completion: str, answer: str, prompt: str = "", *, kwargs: Mapping[str, Any]
+        self,
+        numbers: Sequence[int],
+        name: str,
+        samples: Sequence[ItemFields],
+        kwargs: Mapping[str, Any],
+        timeout_s: float,
     ) -> None:
-        """Queue one item."""
+        """Queue one call for the items `numbers`."""
         if not self.pending:
             self._clock = time.monotonic()
-        self.pending.append((number, name))
-        texts = {"name": name, "completion": completion, "answer": answer, "prompt": prompt}
-        self.send({"id": number, **texts, "kwargs": kwargs})
+        self.pending.append(PendingCall(name, deque(numbers), len(numbers)))
+        call = {"name": name, "samples": list(samples), "kwargs": kwargs, "timeout_s": timeout_s}
+        self.send({"ids": list(numbers), **call})
 
     def deadline(self, timeout_s: float) -> float:
-        """The time (time.monotonic) at which its current start, import or item times out; infinity when it is idle."""
+        """The time (time.monotonic) at which its current start, import or call times out; infinity when it is idle.
+
+        A call has `timeout_s` for each of its items that is not answered.
+        """
         if self.ready and not self.pending:
             return float("inf")
-        loading = not self.ready or self.pending[0][1] not in self.loaded
-        return self._clock + (STARTUP_TIMEOUT_S if loading else timeout_s)
+        loading = not self.ready or self.pending[0].name not in self.loaded
+        return self._clock + (STARTUP_TIMEOUT_S if loading else timeout_s * len(self.pending[0].numbers))
 
     def extend_deadline(self, seconds: float) -> None:
         """Of the current start, import or item."""
@@ -58,8 +77,10 @@ class WorkerProcess(PipedProcess):
             self.ready = True
         elif "loaded" in message:
             self.loaded.add(str(message["loaded"]))
-        elif self.pending and message.get("id") == self.pending[0][0] and _is_result(message):
-            self.pending.popleft()
+        elif self.pending and message.get("id") == self.pending[0].numbers[0] and _is_result(message):
+            self.pending[0].numbers.popleft()
+            if not self.pending[0].numbers:
+                self.pending.popleft()
             results.append(message)
         else:
             raise ValueError("not the expected result")
@@ -68,6 +89,8 @@ class WorkerProcess(PipedProcess):
 def _is_result(message: dict[str, Any]) -> bool:
     if "error" in message:
         return isinstance(message["error"], str)
+    if "none" in message:
+        return True
     steps, texts = message.get("steps"), message.get("texts")
     return (
         isinstance(message.get("reward"), float)

@@ -4,11 +4,15 @@
 A user's reward may print, read stdin, raise, exit or crash: it has no access to the two pipes of the protocol.
 
     <- {"sys_path": [...]}                                                  -> {"ready": true}
-    <- {"id": 7, "name": "gsm8k", "completion": "...", "answer": "72", "prompt": "...", "kwargs": {}}
-            -> {"loaded": "gsm8k"} once per name, then
+    <- {"ids": [7], "name": "gsm8k", "samples": [{"completion": "...", "answer": "72"}], "kwargs": {}, "timeout_s": 10.0}
+            -> {"loaded": "gsm8k"} once per name, then for each id, in order,
                {"id": 7, "reward": 1.0, "metrics": {"acc": 1.0}, "steps": [], "texts": {"prediction": "72"}}
+                                                    or {"id": 7, "none": true}
                                                     or {"id": 7, "error": "ValueError: ..."}
                                                     or {"id": 7, "error": "...", "status": "timeout"}
+
+Several ids are one call of a batched reward, or an async reward's samples that wait at the same time. A batched reward that
+raises is called again for one sample at a time, so that only the samples fail that it cannot grade.
 
 A reward of this package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such limit.
 Status "timeout": the reward has raised TimeoutError, because it limits its own time.
@@ -24,17 +28,21 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_megatron.rewards import RewardFunction, rewards
+from grpo_megatron.rewards import rewards
+from grpo_megatron.rewards.bound import BoundReward, WrongNumber
 from grpo_megatron.rewards.composite import functions_of
-from grpo_megatron.rewards.reward import parse_reward, preloads, prompt_argument
+from grpo_megatron.rewards.item import ItemFields
+from grpo_megatron.rewards.reward import RewardResult, preloads
 from grpo_megatron.workers.program import be_killed_first, begin, describe, reply
 
 if TYPE_CHECKING:
     import asyncio
 
 MEMORY_LIMIT = 2 << 30
+Reply = dict[str, Any]
 
 
 def main() -> None:
@@ -44,45 +52,91 @@ def main() -> None:
     sys.path[:] = json.loads(requests.readline())["sys_path"]  # of the parent, so that a user's module is found
     reply(replies, {"ready": True})
     memory = AddressSpaceLimit()
-    functions: dict[str, RewardFunction | str] = {}  # a string says why the name cannot be loaded
+    problems: dict[str, str | None] = {}  # name -> why it cannot be loaded; None: it can
     for line in requests:
         request = json.loads(line)
-        name = request["name"]
-        if name not in functions:
-            functions[name] = _load(name, request["kwargs"])
-            reply(replies, {"loaded": name})  # the item's time starts here: imports do not count
-        function = functions[name]
-        memory.enable(not any(":" in part for part in functions_of(name, request["kwargs"])))
+        name, kwargs = request["name"], request["kwargs"]
+        if name not in problems:
+            problems[name] = _load(name, kwargs)
+            reply(replies, {"loaded": name})  # the time of the items starts here: imports do not count
+        problem = problems[name]
+        memory.enable(not any(":" in part for part in functions_of(name, kwargs)))
         start = time.perf_counter()
-        result = {"error": function} if isinstance(function, str) else _grade(function, request)
-        reply(replies, {"id": request["id"], "seconds": time.perf_counter() - start, **result})
+        count = len(request["ids"])
+        results: Iterator[Reply] = iter([{"error": problem}] * count)
+        if problem is None:
+            results = _graded(BoundReward(name, kwargs), request["samples"], request["timeout_s"])
+        for number, result in zip(request["ids"], results, strict=True):
+            end = time.perf_counter()
+            reply(replies, {"id": number, "seconds": end - start, **result})
+            start = end
     os._exit(0)  # does not wait for threads of a user's reward
 
 
-def _load(name: str, kwargs: dict[str, Any]) -> RewardFunction | str:
+def _load(name: str, kwargs: dict[str, Any]) -> str | None:
     try:
         for part in {name, *functions_of(name, kwargs)}:
             rewards.get(part)
             if part in preloads:
                 preloads[part]()
-        return rewards.get(name)
+        BoundReward(name, kwargs)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, even SystemExit
         return describe(error)
+    return None
 
 
-def _grade(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
-    completion: str = request["completion"]
+def _graded(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> Iterator[Reply]:
+    """One reply per sample."""
+    if len(samples) > 1 and not call.signature.takes_lists:
+        yield from _event_loop().run_until_complete(_graded_together(call, samples, timeout_s))
+        return
     try:
-        more = prompt_argument(function, request["prompt"])
-        returned = function(completion, request["answer"], **request["kwargs"], **more)
+        returned = call.start(samples)
         if inspect.isawaitable(returned):
             returned = _event_loop().run_until_complete(returned)
-        result = parse_reward(returned, len(completion))
-        return {"reward": result.reward, "metrics": result.metrics, "steps": result.steps, "texts": result.texts}
-    except TimeoutError as error:
-        return {"error": describe(error), "status": "timeout"}
+        entries = call.entries(returned, samples)
     except BaseException as error:  # noqa: BLE001 - sys.exit() in a reward costs its sample, not the worker
-        return {"error": describe(error)}
+        if len(samples) == 1 or call.facts.compares or isinstance(error, WrongNumber):
+            yield from [_failure(error)] * len(samples)
+            return
+        for sample in samples:
+            yield from _graded(call, [sample], timeout_s)
+        return
+    for entry, sample in zip(entries, samples, strict=True):
+        yield _parsed(call, entry, sample)
+
+
+async def _graded_together(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> list[Reply]:
+    """The replies of samples whose async calls wait at the same time."""
+    import asyncio
+
+    async def grade(sample: ItemFields) -> Reply:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return _reply(await call.grade(sample))
+        except BaseException as error:  # noqa: BLE001 - as in `_graded`
+            if isinstance(error, TimeoutError) and limit.expired():
+                return {"error": f"no result after {timeout_s:g} s (reward.timeout_s)", "status": "timeout"}
+            return _failure(error)
+
+    return await asyncio.gather(*map(grade, samples))
+
+
+def _parsed(call: BoundReward, entry: object, sample: ItemFields) -> Reply:
+    try:
+        return _reply(call.parse(entry, sample))
+    except BaseException as error:  # noqa: BLE001 - whatever an object of the user raises when it is read
+        return _failure(error)
+
+
+def _reply(result: RewardResult) -> Reply:
+    if result.status == "none":
+        return {"none": True}
+    return {"reward": result.reward, "metrics": result.metrics, "steps": result.steps, "texts": result.texts}
+
+
+def _failure(error: BaseException) -> Reply:
+    return {"error": describe(error), **({"status": "timeout"} if isinstance(error, TimeoutError) else {})}
 
 
 @functools.cache

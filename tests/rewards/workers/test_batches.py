@@ -77,7 +77,7 @@ def test_time_in_which_the_caller_did_not_serve_fails_no_item(
     pool.begin(["batch_reward:reward"])
     pool.submit(("batch_reward:reward", "1", ""))
     pool.submit(("batch_reward:reward", "2" + " " * 2_000_000, ""))
-    (first,) = [w for w in pool._workers if [n for n, _ in w.pending] == [0]]
+    (first,) = [w for w in pool._workers if [list(call.numbers) for call in w.pending] == [[0]]]
     assert select.select([first.stdout], [], [], PATIENCE_S)[0]
     away = 100 * TIMEOUT_S
     pool.serve()
