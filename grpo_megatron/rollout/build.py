@@ -19,11 +19,13 @@ from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.registry import Registry
 from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.rollout.transformers_engine import TransformersEngine
 from grpo_megatron.rollout.vllm import VllmEngine
 from grpo_megatron.sync.tensors import EngineTensors
 
 engines: Registry[type[RolloutEngine]] = Registry("rollout engine")
 engines.register("vllm")(VllmEngine)
+engines.register("transformers")(TransformersEngine)
 
 
 def find_engine(name: str) -> type[RolloutEngine]:

@@ -1,0 +1,107 @@
+"""RowModel: a causal language model of transformers that prefills prompts and decodes rows of different lengths together.
+
+The bits of a row's logits do not depend on the other rows. Measured with torch 2.13 on AVX-512, float32, one thread: a matrix
+product computes a row in the same way for any number of rows from 4 on, and attention is the same for any padding that keeps
+the number of keys a multiple of 16. So there are never fewer than `FEWEST_ROWS` rows, and prompts and caches are padded to a
+multiple of 32 tokens. tests/rollout/test_transformers.py compares the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.rollout.transformers_cache import PromptCache, RowCache, aligned
+
+FEWEST_ROWS = 4
+_ATTENTION = "grpo_megatron_rows"
+
+
+class RowModel:
+    """`module` is the transformers model, with undefined weights. Raises ConfigError for a model that it cannot compute."""
+
+    def __init__(self, folder: Path | str, dtype: str) -> None:
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+        AttentionInterface.register(_ATTENTION, _attention)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise ConfigError(
+                f"rollout.engine=transformers: the layers of {str(folder)!r} are of the types {', '.join(sorted(kinds))},"
+                " and this engine computes full attention only; set rollout.engine=vllm"
+            )
+        self.module: Any = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=_ATTENTION
+        )
+        self.module.eval().requires_grad_(False)
+        self.vocab_size: int = config.vocab_size
+        self._decoder, self._head = self.module.get_decoder(), self.module.get_output_embeddings()
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, PromptCache]:
+        """The logits [n, V] after each prompt, and the prompts' keys and values."""
+        cache = PromptCache()
+        hidden = self._hidden(prompts, cache)  # [n, T, h]
+        last = torch.tensor([len(ids) - 1 for ids in prompts])
+        return self._logits(hidden[torch.arange(len(prompts)), last]), cache
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int], cache: RowCache) -> Tensor:
+        """The logits [n, V] after one more token in each of the first n rows of `cache`, at `positions`."""
+        fill = [0] * (FEWEST_ROWS - len(tokens))
+        input_ids, places = torch.tensor([[*tokens, *fill]]).T, torch.tensor([*positions, *fill])  # [n, 1], [n]
+        output = self._decoder(
+            input_ids=input_ids,
+            position_ids=places.unsqueeze(1),
+            attention_mask=cache.begin(places),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return self._logits(output.last_hidden_state[:, 0])[: len(tokens)]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens 1, 2, ... of each sequence."""
+        hidden = self._hidden(sequences, PromptCache())
+        rows = []
+        for state, ids in zip(hidden, sequences, strict=True):
+            logprobs = self._logits(state[: len(ids) - 1]).log_softmax(-1)  # [T - 1, V]
+            rows.append(logprobs.gather(1, torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0].tolist())
+        return rows
+
+    def _hidden(self, sequences: Sequence[Sequence[int]], cache: PromptCache) -> Tensor:
+        length = aligned(max(map(len, sequences)))
+        tokens = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in sequences])  # [n, T]
+        positions = torch.arange(length)
+        is_hidden = positions > positions.unsqueeze(1)  # causal: no real token sees the padding after it
+        mask = torch.zeros(length, length, dtype=self.module.dtype).masked_fill_(is_hidden, float("-inf"))
+        output = self._decoder(
+            input_ids=tokens,
+            position_ids=positions.expand(len(sequences), -1),
+            attention_mask=mask[None, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        states: Tensor = output.last_hidden_state
+        return states
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[n, h] -> [n, V], float32."""
+        count = len(states)
+        if count < FEWEST_ROWS:
+            states = torch.nn.functional.pad(states, (0, 0, 0, FEWEST_ROWS - count))
+        logits: Tensor = self._head(states)[:count].float()
+        return logits
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """transformers' own function copies the heads that a group shares; torch's reads them where they are."""
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2).contiguous(), None
