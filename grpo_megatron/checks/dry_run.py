@@ -21,9 +21,7 @@ from grpo_megatron.checks.memory import (
 from grpo_megatron.checks.partial import partial_lines
 from grpo_megatron.checks.passes import pass_lines
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases
-from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
 from grpo_megatron.checks.prompt_example import prompt_lines
-from grpo_megatron.checks.reward_call import reward_lines
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.checks.reward_model import reward_model_lines
 from grpo_megatron.checks.weight_sync import weight_sync_lines
