@@ -14,8 +14,8 @@ from typing import Any
 
 from grpo_megatron.observability.sink import ShownGroups, Sink
 from grpo_megatron.report.panels import OTHER, page_panels
-from grpo_megatron.report.visible_text import visible
 from grpo_megatron.report.run_folder import flat_config
+from grpo_megatron.report.visible_text import visible
 
 MAX_TEXTS = 20  # steps of a run whose samples are written
 RESULTS = ("critic/score/mean", "actor/entropy", "response_length/mean", "perf/throughput")  # beside the config

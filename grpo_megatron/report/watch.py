@@ -17,8 +17,10 @@ MAIN = (  # titles of panels whose curves are shown
     *("Engine against policy", "Explained variance", "Throughput"),
 )
 ONE_CURVE = {  # title -> the label of its curve that is shown
-    **{"Training reward": "before penalties", "Throughput": "whole step"},
-    **{"Response length": "mean", "Engine against policy": "mean"},
+    "Training reward": "before penalties",
+    "Throughput": "whole step",
+    "Response length": "mean",
+    "Engine against policy": "mean",
 }
 MAX_ROWS, MAX_EVENTS_SHOWN, SAMPLE_LINES = 16, 4, 6
 SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds

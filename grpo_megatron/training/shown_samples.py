@@ -19,6 +19,7 @@ from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 MAX_SAMPLES = 8  # of a group
 HEAD, TAIL = 300, 100  # tokens of a response that are shown; those between them are left out
+PARTS = (slice(HEAD), slice(HEAD, None))  # of the kept tokens
 LONGEST_PROMPT = 4000  # characters
 LONGEST_CHARACTER = 4  # tokens of one byte each that are one character
 
@@ -110,6 +111,8 @@ class ShownSamples:
                 found, length = drawn[row], table.response_length[row]
                 nothing: list[float | None] = [None] * len(found.ids)
                 own, gaps = policy.get(row, (nothing, nothing))
+                columns = found.ids, found.logprobs if self.is_drawn else own, gaps
+                head, tail = (self.texts.pieces(*(column[part] for column in columns)) for part in PARTS)
                 samples.append(
                     {
                         **found.about,
@@ -118,8 +121,9 @@ class ShownSamples:
                         "advantage": _digits(mean_advantage(plan.advantages[row], table.spans_of(row))),
                         "tokens": length,
                         "drawn": self.is_drawn,
-                        "pieces": self.texts.pieces(found.ids, found.logprobs if self.is_drawn else own, gaps),
+                        "pieces": head + tail,
                         "cut": max(0, length - HEAD - TAIL),
+                        "cut_at": len(head),
                     }
                 )
             made.append({**drawn[group[0]].prompt, "samples": samples})
