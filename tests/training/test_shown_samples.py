@@ -33,7 +33,7 @@ def table_of(rewards: list[list[float]], length: int = 3) -> GroupTable:
 def test_the_group_with_the_widest_rewards_and_the_first_one_are_shown() -> None:
     nan, inf = float("nan"), float("inf")
     assert shown_rows(table_of([[1, 1], [0, nan], [0.0, 1.0], [0, 0.5]])) == [[4, 5], [0, 1]]
-    assert shown_rows(table_of([[0, 1], [1, 0]])) == [[0, 1]]  # the first one is the widest
+    assert shown_rows(table_of([[0, 1], [1, 0], [0, 0]])) == [[0, 1], [2, 3]]  # the first one is the widest
     assert shown_rows(table_of([[nan, inf]])) == [[0, 1]]
     assert shown_rows(table_of([[0.0] * 20])) == [list(range(8))]
     assert shown_rows(GroupTable([], [], [], [], [], [], [])) == []
