@@ -19,7 +19,7 @@ from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 MAX_SAMPLES = 8  # of a group
 HEAD, TAIL = 300, 100  # tokens of a response that are shown; those between them are left out
-PARTS = (slice(HEAD), slice(HEAD, None))  # of the kept tokens
+SHOWN_PARTS = (slice(HEAD), slice(HEAD, None))  # of the kept tokens
 LONGEST_PROMPT = 4000  # characters
 LONGEST_CHARACTER = 4  # tokens of one byte each that are one character
 
@@ -114,7 +114,7 @@ class ShownSamples:
                 nothing: Numbers = [None] * len(found.ids)
                 own, gaps = policy.get(row, (nothing, nothing))
                 logprobs = found.logprobs if self.is_drawn else own
-                head, tail = (self.texts.pieces(found.ids[part], logprobs[part], gaps[part]) for part in PARTS)
+                head, tail = (self.texts.pieces(found.ids[part], logprobs[part], gaps[part]) for part in SHOWN_PARTS)
                 samples.append(
                     {
                         **found.about,
