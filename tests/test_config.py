@@ -127,7 +127,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("trainer.save_freq=0", "trainer.save_freq=0: every 0 steps has no meaning; set -1 for never"),
         ("trainer.test_freq=0", "trainer.test_freq=0"),
         ("trainer.test_freq=-2", "trainer.test_freq=-2"),
-        ("trainer.logger=[console, mlflow]", "trainer.logger.1='mlflow'"),
+        ("trainer.logger=[console, aim]", "trainer.logger.1='aim'"),
         ("rollout.n", "not of the form section.key=value"),
         ("=3", "not of the form section.key=value"),
         ("rollout.n=[", "not valid YAML"),

@@ -120,7 +120,8 @@ def _tensor_parallel(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 def _reports(value: Any, settings: Settings) -> Mapping[str, Any]:
     names = value if isinstance(value, list) else [value]
-    return {"trainer.logger": ["console", "jsonl", *(name for name in ("tensorboard", "wandb") if name in names)]}
+    known = ("tensorboard", "wandb", "swanlab", "mlflow")
+    return {"trainer.logger": ["console", "jsonl", *(name for name in known if name in names)]}
 
 
 TRL_RULES: dict[str, Rule] = {
@@ -211,7 +212,7 @@ TRL_RULES: dict[str, Rule] = {
     "resume_from_checkpoint": none("a run resumes from the newest checkpoint in its folder"),
     "logging_steps": none("every step is logged"),
     "log_completions": none("trainer.num_logged_samples"),
-    "run_name": none("a run has its folder, trainer.output_dir"),
+    "run_name": same("trainer.experiment_name"),
     "deepspeed": none("the layout is actor.megatron.*"),
     "fsdp": none("the layout is actor.megatron.*"),
     "ds3_gather_for_generation": none("weights are resharded into the engine"),

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_megatron.migration.rules import OtherTrainer, Rule, Settings, listed, none, same, unless, values
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
-SINKS = {"console": "console", "file": "jsonl", "tensorboard": "tensorboard", "wandb": "wandb"}
+SINKS = {"file": "jsonl"} | {name: name for name in ("console", "tensorboard", "wandb", "swanlab", "mlflow")}
 LOSS_NAMES = {name: name for name in ("vanilla", "gspo", "cispo", "sapo", "gpg")} | {"geo_mean": "gmpo"}
 PACKED = "sequences are always packed"
 NO_RAY = "there is no Ray and no controller process"
@@ -81,10 +81,10 @@ def _loggers(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"trainer.logger": list(dict.fromkeys(["jsonl", *(SINKS[name] for name in names if name in SINKS)]))}
 
 
-def _name(value: Any, settings: Settings) -> Mapping[str, Any] | str:
-    if settings.get("trainer.default_local_dir") is not None:
-        return "the run's name is its folder, trainer.output_dir"
-    return {"trainer.output_dir": f"outputs/{value}"}
+def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """The name, and the folder if there is none."""
+    folder = {} if settings.get("trainer.default_local_dir") is not None else {"trainer.output_dir": f"outputs/{value}"}
+    return {"trainer.experiment_name": value, **folder}
 
 
 def _offloads_gradients(value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -219,8 +219,8 @@ VERL_RULES: dict[str, Rule] = {
     "critic": none("not here; the critic has the actor's layout"),
     # trainer
     "trainer.default_local_dir": same("trainer.output_dir"),
-    "trainer.experiment_name": Rule("trainer.output_dir", convert=_name),
-    "trainer.project_name": none("a run has its folder, trainer.output_dir"),
+    "trainer.experiment_name": Rule("trainer.experiment_name", convert=_name),
+    "trainer.project_name": same("trainer.project_name"),
     "trainer.logger": Rule("trainer.logger", convert=_loggers),
     "trainer.total_epochs": Rule("trainer.total_epochs", convert=_total_epochs),
     "trainer.log_val_generations": same("trainer.num_logged_samples"),

@@ -1,8 +1,9 @@
 """Curves: one PNG of a run from its metrics.jsonl. `python -m grpo_megatron.observability.curves metrics.jsonl out.png`
 
-Nine panels: learning (reward, validation accuracy, response length), health (entropy, gradient norm, difference of
-log-probabilities between policy and engine, KL to the reference), cost (throughput, seconds per phase). A panel is empty
-if the run has none of its metrics. Red lines mark steps where a metric of the panel was NaN or infinite.
+Up to nine panels: learning (reward, validation accuracy, response length), health (entropy, gradient norm, difference of
+log-probabilities between policy and engine, KL to the reference), cost (throughput, seconds per phase). A panel is left out
+if the run has none of its metrics, or if they are 0 in every step: KL without a reference, for example. Red lines mark steps
+where a metric of the panel was NaN or infinite. report.html shows more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from grpo_megatron.observability.console import VALIDATION_ACCURACY
 from grpo_megatron.report.metrics_file import StepMetrics, read_metrics
 
-NOT_RECORDED = "not recorded"
+NOT_RECORDED, COLUMNS = "not recorded", 3
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would list every font that it did not find
 
 
@@ -77,22 +78,27 @@ def plot(metrics_jsonl: Path, png: Path) -> None:
         raise ValueError(
             f"{str(metrics_jsonl)!r} has no steps to plot; is it the metrics.jsonl of a run with trainer.logger jsonl?"
         )
-    figure = Figure(figsize=(16, 11.5), layout="constrained")
+    panels = [REWARD, _validation_panel(rows), LENGTH, ENTROPY, GRAD_NORM, GAP, KL, THROUGHPUT]
+    drawn = [panel for panel in panels if _is_drawn(rows, panel)]
+    num_rows = -(-(len(drawn) + 1) // COLUMNS)
+    figure = Figure(figsize=(16, 3.8 * num_rows + 0.1), layout="constrained")
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    axes = figure.subplots(3, 3)
-    _draw_panel(axes[0, 0], rows, REWARD)
-    _draw_panel(axes[0, 1], rows, _validation_panel(rows))
-    _draw_panel(axes[0, 2], rows, LENGTH)
-    _draw_panel(axes[1, 0], rows, ENTROPY)
-    _draw_panel(axes[1, 1], rows, GRAD_NORM)
-    _draw_panel(axes[1, 2], rows, GAP)
-    _draw_panel(axes[2, 0], rows, KL)
-    _draw_panel(axes[2, 1], rows, THROUGHPUT)
-    _draw_phases(axes[2, 2], rows)
+    axes = figure.subplots(num_rows, COLUMNS, squeeze=False).flatten()
+    for ax, panel in zip(axes, drawn, strict=False):
+        _draw_panel(ax, rows, panel)
+    _draw_phases(axes[len(drawn)], rows)
+    for ax in axes[len(drawn) + 1 :]:
+        ax.remove()
     figure.suptitle(
         f"{Path(metrics_jsonl).resolve().parent.name}: steps {rows[0]['step']} to {rows[-1]['step']}", fontsize=14
     )
     figure.savefig(png, dpi=110)
+
+
+def _is_drawn(rows: Sequence[StepMetrics], panel: Panel) -> bool:
+    """Whether a metric of the panel is recorded and not always 0. A reward may be: that is worth seeing."""
+    values = [row[metric] for row in rows for metric, _ in panel.series if metric in row]
+    return any(value != 0 for value in values) or (panel is REWARD and bool(values))
 
 
 def _finite_points(rows: Sequence[StepMetrics], metric: str) -> tuple[list[int], list[float]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_megatron.observability.remedies import Remedy, largest_remedies
 from grpo_megatron.observability.step_time import TAIL, TIME_PARTS, StepTime, TimeParts
+from grpo_megatron.report.page import base_style
 
 MAX_RANK_ROWS = 64  # of the table of ranks: those that wait least come first
 COLOURS = {"computing": "#2a7", "waiting": "#d43", "moving": "#48c", "idle": "#bbb"}
@@ -84,7 +85,10 @@ class ProfileReport:
         limits = " ".join(html.escape(line) for line in self.limits())
         legend = " ".join(f'<span style="color:{COLOURS[part]}">&#9632;</span> {part}' for part in TIME_PARTS)
         return (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Profile</title><style>{_STYLE}</style>'
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Profile</title>'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+            f"<style>{base_style()}{_STYLE}</style>"
             f"<h1>Where the time went</h1><p>{words}</p>{_bar(self.time.whole())}<p>{legend}</p>"
             f"<h2>The largest remedies</h2><ol>{remedies}</ol>"
             f"<h2>Phases</h2><p>Seconds per step of the average rank.</p>{phases}"
@@ -109,10 +113,7 @@ def build_profile_report(
     return ProfileReport(time, largest_remedies(time, settings), accuracy_s, num_dropped, limit)
 
 
-_STYLE = (
-    "body{font:15px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.1em .8em;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}.bar{display:flex;width:24em;height:1em}"
-)
+_STYLE = "body{max-width:60rem}.bar{display:flex;width:24rem;max-width:100%;height:1em}td .bar{width:12rem}"
 
 
 def _amount(seconds: float, whole: float) -> str:
@@ -138,7 +139,7 @@ def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "<tr>" + "".join(f"<td>{c if c.startswith('<div') else html.escape(c)}</td>" for c in row) + "</tr>"
         for row in rows
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _bar(seconds: TimeParts) -> str:

@@ -49,9 +49,9 @@ class ReportSink(Sink):
                 self._shown = None
             self.run.update()
             write_file(self.run.folder / REPORT_FILE, render_report([self.run]))
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a page is no reason to end a run: a full disk, a user's tokenizer
             if not self._has_failed:
-                logger.warning(f"cannot write {self.run.folder / REPORT_FILE}: {error}")
+                logger.warning(f"cannot write {self.run.folder / REPORT_FILE}: {type(error).__name__}: {error}")
             self._has_failed = True
         end = self._clock()
         self._due = end + (end - begin) / SHARE

@@ -77,9 +77,10 @@ def group_text(group: Mapping[str, Any]) -> str:
     """A prompt and its samples as Markdown, in which each text is a block of code."""
     parts = [_block(group["prompt"]), f"reference answer\n{_block(group['answer'])}"]
     for sample in group["samples"]:
-        numbers = ", ".join(f"{name} {sample[name]:g}" for name in ("reward", "advantage") if _is_finite(sample[name]))
+        numbers = [f"{name} {sample[name]:g}" for name in ("reward", "advantage") if _is_finite(sample[name])]
         text = "".join(piece[0] for piece in sample["pieces"])
-        parts.append(f"**sample {sample['index']}** {numbers}, {sample['tokens']} tokens\n{_block(text)}")
+        head = ", ".join([*numbers, f"{sample['tokens']} tokens"])
+        parts.append(f"**sample {sample['index']}** {head}\n{_block(text)}")
     return "\n\n".join(parts)
 
 

@@ -56,6 +56,7 @@ class RunFolder:
         self.events: list[dict[str, Any]] = []
         self._tail = MetricsTail(folder / METRICS_FILE)
         self._step_seconds: deque[float] = deque(maxlen=RECENT)
+        self._configs: dict[Path, tuple[int, FlatSettings]] = {}  # time of the last change, content
 
     @property
     def name(self) -> str:
@@ -73,13 +74,22 @@ class RunFolder:
         self._read_config()
 
     def _read_config(self) -> None:
-        self.settings = flat_config(_yaml(self.folder / "config.yaml"))
+        self.settings = self._config(self.folder / "config.yaml")
         self.attempts = []
         for path in sorted((self.folder / "config_attempts").glob("*.yaml")):
             if path.stem.isdecimal():
-                now = flat_config(_yaml(path))
-                changes = [(key, self.settings.get(key), value) for key, value in now.items()]
+                changes = [(key, self.settings.get(key), value) for key, value in self._config(path).items()]
                 self.attempts.append(Attempt(int(path.stem), changes))
+
+    def _config(self, path: Path) -> FlatSettings:
+        """Reading YAML takes some 20 ms, so an unchanged file is read once."""
+        try:
+            changed = path.stat().st_mtime_ns
+        except OSError:
+            return {}
+        if path not in self._configs or self._configs[path][0] != changed:
+            self._configs[path] = changed, flat_config(_yaml(path))
+        return self._configs[path][1]
 
     def samples(self) -> list[dict[str, Any]]:
         """The kept steps of report_samples.jsonl, oldest first."""
@@ -110,7 +120,9 @@ class RunFolder:
     def state(self) -> str:
         """running, or one of ENDED: what the last event says. A run that was killed leaves no event and seems to run."""
         kinds = [event["kind"] for event in self.events if event["kind"] != "guard"]
-        return kinds[-1] if kinds and kinds[-1] in ENDED else "running"
+        if not kinds:  # of a version without events
+            return "done" if (self.folder / "outcome.json").exists() else "running"
+        return kinds[-1] if kinds[-1] in ENDED else "running"
 
     def now(self) -> Now | None:
         """None without a readable heartbeat."""

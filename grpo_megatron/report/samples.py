@@ -5,8 +5,8 @@ OUTPUT_DIR/report_samples.jsonl has one line per step that is kept:
     {"step": 12, "groups": [{"uid", "source", "prompt", "answer", "samples": [SAMPLE, ...]}, ...]}
 
 SAMPLE: index, reward, score, advantage (null: none), finish_reason, status, tokens (their number), failure, metrics, and
-`pieces`: [text, engine's log-probability, policy's minus engine's] of each token; null: there is none. `cut` tokens in the
-middle are left out after the piece number `cut_at`.
+`pieces`: [text, log-probability, policy's minus engine's] of each token; null: there is none. The log-probability is the
+engine's if the sample is `drawn`, and the policy's if it is from a file. `cut` tokens are left out after piece `cut_at`.
 """
 
 from __future__ import annotations

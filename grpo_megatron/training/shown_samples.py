@@ -1,8 +1,8 @@
 """ShownSamples: what the report shows of a step's samples. Two groups, with log-probabilities of engine and policy per token.
 
-One group is the one whose rewards differ most, the other the first one of the step: the second is no selection. The ranks that
-drew the samples have their texts, and the ranks that train on them have the policy's log-probabilities; both go to rank 0.
-They are some kilobytes. Token ids become text only where a report is written.
+One group is the one whose rewards differ most. The other is the first of the remaining ones, which nothing has selected. The
+ranks that drew the samples have their texts, and the ranks that train on them have the policy's log-probabilities. Both go to
+rank 0; they are some kilobytes. Token ids become text only where a report is written.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
 MAX_SAMPLES = 8  # of a group
 HEAD, TAIL = 300, 100  # tokens of a response that are shown; those between them are left out
+SHOWN_PARTS = (slice(HEAD), slice(HEAD, None))  # of the kept tokens
 LONGEST_PROMPT = 4000  # characters
 LONGEST_CHARACTER = 4  # tokens of one byte each that are one character
 
 Groups = list[dict[str, Any]]  # as report/samples.py describes them
+Numbers = list[float | None]
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,21 @@ class ShownSamples:
             [sample.rollout_logprobs[p] if has_engine and sample.loss_mask[p] else None for p in kept],
         )
 
-    def _policy(self, rows: set[int], batch: Batch) -> dict[int, tuple[list[float | None], list[float | None]]]:
+    def _policy(self, rows: set[int], batch: Batch) -> dict[int, tuple[Numbers, Numbers]]:
         """Row -> (policy's log-probabilities, their differences from the engine's) at the kept tokens."""
         if batch.old_logprobs is None or not self.mesh.is_first_replica_rank:
             return {}
-        found = {}
+        found: dict[int, tuple[Numbers, Numbers]] = {}
         for number, row in enumerate(batch.rows):
             if row in rows:
                 kept = kept_tokens(len(batch.tokens[number]) - batch.prompt_lengths[number])
                 old, engine, mask = (
                     tensor[number].tolist() for tensor in (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
                 )
-                policy = [old[place] if mask[place] else None for place in kept]
-                gaps = [old[place] - engine[place] if mask[place] else None for place in kept]
-                found[row] = (policy, gaps if self.is_drawn else [None] * len(kept))
+                policy: Numbers = [old[place] if mask[place] else None for place in kept]
+                compared = [mask[place] and self.is_drawn for place in kept]
+                gaps: Numbers = [old[p] - engine[p] if is_on else None for p, is_on in zip(kept, compared, strict=True)]
+                found[row] = policy, gaps
         return found
 
     def _groups(
@@ -100,7 +103,7 @@ class ShownSamples:
         table: GroupTable,
         plan: Plan,
         drawn: dict[int, _Drawn],
-        policy: dict[int, tuple[list[float | None], list[float | None]]],
+        policy: dict[int, tuple[Numbers, Numbers]],
     ) -> Groups:
         scores = table.raw_reward or table.reward
         made = []
@@ -108,8 +111,10 @@ class ShownSamples:
             samples = []
             for row in group:
                 found, length = drawn[row], table.response_length[row]
-                nothing: list[float | None] = [None] * len(found.ids)
+                nothing: Numbers = [None] * len(found.ids)
                 own, gaps = policy.get(row, (nothing, nothing))
+                logprobs = found.logprobs if self.is_drawn else own
+                head, tail = (self.texts.pieces(found.ids[part], logprobs[part], gaps[part]) for part in SHOWN_PARTS)
                 samples.append(
                     {
                         **found.about,
@@ -118,8 +123,9 @@ class ShownSamples:
                         "advantage": _digits(mean_advantage(plan.advantages[row], table.spans_of(row))),
                         "tokens": length,
                         "drawn": self.is_drawn,
-                        "pieces": self.texts.pieces(found.ids, found.logprobs if self.is_drawn else own, gaps),
+                        "pieces": head + tail,
                         "cut": max(0, length - HEAD - TAIL),
+                        "cut_at": len(head),
                     }
                 )
             made.append({**drawn[group[0]].prompt, "samples": samples})
@@ -132,8 +138,8 @@ def shown_rows(table: GroupTable) -> list[list[int]]:
     if not groups:
         return []
     most_spread = max(groups, key=lambda group: _spread([table.reward[row] for row in group]))
-    chosen = [most_spread] if most_spread is groups[0] else [most_spread, groups[0]]
-    return [group[:MAX_SAMPLES] for group in chosen]
+    others = [group for group in groups if group is not most_spread]
+    return [group[:MAX_SAMPLES] for group in (most_spread, *others[:1])]
 
 
 def kept_tokens(length: int) -> list[int]:

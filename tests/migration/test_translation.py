@@ -68,7 +68,8 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     assert config.actor.megatron.override_transformer_config == {"recompute_granularity": "full"}
     assert config.actor.megatron.offload_reference
     assert config.reward.function == "my_reward:score" and config.reward.overlong_buffer.len is None
-    assert config.trainer.logger == ["jsonl", "console", "wandb"] and config.trainer.output_dir == Path("outputs/qwen")
+    assert config.trainer.logger == ["jsonl", "console", "wandb", "mlflow"]
+    assert (config.trainer.output_dir, config.trainer.experiment_name) == (Path("outputs/qwen"), "qwen")
     # What verl does where the script is silent.
     assert not config.actor.use_kl_loss and config.rollout.tensor_model_parallel_size == 2
     assert config.actor.ppo_mini_batch_size == 256

@@ -10,6 +10,7 @@ The reduction takes 1 s more. Both then update until 10; rank 1 has a core for o
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from grpo_megatron.observability.remedies import all_remedies, largest_remedies
 from grpo_megatron.observability.step_time import AFTER, BETWEEN, StepTime, TimeParts, measure
 from grpo_megatron.observability.trace import trace_lines
 from grpo_megatron.training.profiler import flat_settings
+from tests.browser import WIDTHS, Browser
 
 S = 10**9
 SETTINGS: dict[str, Any] = {"actor.ppo_epochs": 1, "rollout.sync": "full"}
@@ -128,7 +130,16 @@ def test_the_report_says_it_in_words(time: StepTime) -> None:
     assert "waited 4.000 s per step for rank 1, which was in gen." in text
     assert "1. rollout.tensor_model_parallel_size:" in text and "At most 2.000 s per step" in text
     assert "0.250 ms" in text and "7 events did not fit" in text
-    assert "waited 4.000 s per step for rank 1" in page and "http" not in page and "src=" not in page
+    assert "waited 4.000 s per step for rank 1" in page and "http:" not in page and "src=" not in page
+
+
+def test_the_page_of_a_profile_in_a_browser(time: StepTime, browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "index.html"
+    path.write_text(build_profile_report(time, SETTINGS, accuracy_s=0.00025, num_dropped=7, limit=100).page())
+    for width in WIDTHS:
+        with browser.open(path, width) as page:
+            assert page.faults() == []
+            assert "waited 4.000 s per step for rank 1" in page.text()
 
 
 def test_the_trace_is_json_with_a_process_per_rank(time: StepTime) -> None:

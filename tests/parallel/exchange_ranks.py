@@ -60,6 +60,7 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int, out: 
     rows = batch.rows
     return {
         "refused": write_rollouts(out, held, table, plan, mesh),
+        "shown": shown_groups(held, table, plan, batch, mesh),
         "dp_rank": mesh.dp_rank,
         "holders": len(set(table.holder)),
         "loss_spans": (unmasked.loss_spans, table.loss_spans),
@@ -74,6 +75,19 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int, out: 
         "padding": bool((batch.loss_mask & ~batch.response_mask).any()),
         "plan_weights": plan.token_weights,
     }
+
+
+def shown_groups(held: list[Sample], table: Any, plan: Any, batch: Any, mesh: Any) -> list[dict[str, Any]] | None:
+    """What rank 0 shows. The policy's log-probabilities are the engine's plus 0.25; a token's text is its id."""
+    from types import SimpleNamespace
+
+    from grpo_megatron.training.shown_samples import ShownSamples
+
+    batch.old_logprobs = batch.rollout_logprobs + 0.25
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(f"<{i}>" for i in ids))
+    groups = ShownSamples(mesh, tokenizer, is_drawn=True).gather(held, table, plan, batch)
+    batch.old_logprobs = None
+    return None if groups is None else groups()
 
 
 def write_rollouts(out: Path, held: list[Sample], table: Any, plan: Any, mesh: Any) -> str:

@@ -48,6 +48,7 @@ def test_every_row_arrives_once_per_replica_with_exact_advantages(
     assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == alone["rollouts"]
     assert all("rank 0: cannot write the rollouts of step 1" in result["refused"] for result in results)
     assert all("No space left on device" in result["refused"] for result in results)
+    assert [result["shown"] for result in results] == [alone["shown"], *[None] * (world - 1)]
     samples = exchange_ranks.draw(5, 3)
     dp = world // (tp * pp)
     assert results[0]["holders"] == world // rollout_tp
@@ -85,6 +86,21 @@ def test_a_rollout_file_has_every_sample_in_order(alone: dict) -> None:
         assert row["advantage"] == (advantage if is_trained_on else None)
         assert (row["step"], row["version"], row["finish_reason"]) == (2, 0, sample.finish_reason)
         assert row["response_tokens"] == len(sample.response_ids)
+
+
+def test_the_report_has_the_numbers_of_engine_and_policy(alone: dict) -> None:
+    """Of the group whose rewards differ most and of the first one. Rows 1 and 3 are not trained on: no policy's numbers."""
+    samples = {(s.prompt.uid, s.index): (row, s) for row, s in enumerate(exchange_ranks.draw(5, 3))}
+    assert [len(group["samples"]) for group in alone["shown"]] == [3, 3]
+    for group in alone["shown"]:
+        for found in group["samples"]:
+            row, sample = samples[group["uid"], found["index"]]
+            assert [piece[0] for piece in found["pieces"]] == [f"<{i}>" for i in sample.response_ids]
+            in_loss = [bool(mask) for mask in sample.loss_mask]
+            engine = [round(v, 4) if m else None for v, m in zip(sample.rollout_logprobs, in_loss, strict=True)]
+            assert [piece[1] for piece in found["pieces"]] == engine
+            gaps = [0.25 if mask and row not in (1, 3) else None for mask in in_loss]
+            assert [piece[2] for piece in found["pieces"]] == gaps
 
 
 def test_masks_travel_as_spans_and_only_where_there_is_a_zero(alone: dict) -> None:

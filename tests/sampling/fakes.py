@@ -26,6 +26,9 @@ class LoneMesh(Mesh):
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
     def agree(self, problem: str | None) -> None:
         if problem is not None:
             raise RankError(problem)

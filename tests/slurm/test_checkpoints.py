@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.storage.events import read_events
 from grpo_megatron.storage.manifest import MANIFEST_FILE, read_manifest
 from tests import tiny, worlds
 from tests.runs import stand_in_trainer
@@ -102,6 +103,8 @@ def test_the_outcome_is_on_disk(out: Path, result: dict[str, Any]) -> None:
         "exit_code": 75,
     }
     assert (out / "heartbeat").read_text() == "3\n"
+    last = read_events(out)[-1]
+    assert (last["kind"], last["step"]) == ("stopped", 3) and last["text"].startswith("stopped by ")
 
 
 RUN = """

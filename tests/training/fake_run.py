@@ -259,7 +259,7 @@ def run(
     is_from_file = config.algorithm.source == "file"
     checked = SimpleNamespace(
         arch=SimpleNamespace(**ARCH),
-        tokenizer=None,
+        tokenizer=SimpleNamespace(decode=lambda ids, **options: " ".join(f"token{i}" for i in ids)),
         train_prompts=[prompt(i) for i in range(6)],
         val_prompts=[] if is_from_file else [prompt(100 + i) for i in range(3)],
         supervised_rows=rows or [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,9 @@ class Sinks:
         self.logged.append(metrics)
 
 
+NO_SAMPLES: Any = SimpleNamespace(gather=lambda *arguments: None)
+
+
 def step_report(sinks: Any, guards: Guards, has_finite_weights: Callable[[], bool]) -> StepReport:
     return StepReport(
         DataConfig(),
@@ -39,6 +43,7 @@ def step_report(sinks: Any, guards: Guards, has_finite_weights: Callable[[], boo
         guards,
         has_finite_weights,
         NoRolloutFiles(),
+        NO_SAMPLES,
         shape=ModelShape(8, 1, 1, 1, 8, 8, 8),
         peaks={"peak": None},
         multiple=4,

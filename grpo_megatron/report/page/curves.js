@@ -171,7 +171,9 @@ function panelFigure(panel, runs) {
 }
 const stepText = (run, step) => (run.width > 1 ? `${step.toLocaleString("en")} to ${(step + run.width - 1).toLocaleString("en")}` : step.toLocaleString("en"));
 
-// Seconds per phase, stacked. What no phase covers is "other".
+// Seconds per phase, stacked. What no phase covers is "other". Each phase is that of the slowest rank, so that their sum may
+// be more than the step. A phase has one colour, also in two runs.
+const phaseColours = new Map();
 function phaseTable(run) {
   const mean = (values) => { const found = values.filter(isNumber); return found.length ? found.reduce((a, b) => a + b, 0) / found.length : 0; };
   const whole = run.metrics["timing_s/step"]?.y ?? [], places = run.steps.map((step, place) => place).filter((place) => isNumber(whole[place]));
@@ -180,8 +182,11 @@ function phaseTable(run) {
   phases.push({ name: "other", y: run.steps.map((step, place) => (isNumber(whole[place]) ? Math.max(0, whole[place] - covered(place)) : null)) });
   for (const phase of phases) phase.mean = mean(places.map((place) => phase.y[place] ?? 0));
   phases.sort((a, b) => (a.name === "other") - (b.name === "other") || b.mean - a.mean);
-  phases.forEach((phase, number) => { phase.colour = phase.name === "other" ? "#9aa0a6" : COLOURS[number % COLOURS.length]; });
-  return { phases: phases.filter((phase) => phase.mean > 0), places, whole: mean(whole) };
+  for (const phase of phases) {
+    if (phase.name !== "other" && !phaseColours.has(phase.name)) phaseColours.set(phase.name, COLOURS[phaseColours.size % COLOURS.length]);
+    phase.colour = phaseColours.get(phase.name) ?? "#9aa0a6";
+  }
+  return { phases: phases.filter((phase) => phase.mean > 0), places, whole: phases.reduce((sum, phase) => sum + phase.mean, 0) };
 }
 function stackFigure(run, title) {
   const { phases, places } = phaseTable(run);

@@ -110,7 +110,7 @@
   }
 
   // -- samples -------------------------------------------------------------------------------------------------------
-  const COLOURINGS = [["gap", "policy against engine"], ["surprise", "probability of the engine"], ["none", "none"]];
+  const COLOURINGS = [["gap", "policy against engine"], ["surprise", "probability"], ["none", "none"]];
   function samples() {
     const withSamples = runs.filter((run) => run.samples.length);
     if (!withSamples.length) return;
@@ -171,7 +171,7 @@
     sample.pieces.forEach(([piece, engine, gap], number) => {
       const token = make("span", engine === null ? "token context" : "token", visible(piece));
       if (engine !== null) {
-        token.dataset.read = `\u201c${visible(piece)}\u201d: engine ${short(engine)} (p = ${short(Math.exp(engine))}), ` + (isNumber(gap) ? `policy ${short(engine + gap)}, difference ${short(gap)}` : "not in the loss");
+        token.dataset.read = `\u201c${visible(piece)}\u201d: ${sample.drawn ? "engine" : "policy"} ${short(engine)} (p = ${short(Math.exp(engine))})` + (isNumber(gap) ? `, policy ${short(engine + gap)}, difference ${short(gap)}` : "");
         token.style.background = colouring === "gap" ? gapColour(gap) : colouring === "surprise" ? surpriseColour(engine) : "none";
       }
       text.append(token);

@@ -1,0 +1,141 @@
+"""The time left within a step, the bar, the lines of a log, and how often the report is written. Clocks are set by hand."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_megatron.observability import console, report_sink
+from grpo_megatron.observability.console import ConsoleSink
+from grpo_megatron.observability.progress import StepProgress, awaited, duration
+from grpo_megatron.observability.report_sink import ReportSink
+from tests.report.material import group, make_run, sample
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_time_left_is_that_of_the_last_steps() -> None:
+    """Steps of 90, 100 and 300 s: the median is 100. 70 s of this one are over, 34 of them in `gen`."""
+    clock = Clock()
+    progress = StepProgress(clock)
+    assert progress.text() == ""
+    clock.now = 10.0
+    progress.enter(3, ["step"])
+    clock.now = 46.0
+    progress.enter(3, ["step", "gen"])
+    clock.now = 80.0
+    assert progress.text() == "gen 34 s"  # nothing is known of earlier steps
+    for seconds in (90.0, 100.0, 300.0):
+        progress.finished(seconds)
+    assert progress.text() == "gen 34 s, about 30 s of the step left"
+    assert progress.line() == "step 3: gen 34 s, about 30 s of the step left; 1 min 10 s of it are over"
+    clock.now = 200.0
+    assert progress.text() == "gen 2 min 34 s, longer than the last steps"
+    progress.enter(3, [])
+    assert (progress.text(), progress.step_seconds()) == ("", 0.0)
+    assert duration(3 * 3600 + 60) == "3 h 1 min"
+
+
+class Followed(io.StringIO):
+    """A stream that knows when a text was written to it."""
+
+    def __init__(self, wanted: str, is_terminal: bool) -> None:
+        super().__init__()
+        self.wanted, self.is_terminal, self.written = wanted, is_terminal, threading.Event()
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        if self.wanted in text:
+            self.written.set()
+        return super().write(text)
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "wanted"), [(True, "gen 0 s"), (False, "step 4: gen ")], ids=["terminal", "log"]
+)
+def test_a_long_step_is_followed(is_terminal: bool, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BAR_PERIOD_S", "LOG_PERIOD_S", "FIRST_LINE_S"):
+        monkeypatch.setattr(console, name, 0.01)
+    stream = Followed(wanted, is_terminal)
+    sink = ConsoleSink(10, 4, stream)
+    sink.enter(4, ["step", "gen"])
+    assert stream.written.wait(60)
+    sink.close()
+
+
+def test_a_long_wait_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with awaited("building the engine", True, first_s=0.01):
+        threading.Event().wait(0.05)
+    with awaited("nothing", False, first_s=0.0):
+        pass
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line == "building the engine: 0 s so far" for line in lines)
+
+
+def test_the_report_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing takes 0.2 s, so that it is due again 20 s later; the end of the run is always written."""
+    clock, written = Clock(), []
+
+    def write(path: Path, text: Any) -> None:
+        clock.now += 0.2
+        written.append(path.name)
+
+    monkeypatch.setattr(report_sink, "write_file", write)
+    sink = ReportSink(make_run(tmp_path / "run"), clock=clock)
+    for step in range(10):
+        clock.now = 5.0 * step
+        sink.log(step, {})
+    assert len(written) == 2  # at 0 s and, due at 20.2, at 25 s; the next one is due at 45.2, after step 9 at 45 s
+    sink.close()
+    assert len(written) == 3
+
+
+def test_samples_of_a_step_without_a_report_are_not_made(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def groups(step: int) -> list[dict[str, Any]]:
+        made.append(step)
+        return [group([sample(0, 1.0)])]
+
+    clock = Clock()
+    sink = ReportSink(make_run(tmp_path / "run"), clock=clock)
+    clock.now = 1.0
+    sink._due = 3.0
+    for step in (40, 41):
+        sink.show(step, lambda step=step: groups(step))  # type: ignore[misc]
+        sink.log(step, {})
+    sink.close()
+    assert made == [41] and [kept["step"] for kept in sink.samples.steps] == [41]
+
+
+def test_the_steps_whose_samples_are_kept_are_the_first_the_newest_and_some_between(tmp_path: Path) -> None:
+    sink = ReportSink(make_run(tmp_path / "run"))
+    for step in range(40):
+        sink.samples.add(step, [])
+    steps = [kept["step"] for kept in sink.samples.steps]
+    assert len(steps) == 12 and steps[0] == 0 and steps[-5:] == [35, 36, 37, 38, 39]
+    gaps = [after - before for before, after in zip(steps[:7], steps[1:8], strict=True)]
+    assert max(gaps) <= 4 * min(gaps), steps
+    resumed = ReportSink(sink.run.folder, first_step=20)
+    assert all(kept["step"] < 20 for kept in resumed.samples.steps) and resumed.samples.steps
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "report.html").mkdir()
+    sink = ReportSink(folder)
+    sink.log(0, {})
+    sink.close()
+    (record,) = caplog.records
+    assert "cannot write" in record.getMessage() and "report.html" in record.getMessage()

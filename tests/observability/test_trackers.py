@@ -1,0 +1,140 @@
+"""Loggers besides the files: TensorBoard read back by its own reader, and trackers against modules that record the calls.
+
+The calls were tried by hand with wandb 0.31.0, swanlab 0.10.3 and mlflow 3.17.2, offline: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_megatron.config import TrainerConfig
+from grpo_megatron.observability.sinks import Sinks, build_sinks
+from grpo_megatron.observability.tensorboard import group_text
+from tests.report.material import group, sample
+
+ACCURACY = "val-core/gsm8k/acc/mean@1"
+CONFIG = {"trainer": {"seed": 1}, "actor": {"optim": {"lr": 1e-6, "betas": [0.9, 0.99]}}}
+
+
+def opened(folder: Path, logger: str, first_step: int = 0, **more: Any) -> Sinks:
+    values = {"output_dir": folder, "logger": [logger], "total_training_steps": 40, "project_name": "p", "tags": ["a"]}
+    config = TrainerConfig.model_validate({**values, "experiment_name": "exp/1", **more})
+    return build_sinks(config, first_step=first_step, run_config=CONFIG)
+
+
+class Recording:
+    """A module or an object that keeps every call: its name, its arguments by name, and those without one."""
+
+    def __init__(self, calls: list[tuple[str, dict[str, Any], tuple[Any, ...]]], **results: Any) -> None:
+        self.calls, self.results = calls, results
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.calls.append((name, named, arguments))
+            return self.results.get(name, self)
+
+        return call
+
+
+def record(monkeypatch: pytest.MonkeyPatch, package: str, **results: Any) -> list[Any]:
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, package, Recording(calls, **results))
+    return calls
+
+
+def named(calls: list[Any], name: str) -> list[dict[str, Any]]:
+    return [arguments for called, arguments, _ in calls if called == name]
+
+
+# -- trackers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("package", "name_key"), [("wandb", "name"), ("swanlab", "experiment_name")])
+def test_a_tracker_goes_on_with_a_resumed_run_only(
+    package: str, name_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = record(monkeypatch, package)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for first_step in (0, 2, 0):
+        with opened(tmp_path, package, first_step) as sinks:
+            sinks.log(first_step, {"x": 1.0})
+    starts = named(calls, "init")
+    ids = [start["id"] for start in starts]
+    assert ids[0] == ids[1] != ids[2] and all(start["resume"] == "allow" for start in starts)
+    assert (starts[0]["project"], starts[0][name_key], starts[0]["tags"]) == ("p", "exp/1", ["a"])
+    assert starts[0]["config"] == CONFIG
+    assert [call for call in calls if call[0] == "log"] == [("log", {"step": s}, ({"x": 1.0},)) for s in (0, 2, 0)]
+    assert len(named(calls, "finish")) == 3
+
+
+def test_mlflow_goes_on_after_the_last_step_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 0 to 3 are there, and the run resumes at 2: MLflow would keep both values of steps 2 and 3."""
+    history = [SimpleNamespace(step=step) for step in range(4)]
+    calls = record(
+        monkeypatch,
+        "mlflow",
+        start_run=SimpleNamespace(info=SimpleNamespace(run_id="run-7")),
+        get_metric_history=history,
+    )
+    monkeypatch.setattr(sys.modules["mlflow"], "MlflowClient", lambda: sys.modules["mlflow"], raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with opened(tmp_path, "mlflow") as sinks:
+        sinks.log(0, {ACCURACY: 0.5, "nan": math.nan})
+    with opened(tmp_path, "mlflow", 2) as sinks:
+        for step in range(2, 6):
+            sinks.log(step, {"x": float(step)})
+    first, second = named(calls, "start_run")
+    assert (first["run_id"], second["run_id"]) == (None, "run-7")
+    assert (first["run_name"], first["tags"]) == ("exp/1", {"a": "true"})
+    assert next(arguments for name, _, arguments in calls if name == "set_tracking_uri") == (
+        f"sqlite:///{tmp_path.resolve() / 'mlflow.db'}",
+    )
+    logged = [(arguments[0], by_name["step"]) for name, by_name, arguments in calls if name == "log_metrics"]
+    assert logged == [({"val-core/gsm8k/acc/mean_at_1": 0.5}, 0), ({"x": 4.0}, 4), ({"x": 5.0}, 5)]
+    (parameters,) = [arguments[0] for name, _, arguments in calls if name == "log_params"]  # of the first start
+    assert parameters == {"trainer.seed": "1", "actor.optim.lr": "1e-06", "actor.optim.betas": "[0.9, 0.99]"}
+
+
+# -- tensorboard -------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_scalars_an_overview_texts_and_the_config(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    groups = [group([sample(0, 1.0, "the </pre> answer")], "prompt\n```\nof lines")]
+    for first_step, offset in ((0, 0.0), (2, 100.0)):  # a crash after step 2, and a resume from the checkpoint at 2
+        with opened(tmp_path, "tensorboard", first_step) as sinks:
+            for step in range(first_step, first_step + 3):
+                sinks.show(step, lambda: groups)
+                sinks.log(step, {"critic/score/mean": step + offset, ACCURACY: 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "exp_1"))  # its folder is the run's name
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
+    assert scalars == [(0, 0.0), (1, 1.0), (2, 102.0), (3, 103.0), (4, 104.0)]
+
+    texts = [tag for tag in events.Tags()["tensors"] if tag.startswith("samples/")]
+    steps = [event.step for event in events.Tensors(texts[0])]
+    text = events.Tensors(texts[0])[0].tensor_proto.string_val[0].decode()
+    assert set(steps) == {0, 2, 4} and "    the </pre> answer" in text and "reward 1, advantage 0.5, 3 tokens" in text
+
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    assert charts == {"Training reward": ["^critic/score/mean$"], "Validation accuracy": [f"^{re.escape(ACCURACY)}$"]}
+
+    plugins = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"actor.optim.lr" in plugins and b"[0.9, 0.99]" in plugins
+
+
+def test_a_text_cannot_end_its_block() -> None:
+    text = group_text(group([sample(0, None, "one\n\ntwo\n# three")], "```\n</pre>"))
+    lines = [line for line in text.splitlines() if line]
+    assert [line for line in lines if not line.startswith("    ")] == ["reference answer", "**sample 0** 2 tokens"]
