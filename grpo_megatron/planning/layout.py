@@ -90,6 +90,10 @@ class Layout:
             table |= FULL_RECOMPUTATION if self.recompute else {}
         return table
 
+    def replicas(self, world_size: int) -> int:
+        """Ranks that hold the same parameters, but for experts."""
+        return world_size // (self.tp * self.pp)
+
     def changed(self, other: Layout) -> list[str]:
         """The fields in which this layout differs from `other`."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]

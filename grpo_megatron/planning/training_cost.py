@@ -33,7 +33,7 @@ def _flops_per_sample(arch: Architecture, tokens: int) -> float:
 
 def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, backward: bool) -> float:
     """One pass over all samples: forward and backward, or forward alone; without gradient sync."""
-    replicas = machine.world_size // (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
     per_update = work.tokens * work.epochs / work.updates / replicas
     micro_batch = min(layout.tokens, max(per_update, 1.0))
     count = max(1, math.ceil(per_update / micro_batch))
@@ -49,7 +49,7 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
 def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Tensor- and expert-parallel communication of a forward pass over one rank's tokens."""
     arch = work.arch
-    replicas = machine.world_size // (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
     token_layers = work.tokens / replicas * arch.num_layers / layout.pp
     hidden = arch.hidden_size * work.itemsize
     seconds = token_layers * 4 * hidden * (layout.tp - 1) / layout.tp / machine.link(layout.tp)
@@ -61,7 +61,7 @@ def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -
 
 def gradient_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Reducing gradients and gathering weights once over the data-parallel ranks."""
-    replicas = machine.world_size // (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
     experts = _expert_parameters(work.arch)
     dense = (work.arch.num_parameters() - experts) / (layout.tp * layout.pp)
     seconds = 0.0
@@ -84,7 +84,7 @@ def update_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> f
     if work.overlaps_gradients:
         gradients = max(0.0, gradients - work.epochs * one * 2 / 3)
     own = work.arch.num_parameters() / (layout.tp * layout.pp)
-    replicas = machine.world_size // (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
     state = 12 * own / (replicas if layout.distributed_optimizer else 1)
     adam = machine.read_seconds(2 * state + 8 * own) * work.updates
     offload = machine.host_seconds(2 * state) if layout.offload_optimizer and work.draws else 0.0
