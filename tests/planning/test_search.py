@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_megatron.checks.layout import layout_problems
+from grpo_megatron.checks.layout import layout_problems, stage_layers
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.planning.candidates import micro_batches, shapes, variants
@@ -55,7 +55,7 @@ def test_uneven_stages_belong_to_their_pipeline(monkeypatch: pytest.MonkeyPatch)
     config, _, _ = config_70b(monkeypatch, f"actor.megatron.override_transformer_config={ends}")
     table = Layout(tp=4, pp=8, recompute=True).applied(config).actor.megatron.override_transformer_config
     assert table == FULL_RECOMPUTATION
-    table = Layout(tp=4, pp=4).applied(config).actor.megatron.override_transformer_config
+    table = Layout(tp=4, pp=4, first_layers=17).applied(config).actor.megatron.override_transformer_config
     assert table == {"num_layers_in_first_pipeline_stage": 17, "recompute_granularity": "selective"}
 
 
@@ -77,11 +77,17 @@ def test_shapes_are_all_valid_layouts_of_the_world(monkeypatch: pytest.MonkeyPat
     assert {s.ep for s in shapes(config, sparse, 64, 8)} == {1, 2, 4, 8, 16, 32, 64}
 
 
-def test_an_uneven_pipeline_is_tried_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = "{num_layers_in_first_pipeline_stage: 26}"
+def test_stages_need_not_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 layers over 3 stages: 26, 27, 27. Over 6: 10 and 14 x 5. Over 24: 80 - 23 x 4 layers are none."""
+    ends = "{num_layers_in_first_pipeline_stage: 40}"
     keys = ["actor.megatron.pipeline_model_parallel_size=3", f"actor.megatron.override_transformer_config={ends}"]
     config, models, _ = config_70b(monkeypatch, *keys)
-    assert {s.pp for s in shapes(config, models.arch, 48, 8)} >= {1, 2, 3, 4, 8}
+    found = {(s.pp, s.first_layers) for s in shapes(config, models.arch, 48, 8)}
+    assert found == {(1, 0), (2, 0), (3, 26), (3, 40), (4, 0), (6, 10), (8, 0), (12, 3), (16, 0)}
+    uneven = Layout(tp=4, pp=3, first_layers=26, tokens=8192)
+    assert Layout.of(load_config(EXAMPLE, list(uneven.overrides(config)))).first_layers == 26
+    assert stage_layers(80, uneven.applied(config).actor.megatron) == [26, 27, 27]
+    assert uneven.largest_stage(80) == 27 * 3 / 80 and Layout(pp=4).largest_stage(80) == 1.0
 
 
 def test_the_search_lists_what_fits_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
