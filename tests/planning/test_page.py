@@ -18,6 +18,7 @@ from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.machine import PlannedMachine
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.plan_warnings import plan_warnings
+from grpo_megatron.planning.verdict import verdict_lines
 from grpo_megatron.planning.workload import Workload
 from tests.runs import make_run
 
@@ -123,13 +124,16 @@ def test_a_warning_has_its_numbers(overrides: list[str], expected: str) -> None:
     assert any(expected in warning for warning in text), text
 
 
-def test_an_engine_without_a_cache_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", EXAMPLE, "--world-size", "64", "--gpu", "h100-80", "rollout.gpu_memory_utilization=0.22"]
-    text = page(capsys, *command)  # by the estimated workspace
-    assert "the engine's cache does not hold one sequence of 4,096 tokens" in " ".join(section(text, "Verdict"))
-    assert "DOES NOT FIT" in text.splitlines()[-1] and "by the estimated parts" in text.splitlines()[-1]
+def test_an_engine_without_a_cache_does_not_fit() -> None:
+    config = load_config(EXAMPLE, ["rollout.gpu_memory_utilization=0.22"])
+    models, machine = PlannedModels.read(config), PlannedMachine(find_gpu("h100-80"), 64)
+    found = fit(config, models, 64, machine.gpu.usable_bytes)
+    lines = list(verdict_lines(config, models, Workload.of(config, models), machine, found))
+    assert "the engine's cache does not hold one sequence of 4,096 tokens" in lines[0]
+    assert "DOES NOT FIT" in lines[-1] and "by the estimated parts" in lines[-1]
+    assert any("rollout.gpu_memory_utilization" in line or "rollout.tensor" in line for line in lines[1:-1])
     config = load_config(EXAMPLE, ["rollout.gpu_memory_utilization=0.2"])  # the weights alone have 16.43 of 15.82
-    assert fit(config, PlannedModels.read(config), 64, find_gpu("h100-80").usable_bytes).is_impossible
+    assert fit(config, models, 64, machine.gpu.usable_bytes).is_impossible
 
 
 def test_rows_and_cores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,14 +150,15 @@ def test_rows_and_cores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_search_prints_arguments_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", EXAMPLE, "--world-size", "64", "--nodes-of", "8", "--gpu", "h100-80"]
-    text = page(capsys, *command, "--search", "--top", "3", "--mean-response", "400")
-    assert "64 x h100-80 (79.11 GiB), nodes of 8" in text and "responses of 400 tokens on average" in text
+    command = ["plan", EXAMPLE, "--world-size", "16", "--nodes-of", "4", "--gpu", "h200", "--search"]
+    text = page(capsys, *command, "--top", "3", "--mean-response", "400")
+    assert "16 x h200 (139.8 GiB), nodes of 4" in text and "responses of 400 tokens on average" in text
     table = text.split("\n\n")[1].splitlines()
     assert len(table) == 1 + 3 and max(map(len, table)) <= 130
     arguments = [line.strip().strip("'") for line in text.partition("as arguments:\n")[2].splitlines()]
     assert arguments
-    assert page(capsys, *command, *arguments).splitlines()[-1].startswith("  FITS h100-80")
+    config = load_config(EXAMPLE, arguments)
+    assert fit(config, PlannedModels.read(config), 16, find_gpu("h200").usable_bytes).fits
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def test_no_rank_stays_without_a_sample(monkeypatch: pytest.MonkeyPatch) -> None
     """16 samples: at most 16 engines and 16 data-parallel ranks."""
     keys = ["data.train_batch_size=4", "rollout.n=4", "actor.ppo_mini_batch_size=4"]
     config, models, work = config_70b(monkeypatch, *keys)
-    for planned in search(config, models, work, PlannedMachine(find_gpu("b200"), 64)).found:
-        assert 64 // planned.layout.rollout_tp <= 16 and 64 // (planned.layout.tp * planned.layout.pp) <= 16
+    for planned in search(config, models, work, PlannedMachine(find_gpu("b200"), 32)).found:
+        assert 32 // planned.layout.rollout_tp <= 16 and 32 // (planned.layout.tp * planned.layout.pp) <= 16
 
 
 def test_the_share_of_the_engine_is_lowered_where_this_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
