@@ -249,6 +249,7 @@ def test_the_command_line_starts_light() -> None:
             "cli.arguments",
             "cli.commands",
             "cli.module_path",
+            "cli.plan",
             "cli.reward_defaults",
             "importing",
             "cli",
@@ -256,6 +257,7 @@ def test_the_command_line_starts_light() -> None:
         | {"storage", "storage.leftovers", "storage.lock"},  # standard library only
         "cli.failures": {"reading.bounds", "config"},
         "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers"},
+        "cli.plan": {"config", "importing"},
         "cli.commands": set(),
         "importing": set(),
     }

@@ -10,6 +10,7 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.critic import critic_arch, critic_lines
 from grpo_megatron.checks.data_plan import counted, data_lines
 from grpo_megatron.checks.environment import environment_lines
+from grpo_megatron.checks.layout import data_parallel_size
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import (
     DTYPE_BYTES,
@@ -76,7 +77,7 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
         yield _line("ranks", f"{world_size} (the config has {nodes} x {per_node})")
     tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
     pp, ep = megatron.pipeline_model_parallel_size, megatron.expert_model_parallel_size
-    sizes = [f"tp {tp}", f"pp {pp}", f"dp {_data_parallel_size(config, world_size)}"]
+    sizes = [f"tp {tp}", f"pp {pp}", f"dp {data_parallel_size(config, world_size)}"]
     if cp > 1:
         sizes.insert(1, f"cp {cp}")
     training = [" x ".join(sizes)]
@@ -92,19 +93,12 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
     yield from (_line(name, text) for name, text in device_lines(config))
 
 
-def _data_parallel_size(config: Config, world_size: int) -> int:
-    megatron = config.actor.megatron
-    return world_size // (
-        megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
-    )
-
-
 def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[str]:
     actor, batch = config.actor, config.data.train_batch_size
     n = _samples_of_prompt(config)
     samples_per_update = actor.mini_batch_size(batch) * n
     engines = world_size // config.rollout.tensor_model_parallel_size
-    dp = _data_parallel_size(config, world_size)
+    dp = data_parallel_size(config, world_size)
     if config.algorithm.source == "file":
         responses = "" if n == 1 else f" x {n} responses = {batch * n:,}"
         yield _line("samples", f"{counted(batch, 'row')}{responses}, read from files")

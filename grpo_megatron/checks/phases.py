@@ -214,7 +214,7 @@ def memory_phases(
         list(_Rank(config, arch, world_size, number, policy[number], memories[number], engine).phases())
         for number in range(len(policy))
         # A middle stage that is like the one before needs no more: it keeps activations of fewer micro-batches.
-        if not 2 <= number < len(policy) - 1
+        if not 0 < number < len(policy) - 1
         or (policy[number], memories[number]) != (policy[number - 1], memories[number - 1])
     ]
     return [max(same, key=lambda phase: phase.total) for same in zip(*stages, strict=True)]

@@ -7,6 +7,7 @@ and loading into the engine, which overlaps as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,14 +92,17 @@ def planned_for(config: Config, arch: Architecture, world_size: int) -> PlannedS
     """The sync of a run, for a layout that has been checked."""
     layers = stage_layers(arch.num_layers, config.actor.megatron)
     assert layers is not None, "the layout was checked"
-    return planned_sync(
+    return _last_planned(
         arch,
         grid_of(config, world_size),
-        layers,
+        tuple(layers),
         itemsize=DTYPE_BYTES[config.model.dtype],
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
         reads_shards=find_engine(config.rollout.engine).reads_shards,
     )
+
+
+_last_planned = functools.lru_cache(maxsize=1)(planned_sync)  # a page of a plan reads it twice
 
 
 def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> Iterator[str]:

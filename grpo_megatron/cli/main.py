@@ -28,6 +28,7 @@ from grpo_megatron.cli.arguments import parse_command
 from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.module_path import find_modules
+from grpo_megatron.cli.plan import print_plan, print_search
 from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
@@ -80,7 +81,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     is_reward = args.command == "train-reward"
     config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
     if args.command == "plan" and args.search:
-        return _search(config, args)
+        _quieten(is_rank=False, starts_ranks=False)
+        return print_search(config, args)
     is_rank = "RANK" in os.environ
     if config.trainer.total_epochs is None:
         _check_profiled(args.profile, config.trainer.total_training_steps)
@@ -116,7 +118,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            _print_plan(config, checked, world_size, args)
+            print_plan(config, checked, world_size, args)
         return 0
     if starts_ranks and config.trainer.nnodes > 1:
         raise ConfigError(_many_nodes(config, argv))
@@ -125,28 +127,6 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         _check_unused(config.trainer.output_dir)
         return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
     return _run(config, checked, args.profile)
-
-
-def _print_plan(config: Config, checked: Checked, world_size: int, args: argparse.Namespace) -> None:
-    """Raises ConfigError, after the plan, if a phase cannot fit the GPU."""
-    from grpo_megatron.planning.page import plan_page
-    from grpo_megatron.planning.resolved import write_resolved
-
-    if args.resolved_config is not None:
-        write_resolved(config, args.resolved_config)
-    page, problem = plan_page(config, checked, world_size, args.gpu, elsewhere=args.world_size is not None)
-    print(page, flush=True)
-    if problem is not None:
-        raise ConfigError(problem)
-
-
-def _search(config: Config, args: argparse.Namespace) -> int:
-    _quieten(is_rank=False, starts_ranks=False)
-    with large_imports():
-        from grpo_megatron.planning.search_page import search_page
-
-    print(search_page(config, args.world_size, args.gpu, top=args.top, mean_response=args.mean_response))
-    return 0
 
 
 def _check_profiled(profiled: range | None, steps: int) -> None:

@@ -27,14 +27,24 @@ def shapes(config: Config, arch: Architecture, world_size: int, per_node: int) -
     if config.draws:
         engines = [n for n in sizes if n <= most_engine and not engine_split_problems(arch, n)]
     experts = divisors(arch.num_experts) if arch.num_experts else [1]
-    for tp, pp, ep in itertools.product([n for n in sizes if n <= most_tp], divisors(arch.num_layers), experts):
-        if world_size % (tp * pp * ep) or split_problems(arch, tp):
+    pipelines = [*_pipelines(arch.num_layers, sizes), (now.pp, now.first_layers)]
+    tps = [n for n in sizes if n <= most_tp and not split_problems(arch, n)]
+    for tp, (pp, first), ep in itertools.product(tps, dict.fromkeys(pipelines), experts):
+        if world_size % (tp * pp * ep) or not engines:
             continue
-        layout = replace(now, tp=tp, pp=pp, ep=ep, rollout_tp=engines[0] if engines else 1)
-        if engines and _is_valid(layout.applied(config), arch, world_size):
+        layout = replace(now, tp=tp, pp=pp, first_layers=first, ep=ep, rollout_tp=engines[0])
+        if _is_valid(layout.applied(config), arch, world_size):
             yield from (replace(layout, rollout_tp=engine) for engine in engines)
-    if now.pp not in divisors(arch.num_layers) and _is_valid(config, arch, world_size):  # stages of unequal size
-        yield from (replace(now, rollout_tp=engine) for engine in engines)
+
+
+def _pipelines(num_layers: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """(pp, layers of the first stage): 0 where all stages are equal, else the rest that full stages leave."""
+    for pp in (n for n in sizes if n <= num_layers):
+        first = num_layers - (pp - 1) * -(-num_layers // pp)
+        if num_layers % pp == 0:
+            yield pp, 0
+        elif first > 0:
+            yield pp, first
 
 
 def _is_valid(config: Config, arch: Architecture, world_size: int) -> bool:

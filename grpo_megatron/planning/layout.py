@@ -16,6 +16,7 @@ OVERRIDES = "actor.megatron.override_transformer_config"
 LAYOUT_KEYS = {  # field of Layout -> key of the config
     "tp": "actor.megatron.tensor_model_parallel_size",
     "pp": "actor.megatron.pipeline_model_parallel_size",
+    "first_layers": OVERRIDES,
     "ep": "actor.megatron.expert_model_parallel_size",
     "rollout_tp": "rollout.tensor_model_parallel_size",
     "tokens": "actor.ppo_max_token_len_per_gpu",
@@ -29,10 +30,14 @@ LAYOUT_KEYS = {  # field of Layout -> key of the config
 
 @dataclass(frozen=True)
 class Layout:
-    """`recompute`: all of each layer's activations. `utilization`: the engine's share of the GPU."""
+    """`recompute`: all of each layer's activations. `utilization`: the engine's share of the GPU.
+
+    `first_layers`: layers of the first pipeline stage; 0: as many as each other stage has.
+    """
 
     tp: int = 1
     pp: int = 1
+    first_layers: int = 0
     ep: int = 1
     rollout_tp: int = 1
     tokens: int = 16384
@@ -48,6 +53,7 @@ class Layout:
         return cls(
             tp=megatron.tensor_model_parallel_size,
             pp=megatron.pipeline_model_parallel_size,
+            first_layers=megatron.override_transformer_config.get(FIRST) or 0,
             ep=megatron.expert_model_parallel_size,
             rollout_tp=config.rollout.tensor_model_parallel_size,
             tokens=config.actor.ppo_max_token_len_per_gpu,
@@ -80,15 +86,28 @@ class Layout:
         }
 
     def _overrides(self, megatron: MegatronConfig) -> dict[str, Any]:
-        """The table with or without recomputation. Uneven stages belong to the pipeline that they were written for."""
+        """The table with or without recomputation, and with this pipeline's first stage."""
         table = dict(megatron.override_transformer_config)
-        if self.pp != megatron.pipeline_model_parallel_size:
+        pipeline = megatron.pipeline_model_parallel_size, table.get(FIRST) or 0
+        if (self.pp, self.first_layers) != pipeline:
             table.pop(FIRST, None)
             table.pop(LAST, None)
+            table |= {FIRST: self.first_layers} if self.first_layers else {}
         if self.recompute != recomputes_all(megatron):
             table = {key: value for key, value in table.items() if not key.startswith("recompute_")}
             table |= FULL_RECOMPUTATION if self.recompute else {}
         return table
+
+    def replicas(self, world_size: int) -> int:
+        """Ranks that hold the same parameters, but for experts."""
+        return world_size // (self.tp * self.pp)
+
+    def largest_stage(self, num_layers: int) -> float:
+        """Layers of the largest pipeline stage, as a multiple of the mean."""
+        if not self.first_layers or self.pp == 1:
+            return 1.0
+        others = (num_layers - self.first_layers) / (self.pp - 1)
+        return max(others, self.first_layers) * self.pp / num_layers
 
     def changed(self, other: Layout) -> list[str]:
         """The fields in which this layout differs from `other`."""
@@ -103,7 +122,7 @@ class Layout:
         """The arguments of the command line that change `config` to this layout."""
         before, after = Layout.of(config), self.applied(config)
         for name in self.changed(before):
-            if name != "recompute":
+            if LAYOUT_KEYS[name] != OVERRIDES:
                 yield f"{LAYOUT_KEYS[name]}={_written(getattr(self, name))}"
         table = after.actor.megatron.override_transformer_config
         if table != config.actor.megatron.override_transformer_config:
@@ -120,6 +139,6 @@ def _written(value: Any) -> str:
 
 
 def _levels(name: str, new: Any, old: Any) -> float:
-    if isinstance(new, bool):
+    if isinstance(new, bool) or name == "first_layers":
         return 1.0
     return abs(new - old) / 0.1 if name == "utilization" else abs(math.log2(new / old))

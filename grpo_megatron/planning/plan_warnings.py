@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from grpo_megatron.checks.layout import ROLLOUT_TP, TP
+from grpo_megatron.checks.layout import ROLLOUT_TP, TP, data_parallel_size
 from grpo_megatron.config import Config
 from grpo_megatron.planning.fit import Fit
 from grpo_megatron.planning.machine import PlannedMachine
@@ -94,12 +94,8 @@ def _copied_cache(config: Config, models: PlannedModels) -> Iterator[str]:
 
 
 def _uneven_batches(config: Config, work: Workload, machine: PlannedMachine) -> Iterator[str]:
-    megatron = config.actor.megatron
-    dp = machine.world_size // (
-        megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
-    )
-    per_update = work.samples * work.epochs // work.updates
-    shares = [("each optimizer step", per_update, dp, "data-parallel ranks")]
+    dp = data_parallel_size(config, machine.world_size)
+    shares = [("each optimizer step", work.samples * work.epochs // work.updates, dp, "data-parallel ranks")]
     if work.draws:
         shares.append(("a step", work.samples, machine.world_size // _rollout_tp(config), "engines"))
     for what, samples, parts, noun in shares:
@@ -114,10 +110,10 @@ def _uneven_batches(config: Config, work: Workload, machine: PlannedMachine) -> 
 
 
 def _pipeline_bubble(config: Config, work: Workload, machine: PlannedMachine) -> Iterator[str]:
-    megatron, pp = config.actor.megatron, config.actor.megatron.pipeline_model_parallel_size
+    pp = config.actor.megatron.pipeline_model_parallel_size
     length = config.data.max_prompt_length + config.data.max_response_length
-    dp = machine.world_size // (megatron.tensor_model_parallel_size * megatron.context_parallel_size * pp)
-    tokens = work.samples * work.epochs / work.updates * length / dp
+    per_rank = work.samples * work.epochs / work.updates / data_parallel_size(config, machine.world_size)
+    tokens = per_rank * length
     count = max(1, math.ceil(tokens / config.actor.ppo_max_token_len_per_gpu))
     bubble = (pp - 1) / (count + pp - 1)
     if bubble > BUBBLE:

@@ -30,7 +30,7 @@ def search(config: Config, models: PlannedModels, work: Workload, machine: Plann
     best: list[PlannedLayout] = []
     num_tried = num_fitting = 0
     for shape in shapes(config, models.arch, machine.world_size, machine.per_node):
-        replicas, engines = machine.world_size // (shape.tp * shape.pp), machine.world_size // shape.rollout_tp
+        replicas, engines = shape.replicas(machine.world_size), machine.world_size // shape.rollout_tp
         per_update = work.samples * work.epochs / work.updates
         if replicas > per_update or (work.draws and engines > work.samples):
             continue

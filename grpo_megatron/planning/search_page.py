@@ -83,7 +83,7 @@ def _table(config: Config, work: Workload, machine: PlannedMachine, result: Sear
 def _cells(planned: PlannedLayout, work: Workload, machine: PlannedMachine) -> list[str]:
     layout, seconds, cache = planned.layout, planned.seconds, planned.fit.cache
     name, size = planned.fit.fullest
-    sizes = (layout.tp, layout.pp, machine.world_size // (layout.tp * layout.pp), layout.ep)
+    sizes = (layout.tp, layout.pp, layout.replicas(machine.world_size), layout.ep)
     tokens_per_s = work.tokens / seconds.step / machine.world_size
     return [
         *(str(number) for number in sizes),

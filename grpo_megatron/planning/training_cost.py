@@ -1,12 +1,15 @@
 """Seconds of the forward and backward passes of a step: an estimate with the fractions of speeds.py.
 
-compute      FLOP of observability/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
-fraction     MATMUL (EXPERTS) x t / (t + HALF_TOKENS), t the tokens of a micro-batch on one rank
-tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links, twice as much backward
-ep           2 copies of each token's k hidden states per layer and forward pass, as much backward
-pipeline     (compute + tp + ep) x (m + pp - 1) / m, for m micro-batches per optimizer step
-gradients    4 + 2 bytes per parameter and optimizer step, in a ring over the data-parallel ranks: exposed unless
-             overlap_grad_reduce, and then only where they take longer than the backward pass
+    compute      FLOP of observability/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
+    fraction     MATMUL (or EXPERTS) x t / (t + HALF_TOKENS), for a micro-batch of t tokens
+    tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
+    ep           2 copies of the hidden state of each of a token's experts, per layer and forward pass; twice as much backward
+    pipeline     (compute + tp + ep) x (m + pp - 1) / m, for m micro-batches per optimizer step; with unequal stages
+                 also x the largest / the mean
+    gradients    4 + 2 bytes per parameter and optimizer step, in a ring over the data-parallel ranks. With
+                 overlap_grad_reduce only the part that takes longer than the backward pass
+
+Context-parallel ranks count as data-parallel ones; what they exchange is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def _flops_per_sample(arch: Architecture, tokens: int) -> float:
 
 def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, backward: bool) -> float:
     """One pass over all samples: forward and backward, or forward alone; without gradient sync."""
-    replicas = machine.world_size // (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
     per_update = work.tokens * work.epochs / work.updates / replicas
     micro_batch = min(layout.tokens, max(per_update, 1.0))
     count = max(1, math.ceil(per_update / micro_batch))
@@ -43,13 +46,13 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
     fraction *= micro_batch / (micro_batch + speeds.HALF_TOKENS) * (speeds.FP8_SPEEDUP if work.is_fp8 else 1.0)
     compute = flops * recompute / (machine.world_size * machine.gpu.tflops * 1e12 * fraction)
     exchange = _exchange_seconds(work, layout, machine) * (3 * recompute if backward else 1)
-    return (compute + exchange) * (count + layout.pp - 1) / count
+    return (compute + exchange) * layout.largest_stage(work.arch.num_layers) * (count + layout.pp - 1) / count
 
 
 def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Tensor- and expert-parallel communication of a forward pass over one rank's tokens."""
     arch = work.arch
-    replicas = machine.world_size // (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
     token_layers = work.tokens / replicas * arch.num_layers / layout.pp
     hidden = arch.hidden_size * work.itemsize
     seconds = token_layers * 4 * hidden * (layout.tp - 1) / layout.tp / machine.link(layout.tp)
@@ -61,7 +64,7 @@ def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -
 
 def gradient_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Reducing gradients and gathering weights once over the data-parallel ranks."""
-    replicas = machine.world_size // (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
     experts = _expert_parameters(work.arch)
     dense = (work.arch.num_parameters() - experts) / (layout.tp * layout.pp)
     seconds = 0.0
@@ -84,7 +87,7 @@ def update_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> f
     if work.overlaps_gradients:
         gradients = max(0.0, gradients - work.epochs * one * 2 / 3)
     own = work.arch.num_parameters() / (layout.tp * layout.pp)
-    replicas = machine.world_size // (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
     state = 12 * own / (replicas if layout.distributed_optimizer else 1)
     adam = machine.read_seconds(2 * state + 8 * own) * work.updates
     offload = machine.host_seconds(2 * state) if layout.offload_optimizer and work.draws else 0.0

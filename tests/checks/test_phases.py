@@ -209,6 +209,10 @@ def test_each_column_is_of_the_fullest_stage() -> None:
     pipeline = {**OFFLOAD, "pipeline_model_parallel_size": 4, "override_transformer_config": {}}
     phases = phases_of(config_of(pipeline))
     assert (phases["update"].stage, phases["scoring"].stage, phases["load"].stage) == (0, 3, 3)
+    # Stages of 2 and 6 x 5 layers: of the equal middle stages, the first keeps most.
+    ends = {"num_layers_in_first_pipeline_stage": 2}
+    uneven = {**pipeline, "pipeline_model_parallel_size": 7, "override_transformer_config": ends}
+    assert phases_of(config_of(uneven), world_size=7)["update"].stage == 1
 
 
 def test_a_budget_without_room_for_a_cache_is_refused() -> None:

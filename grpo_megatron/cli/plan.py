@@ -1,0 +1,34 @@
+"""`train ... --dry-run`, which is `plan ...`, and `plan ... --search`: they print a page and start nothing."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.importing import large_imports
+
+if TYPE_CHECKING:
+    from grpo_megatron.checks.validate import Checked
+
+
+def print_plan(config: Config, checked: Checked, world_size: int, args: argparse.Namespace) -> None:
+    """Raises ConfigError, after the plan, if the run cannot fit the GPU."""
+    from grpo_megatron.planning.page import plan_page
+    from grpo_megatron.planning.resolved import write_resolved
+
+    if args.resolved_config is not None:
+        write_resolved(config, args.resolved_config)
+    page, problem = plan_page(config, checked, world_size, args.gpu, elsewhere=args.world_size is not None)
+    print(page, flush=True)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def print_search(config: Config, args: argparse.Namespace) -> int:
+    """Returns the exit code. Raises ConfigError."""
+    with large_imports():
+        from grpo_megatron.planning.search_page import search_page
+
+    print(search_page(config, args.world_size, args.gpu, top=args.top, mean_response=args.mean_response))
+    return 0
