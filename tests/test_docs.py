@@ -73,6 +73,22 @@ def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) < 200
 
 
+def test_the_symptoms_are_texts_of_the_program() -> None:
+    """Of each quoted message in the first column, what is between dots and numbers is in the sources, joined over lines."""
+    sources = [*ROOT.glob("grpo_megatron/**/*.py"), *ROOT.glob("slurm/*.sh")]
+    whole = "".join(re.sub(r'"\n\s*f?"', "", path.read_text(encoding="utf-8")) for path in sources)
+    quoted = [
+        quote
+        for row in re.findall(r"^\| (.*?) \| ", text_of("docs/troubleshooting.md"), re.MULTILINE)
+        for quote in re.findall(r"`([^`]*)`", row)
+    ]
+    assert len(quoted) > 30
+    for quote in quoted:
+        parts = re.split(r"\.\.\.|'[^']*'|[\d.,]+(?: GiB)?|[():=;]|\b(?:gen|node b|SIGKILL|update)\b|->", quote)
+        for part in filter(lambda text: len(text.strip()) > 9, parts):
+            assert part.strip() in whole, f"{quote!r}: no file has {part.strip()!r}"
+
+
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 

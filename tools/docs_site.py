@@ -74,11 +74,17 @@ def on_page_content(html_text: str, page: Any, config: Any, files: Files) -> str
 
 
 def _inline(match: re.Match[str]) -> str:
-    return convert(html.unescape(match[1]).strip())
+    return convert(_latex(match[1]))
 
 
 def _block(match: re.Match[str]) -> str:
-    return f'<div style="overflow-x: auto">{convert(html.unescape(match[1]).strip(), display="block")}</div>'
+    return f'<div class="equation">{convert(_latex(match[1]), display="block")}</div>'
+
+
+def _latex(marked: str) -> str:
+    """The source of an equation. In text, LaTeX writes an underscore with a backslash, which the converter would keep."""
+    source = html.unescape(marked).strip()
+    return re.sub(r"\\text\{[^}]*\}", lambda text: text[0].replace(r"\_", "_"), source)
 
 
 def on_post_build(config: Any) -> None:

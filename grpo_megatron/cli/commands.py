@@ -60,8 +60,12 @@ def _examples(argv: list[str]) -> int:
 
 
 def _init(argv: list[str]) -> int:
+    from pathlib import Path
+
+    from grpo_megatron.cli.module_path import find_modules
     from grpo_megatron.starting.new_config import main
 
+    find_modules(Path("grpo.yaml"))  # the user's reward is called
     return main(argv)
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.starting import prepare
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.listeners import is_loopback, listeners
@@ -22,18 +26,12 @@ ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 
 
-def command(*arguments: str, timeout: float = 1100) -> str:
-    """Run `python ARGUMENTS` from the project's root, as in the README. Returns its output; a failure shows it."""
-    out, _ = watched_command(*arguments, timeout=timeout)
-    return out
-
-
-def watched_command(*arguments: str, timeout: float = 1100) -> tuple[str, set[str]]:
-    """As `command`; also returns the addresses on which its processes have listened, seen twice per second."""
+def watched_command(*arguments: str, cwd: Path, timeout: float = 1100) -> tuple[str, set[str]]:
+    """Run `python ARGUMENTS`; returns its output, and the addresses on which its processes listened, seen twice a second."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,26 +61,12 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.both_stacks
-def test_quickstart_in_short(tmp_path: Path) -> None:
-    """12 warm-up and 3 GRPO steps of the real quickstart: every file it promises, and a model that transformers loads.
-
-    Its processes listen on the loopback interface (gloo), and on nothing else.
-    """
-    out = tmp_path / "run"
-    command("tools/prepare_data.py", "arithmetic", str(tmp_path / "data"), "--seed", "1")
-    tokenizer = ["--tokenizer", str(tmp_path / "data/tokenizer")]
-    command("tools/prepare_data.py", "model", "--preset", "quickstart", str(tmp_path / "model"), *tokenizer)
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set[str]]:
+    """12 warm-up and 3 GRPO steps of the real quickstart, from an empty folder: (the folder, what was printed, addresses)."""
+    folder = tmp_path_factory.mktemp("quickstart")
     printed, addresses = watched_command(
-        "-m",
-        "grpo_megatron",
-        "train",
-        "examples/quickstart.yaml",
-        f"model.path={tmp_path}/model",
-        f"data.train_files=[{tmp_path}/data/train.jsonl]",
-        f"data.val_files=[{tmp_path}/data/val.jsonl]",
-        f"sft.train_files=[{tmp_path}/data/sft.jsonl]",
+        *("-m", "grpo_megatron", "quickstart", "--seed", "1"),
         "sft.steps=12",
         "sft.optim.lr_warmup_steps=2",
         "sft.optim.lr_wsd_decay_steps=4",
@@ -90,14 +74,28 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
         "trainer.total_training_steps=3",
         "rollout.engine_options.kv_cache_gib=0.1",
         "trainer.test_freq=2",
-        f"trainer.output_dir={out}",
+        cwd=folder,
     )
+    return folder, printed, addresses
+
+
+@pytest.mark.slow
+@pytest.mark.both_stacks
+def test_quickstart_in_short(quickstart: tuple[Path, str, set[str]]) -> None:
+    """Every file that the quickstart promises, and a model that transformers loads.
+
+    Its processes listen on the loopback interface (gloo), and on nothing else.
+    """
+    folder, printed, addresses = quickstart
+    out = folder / "outputs/quickstart/run"
     assert addresses and all(map(is_loopback, addresses)), addresses
     assert "before" in printed and "arithmetic/acc/mean@1" in printed
     for name in ("metrics.jsonl", "tensorboard", "curves.png", "config.yaml", "hf", "checkpoints/step_000003"):
         assert (out / name).exists(), name
     assert "--- prompt" in (out / "samples" / "step_000002.txt").read_text()
-    assert yaml.safe_load((out / "config.yaml").read_text())["sft"]["steps"] == 12
+    recorded = yaml.safe_load((out / "config.yaml").read_text())
+    assert recorded["sft"]["steps"] == 12
+    assert [recorded[section]["seed"] for section in ("data", "rollout", "trainer")] == [1, 1, 1]
     steps = rows(out)
     assert [row["step"] for row in steps] == [0, 1, 2, 3]
     assert steps[0]["training/rollout_logp_diff_mean"] < 1e-6
@@ -110,20 +108,45 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     assert model(text["input_ids"]).logits.isfinite().all()
 
 
+def test_the_notebook_of_the_documentation(quickstart: tuple[Path, str, set[str]]) -> None:
+    """The code of docs/python.md, word for word, in one process as in a notebook."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    ((entropies, accuracy, refused),) = worlds.run(notebook, 1, folder=quickstart[0], code="\n".join(blocks))
+    assert len(entropies) == 2 and all(value > 3 for value in entropies)  # a random model: the most is log 80 = 4.4
+    assert accuracy["pass@1 (greedy)"]["problems"] == 8
+    assert "trainer.n_gpus_per_node=2 = 2 ranks, and a Trainer is one of them" in refused
+
+
+def notebook(folder: Path, code: str) -> tuple[list[float], dict[str, Any], str]:
+    """In a rank: run the code; what it has printed the last of; and the refusal of a config for two ranks."""
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    entropies = [row["actor/entropy"] for row in names["rows"] if "actor/entropy" in row]
+    try:
+        names["Trainer"](names["load_config"]("outputs/quickstart/quickstart.yaml"))
+    except ValueError as error:
+        refused = str(error)
+    return entropies, names["result"]["tasks"]["arithmetic"]["scores"]["accuracy"], refused
+
+
 @pytest.fixture(scope="module")
 def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/ with a real tokenizer and random weights, and gsm8k/ with enough of the real rows for two steps."""
+    """model/ with a real tokenizer and random weights, and gsm8k/ with enough of the real rows for two steps.
+
+    The command is that of the example's header: the tokenizer's folder has tokenizer.json alone.
+    """
     root = tmp_path_factory.mktemp("gsm8k")
-    (root / "tokenizer").mkdir()
     (root / "gsm8k").mkdir()
-    (root / "tokenizer/tokenizer.json").symlink_to(SHARED / "tokenizers/qwen/tokenizer.json")
-    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    (root / "tokenizer/tokenizer_config.json").write_text(json.dumps(about))
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "max_window_layers": 4, "max_position_embeddings": 1024}
     sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
-    config, tokenizer = str(SHARED / "hf_configs/Qwen2.5-0.5B.json"), str(root / "tokenizer")
-    command("tools/prepare_data.py", "model", config, str(root / "model"), "--tokenizer", tokenizer, *sizes)
+    header = (ROOT / "examples/gsm8k_cpu.yaml").read_text().partition("\n#   python -m grpo_megatron train")[0]
+    words = shlex.split(header.partition("grpo_megatron prepare ")[2].replace("\\\n#", ""))
+    values = {"QWEN2_CONFIG_JSON": SHARED / "hf_configs/Qwen2.5-0.5B.json", "outputs/gsm8k/model": root / "model"}
+    values["QWEN2_TOKENIZER_FOLDER"] = SHARED / "tokenizers/qwen"
+    assert prepare.main([*(str(values.get(word, word)) for word in words), *sizes]) == 0
     for name in ("train", "test"):  # few rows, because every rank tokenises all of them
         lines = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (root / "gsm8k" / f"{name}.jsonl").write_text("".join(lines[:64]))
@@ -135,7 +158,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
     """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged.
 
-    TP2 x PP2; tests/e2e/test_recipes.py has runs with DP2.
+    PP2; tests/e2e/test_recipes.py has runs with DP2, tests/slurm/test_jobs.py one with TP2 x PP2.
     """
     out = tmp_path / "run"
     overrides = [
@@ -152,14 +175,13 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
         "rollout.engine_options.kv_cache_gib=0.1",
         "trainer.total_training_steps=2",
         "trainer.save_hf_at_end=false",
-        "trainer.n_gpus_per_node=4",
+        "trainer.n_gpus_per_node=2",
         f"trainer.output_dir={out}",
-        "actor.megatron.tensor_model_parallel_size=2",
         "actor.megatron.pipeline_model_parallel_size=2",
     ]
     # Without the command line, whose start takes longest; test_quickstart_in_short covers it.
     raw = load_config(ROOT / "examples/gsm8k_cpu.yaml", overrides).model_dump(mode="json")
-    worlds.run(run_ranks.train, 4, raw=raw, keep_weights=False)
+    worlds.run(run_ranks.train, 2, raw=raw, keep_weights=False)
     first, second, last = rows(out)
     for row in (first, second):
         assert row["training/rollout_logp_diff_mean"] < 1e-6
