@@ -57,6 +57,10 @@ ROOMS: dict[str, set[str]] = {
         *("types", "reading", "config", "storage", "rewards", "environments", "data"),
         *("device", "parallel", "models", "rollout", "trajectories", "convert"),
     },
+    "generation": {
+        *("types", "reading", "config", "storage", "data", "device", "parallel", "models", "rollout"),
+        *("convert", "evaluation"),
+    },
     "checks": {
         *("types", "registry", "passthrough", "config", "storage", "rewards", "reading", "environments"),
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
@@ -76,7 +80,7 @@ ROOMS: dict[str, set[str]] = {
     "migration": {"reading", "config", "storage"},
     "cli": {
         *("importing", "child", "reading", "config", "storage", "parallel", "rollout"),
-        *("convert", "evaluation", "checks", "training", "trainer", "migration", "curation"),
+        *("convert", "evaluation", "generation", "checks", "training", "trainer", "migration", "curation"),
     },
     "__main__": {"cli"},
 }

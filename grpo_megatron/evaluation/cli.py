@@ -110,7 +110,7 @@ def _options(args: argparse.Namespace) -> Any:
 
 
 def _engine_options(args: argparse.Namespace) -> Any:
-    from grpo_megatron.evaluation.run import EngineOptions
+    from grpo_megatron.evaluation.engine import EngineOptions
 
     return EngineOptions(
         tp=args.tp,

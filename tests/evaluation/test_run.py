@@ -27,7 +27,7 @@ from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.output_folder import claim_output, write_identity
 from grpo_megatron.evaluation.settings import Options, prepare
-from tests.evaluation.drawing_ranks import draw_all, options
+from tests.evaluation.drawing_ranks import draw_all, generate_over_ranks, options
 from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
 from tests.worlds import run as run_ranks
 
@@ -84,6 +84,27 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
     assert alone["greedy"] == expected_ids
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert expected["gsm8k"]["gsm8k/0", -1].text == tokenizer.decode(expected_ids, skip_special_tokens=True)
+
+    # `generate` on one engine of two ranks: the same prompts and end tokens, hence the same greedy answers
+    asked = [
+        "--model",
+        str(model),
+        "--file",
+        str(data / "gsm8k" / "test.jsonl"),
+        "--task",
+        "gsm8k",
+        "--max-tokens",
+        "12",
+    ]
+    run_ranks(
+        generate_over_ranks, 2, argv=[*asked, "--tp", "2", "--device", "cpu", "--output", str(tmp_path / "a" / "b")]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "a" / "b").read_text().splitlines()]
+    greedy = [expected["gsm8k"][f"gsm8k/{number}", -1] for number in range(6)]
+    assert [(row["row"], row["sample"]) for row in rows] == [(number, 0) for number in range(6)]
+    assert [(row["completion"], row["tokens"], row["finish_reason"]) for row in rows] == [
+        (entry.text, entry.num_tokens, entry.finish_reason) for entry in greedy
+    ]
 
 
 def test_a_checkpoint_streams_the_same_weights(folder: Path, tmp_path: Path) -> None:
