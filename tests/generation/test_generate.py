@@ -88,7 +88,10 @@ def test_a_step_has_the_template_of_its_run(run: Path, tmp_path: Path) -> None:
         (["--prompt", "x", "--samples", "2"], "--samples 2 with --temperature 0: greedy answers are all the same"),
         (["--prompt", "x", "--temperature", "9"], "--temperature 9 is outside 0.01 to 2; set one inside, or 0"),
         (["--prompt", " "], "--prompt ' ': the prompt is empty"),
-        (["--prompt", "x", "--max-tokens", "900"], "prompt 0 of 37 tokens + --max-tokens 900 = 937 exceeds the model's max_position_embeddings 512; set"),
+        (
+            ["--prompt", "x", "--max-tokens", "900"],
+            "of 37 tokens + --max-tokens 900 = 937 exceeds the model's max_position_embeddings 512",
+        ),
         (["--prompt", "x" * 600], "exceeds the model's max_position_embeddings 512; shorten the prompt"),
         (["--prompt", "x", "--tp", "2"], "--tp 2 starts 2 ranks, which share the terminal; set --output OUT.jsonl"),
         (["--chat", "--tp", "2"], "serve the model instead (vllm serve HF_DIR --tensor-parallel-size 2"),
