@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.browser import Browser, missing
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -38,6 +41,15 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "slurm/test_jobs.py",
 )
 LONGEST = "slurm/test_jobs.py"  # runs first, so that one worker does not end long after the other
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for the whole session. Skips with the reason on a machine that has none and cannot install it."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
