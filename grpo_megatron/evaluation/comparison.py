@@ -38,7 +38,10 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:
-    """One row per task and measure of both results; `limit` says that --limit has cut both short. Raises ConfigError where the two cannot be paired."""
+    """One row per task and measure of both results; `limit` says that --limit has cut both short.
+
+    Raises ConfigError where the two cannot be paired.
+    """
     tasks = [name for name in a["tasks"] if name in b["tasks"]]
     if not tasks:
         raise ConfigError(f"no task in common: A has {', '.join(a['tasks'])}, B has {', '.join(b['tasks'])}")

@@ -94,11 +94,10 @@ def score_rows(tasks: dict[str, Any]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in ("task", "problems", *columns))
     lines = []
     for name, task in tasks.items():
+        count = limited(task) or f"{task['num_problems']:,}"
         for label, scores in task["scores"].items():
             cells = "".join(f"<td>{_interval_cell(scores[c])}</td>" if c in scores else "<td></td>" for c in columns)
-            lines.append(
-                f"<tr><td>{escape(score_label(name, label))}</td><td>{limited(task) or f'{task['num_problems']:,}'}</td>{cells}</tr>"
-            )
+            lines.append(f"<tr><td>{escape(score_label(name, label))}</td><td>{count}</td>{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 

@@ -205,17 +205,15 @@ def test_the_command_grades_and_reports(
     shown = capsys.readouterr().out
     assert "gsm8k pass@1 (greedy)" in shown and "math avg@2" in shown and "McNemar p" in shown
     assert "--limit" not in printed + shown
-    for name in ("few", "fewer"):
-        fill_ledger(folder, tmp_path / name, 0.5, limit=4)
-        assert main(command("--limit", "4", output=name)) == 0
+    fill_ledger(folder, tmp_path / "few", 0.5, limit=4)
+    assert main(command("--limit", "4", output="few")) == 0
     printed = capsys.readouterr().out
-    assert (
-        "first 4 of 6" in printed and "--limit: not the scores of the whole benchmark: gsm8k (first 4 of 6)" in printed
-    )
-    assert json.loads((tmp_path / "few" / "results.json").read_text())["tasks"]["gsm8k"]["num_in_file"] == 6
+    assert "first 4 of 6" in printed
+    assert "--limit: not the scores of the whole benchmark: gsm8k (first 4 of 6)" in printed
+    cut_short = tmp_path / "few" / "results.json"
+    assert json.loads(cut_short.read_text())["tasks"]["gsm8k"]["num_in_file"] == 6
     assert "first 4 of 6 problems: --limit" in (tmp_path / "few" / "report.html").read_text()
-    cut_short = [str(tmp_path / name / "results.json") for name in ("few", "fewer")]
-    assert main(["evaluate", "compare", *cut_short]) == 0
+    assert main(["evaluate", "compare", str(cut_short), str(cut_short)]) == 0
     assert "--limit: not the whole benchmark: gsm8k (first 4 of 6), math (first 4 of 5)" in capsys.readouterr().out
     assert main(["evaluate", "compare", paths[0], str(tmp_path / "out" / "run.json")]) == 2
     assert "is not a results.json" in capsys.readouterr().err
