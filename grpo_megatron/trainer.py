@@ -139,7 +139,7 @@ class Trainer:
         self.metrics = Metrics(self.device.synchronize)
         self.metrics.within = self.heartbeat.phase
         self.report = build_report(config, checked, self.policy, self.sinks, self.guards)
-        self.summary = Summary(self.output_dir)
+        self.summary = Summary(self.output_dir, config if checked.scored_folder is None else None)
         self.stopping = Stopping(trainer, self.mesh)
         if checkpoint is not None:
             self._restore_run(checkpoint)

@@ -58,6 +58,10 @@ ROOMS: dict[str, set[str]] = {
         *("types", "reading", "config", "storage", "rewards", "environments", "data"),
         *("device", "parallel", "models", "rollout", "trajectories", "convert"),
     },
+    "generation": {
+        *("types", "reading", "config", "storage", "data", "device", "parallel", "models", "rollout"),
+        *("convert", "evaluation"),
+    },
     "checks": {
         *("types", "registry", "passthrough", "config", "storage", "rewards", "reading", "environments"),
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
@@ -80,7 +84,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("importing", "child", "reading", "config", "storage", "parallel", "rollout", "convert"),
         *("evaluation", "checks", "training", "trainer", "migration", "curation", "starting"),
-        *("report", "planning"),
+        *("report", "planning", "generation"),
     },
     "__main__": {"cli"},
 }

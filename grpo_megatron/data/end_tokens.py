@@ -58,8 +58,8 @@ def _tokens_of(path: Path, vocab_size: int | None) -> list[int]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
     value = config.get(EOS_KEY) if isinstance(config, dict) else None
-    tokens = value if isinstance(value, list) else [value]
-    tokens = [token for token in dict.fromkeys(map(_hashable, tokens)) if token is not None]
+    named: list[Any] = value if isinstance(value, list) else [value]
+    tokens = [token for token in dict.fromkeys(map(_hashable, named)) if token is not None]
     for token in tokens:
         if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
             ids = "a token id" if vocab_size is None else f"a token id below the vocabulary's {vocab_size}"

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.source import Source
 from grpo_megatron.data.end_tokens import read_end_tokens
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
-from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.evaluation import weights
+from grpo_megatron.evaluation.engine import model_tokenizer
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key
 from grpo_megatron.evaluation.output_folder import check_output
@@ -157,7 +157,7 @@ def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
                 f"--tp {tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
                 f" {fitting_sizes(source.arch, engine_split_problems)}"
             )
-        tokenizer = _tokenizer(options, source)
+        tokenizer = model_tokenizer(source, options.tokenizer, options.chat_template)
     except ConfigError as error:
         problems.append(str(error))
     if problems or source is None:
@@ -209,28 +209,6 @@ def _check_graders(tasks: list[Task]) -> None:
 def _num_fewshot(options: Options, task: Task) -> int:
     default = task.fewshot.default if task.fewshot else 0
     return default if options.num_fewshot is None else options.num_fewshot
-
-
-def _tokenizer(options: Options, source: Source) -> Any:
-    folder = options.tokenizer or source.hf_folder
-    try:
-        tokenizer = load_tokenizer(folder, DataConfig(chat_template=options.chat_template))
-    except ConfigError as error:
-        names = {
-            "model.tokenizer_path": "--tokenizer",
-            "model.path": "--model",
-            "data.chat_template": "--chat-template",
-        }
-        text = str(error)
-        for key, option in names.items():
-            text = text.replace(key, option)
-        raise ConfigError(text) from error
-    if len(tokenizer) > source.arch.vocab_size:
-        raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens and the model's embedding"
-            f" {source.arch.vocab_size} rows; set --tokenizer to the model's own"
-        )
-    return tokenizer
 
 
 def _select(options: Options, dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) -> Selected:
