@@ -22,7 +22,7 @@ from grpo_megatron.models.export import save_hf
 from grpo_megatron.models.scalar_head import ScalarPolicy
 from grpo_megatron.models.shape import sequence_cost
 from grpo_megatron.models.spec import choose_kernels
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.observability.metrics import Metrics, percentile_limit
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
@@ -132,7 +132,7 @@ class Trainer:
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
         self.loss = self.correction_step.corrected(build_loss(self.actor))
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
-        self.metrics = Metrics(self.device.synchronize)
+        self.metrics = Metrics(self.device.synchronize, percentile_limit(self.mesh.world_size))
         self.metrics.within = self.heartbeat.phase
         self.report = build_report(config, checked, self.policy, self.sinks, self.guards)
         self.summary = Summary(self.output_dir)

@@ -5,6 +5,7 @@
     python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER] [--delta]
     python tools/benchmark.py overlap [--milliseconds 20] [--workers 1]
     python tools/benchmark.py passes [--workload "26 M"]
+    python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -20,6 +21,8 @@ ones, also with --network. --preset, --plan: large layouts, only planned.
 overlap: rewards graded while the engine generates, beside rewards graded afterwards.
 
 passes: the training part of a step with and without passes that it can do without.
+
+scale: the host side of a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from typing import Any
 
 import benchmark_overlap
 import benchmark_passes
+import benchmark_scale
 import benchmark_sync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
@@ -256,6 +260,9 @@ def main(arguments: list[str] | None = None) -> int:
     passes_parser = commands.add_parser("passes", help="training with and without passes that can be left out")
     benchmark_passes.add_arguments(passes_parser)
     passes_parser.set_defaults(run=benchmark_passes.passes)
+    scale_parser = commands.add_parser("scale", help="the host side of a step with thousands of ranks")
+    benchmark_scale.add_arguments(scale_parser)
+    scale_parser.set_defaults(run=benchmark_scale.scale)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 
