@@ -83,7 +83,7 @@ class Trainer:
         if trainer.save_freq != -1:
             self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
-        self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
+        self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify, in_background=trainer.async_save)
         checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
         changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
@@ -181,7 +181,7 @@ class Trainer:
             self.log(step, samples, table, plan, batch)  # before the save: no checkpoint has a step that was not logged
             self.save(step + 1)
             self.folder.check()
-            self.stopping.after(step + 1, self.save_now)
+            self.stopping.after(step + 1, lambda done: self.checkpoints.waited_for(self.save_now(done)))
 
     def begin_iteration(self, step: int) -> None:
         if not self.references.is_due(step):
@@ -250,6 +250,8 @@ class Trainer:
         if self.cadence.saves_after(steps_done):
             with self.metrics.phase("save_checkpoint"):
                 self.save_now(steps_done)
+        else:
+            self.checkpoints.poll(self.metrics.phase)
 
     def save_now(self, steps_done: int) -> Path:
         run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
@@ -263,6 +265,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Validate and export the final weights, draw the curves, print the first and the last validation."""
+        self.checkpoints.wait()
         if self.cadence.validates_at_end():
             results = self.validation_loss.run(self.metrics)
             if self.validator.prompts:

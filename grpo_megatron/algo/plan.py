@@ -26,8 +26,7 @@ import math
 from collections.abc import Iterable
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import forward_only_at_zero_advantage
+from grpo_megatron.algo.needs import forward_only_at_zero_advantage, loss_facts
 from grpo_megatron.algo.packing import (
     Assignment,
     SequenceCost,
@@ -70,7 +69,7 @@ def make_plan(
         for can_train, advantage, count in zip(trainable, advantages, copies, strict=True)
     ]
 
-    paired = policy_losses.facts(actor.loss_mode).paired
+    paired = loss_facts(actor).paired
     minis: list[list[Unit]] = []
     for groups in groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
         rows_of_groups = [[row for row in group if in_loss[row]] for group in groups]

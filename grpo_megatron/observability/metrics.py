@@ -18,10 +18,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.algo.ratio import clamp_log_ratio
 from grpo_megatron.observability.reduction import (
@@ -32,6 +29,9 @@ from grpo_megatron.observability.reduction import (
     smallest_of,
 )
 from grpo_megatron.types import GroupTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def percentile_limit(world_size: int) -> int:
@@ -139,6 +139,8 @@ class Metrics:
         if kind in ("std", "population_std", "effective_sample_size"):
             return merge_moments(*zip(*((float(n), float(mean), float(m2)) for n, mean, m2 in items), strict=True))
         if kind == "percentile":
+            import torch
+
             values = torch.cat([v for _, v in items]).cpu()
             stride = max(1, math.ceil(values.numel() / self._max_percentile_values))
             return items[0][0], values.numel(), values[::stride].numpy().copy()
@@ -148,11 +150,15 @@ class Metrics:
 
 def _detached(value: float | Tensor) -> float | Tensor:
     """A copy that survives in-place updates and does not hold the autograd graph."""
-    return value.detach().clone() if isinstance(value, Tensor) else float(value)
+    import torch
+
+    return value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
 
 
 def _float64(values: Tensor | Sequence[float]) -> Tensor:
-    return values.detach().double() if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+    import torch
+
+    return values.detach().double() if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float64)
 
 
 def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
@@ -163,6 +169,8 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     is perfect, above 1.05 suspect), `chi2_token` of e^2d - 1. Over sequences with a loss token: the `ppl`s;
     `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
     """
+    import torch
+
     mask = mask.detach().cpu().bool()
     old, rollout = (torch.where(mask, _float64(x).cpu(), 0.0) for x in (old_logprobs, rollout_logprobs))
     old_token, rollout_token = old[mask], rollout[mask]
