@@ -17,7 +17,7 @@ import dataclasses
 import difflib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -64,10 +64,13 @@ def no_exit(what: str) -> Iterator[None]:
 
 
 class Registry(Generic[T]):
-    """A table of functions of one kind. `kind` names it in errors ("policy loss", "reward", ...)."""
+    """A table of functions of one kind. `kind` names it in errors ("policy loss", "reward", ...).
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    `modules` register further entries. They are imported when a name is first looked up.
+    """
+
+    def __init__(self, kind: str, modules: Sequence[str] = ()) -> None:
+        self.kind, self._modules = kind, modules
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -83,6 +86,7 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """The entry called `name`, or the object at `package.module:attribute`. Raises ValueError."""
+        self._import_modules()
         if name in self._entries:
             return self._entries[name]
         if ":" in name:
@@ -93,14 +97,20 @@ class Registry(Generic[T]):
         raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {known}; or package.module:function)")
 
     def names(self) -> list[str]:
+        self._import_modules()
         return sorted(self._entries)
+
+    def _import_modules(self) -> None:
+        modules, self._modules = self._modules, ()
+        for module in modules:
+            importlib.import_module(module)
 
 
 class FactRegistry(Registry[T], Generic[T, F]):
     """A registry whose entries have facts. `defaults` holds the facts of an entry that declares none."""
 
-    def __init__(self, kind: str, defaults: F) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: str, defaults: F, modules: Sequence[str] = ()) -> None:
+        super().__init__(kind, modules)
         self.defaults = defaults
         self._declared: list[tuple[T, F]] = []  # a list, not a dict: an entry may be unhashable
 

@@ -20,7 +20,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.shape import sequence_cost
 from grpo_megatron.models.spec import choose_kernels
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.observability.metrics import Metrics, percentile_limit
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
@@ -84,7 +84,7 @@ class Trainer:
         if trainer.save_freq != -1:
             self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
-        self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify)
+        self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify, in_background=trainer.async_save)
         checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
         changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
@@ -136,7 +136,7 @@ class Trainer:
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
         self.loss = self.correction_step.corrected(build_loss(self.actor))
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
-        self.metrics = Metrics(self.device.synchronize)
+        self.metrics = Metrics(self.device.synchronize, percentile_limit(self.mesh.world_size))
         self.metrics.within = self.heartbeat.phase
         self.report = build_report(config, checked, self.policy, self.sinks, self.guards)
         self.summary = Summary(self.output_dir, config if checked.scored_folder is None else None)
@@ -185,7 +185,7 @@ class Trainer:
             self.log(step, samples, table, plan, batch)  # before the save: no checkpoint has a step that was not logged
             self.save(step + 1)
             self.folder.check()
-            self.stopping.after(step + 1, self.save_now)
+            self.stopping.after(step + 1, lambda done: self.checkpoints.waited_for(self.save_now(done)))
 
     def begin_iteration(self, step: int) -> None:
         if not self.references.is_due(step):
@@ -254,6 +254,8 @@ class Trainer:
         if self.cadence.saves_after(steps_done):
             with self.metrics.phase("save_checkpoint"):
                 self.save_now(steps_done)
+        else:
+            self.checkpoints.poll(self.metrics.phase)
 
     def save_now(self, steps_done: int) -> Path:
         run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
@@ -267,6 +269,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Validate and export the final weights, draw the curves, print the first and the last validation."""
+        self.checkpoints.wait()
         if self.cadence.validates_at_end():
             results = self.validation_loss.run(self.metrics)
             if self.validator.prompts:

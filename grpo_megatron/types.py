@@ -148,11 +148,14 @@ class GroupTable:
         return len(self.prompt_index)
 
     def groups(self) -> list[list[int]]:
-        """Row numbers of each prompt's samples, in order of prompt_index."""
+        """Row numbers of each prompt's samples, in order of prompt_index. Found once: a plan asks for them often."""
+        if "_groups" in self.__dict__:
+            return self.__dict__["_groups"]  # type: ignore[no-any-return]
         rows: dict[int, list[int]] = {}
         for row, prompt_index in enumerate(self.prompt_index):
             rows.setdefault(prompt_index, []).append(row)
-        return [rows[key] for key in sorted(rows)]
+        self.__dict__["_groups"] = groups = [rows[key] for key in sorted(rows)]
+        return groups
 
     def sequence_lengths(self) -> list[int]:
         """Prompt plus response tokens of each row."""

@@ -9,6 +9,7 @@ time of its import.
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "sync": {"types", "parallel"},
     "observability": {"types", "config", "storage", "report", "algo"},
     "models": {
-        *("types", "registry", "child", "extensions", "reading", "config", "storage"),
+        *("types", "registry", "extensions", "reading", "config", "storage"),
         *("algo", "device", "parallel", "sync", "observability"),
     },
     "rollout": {"types", "registry", "passthrough", "importing", "config", "device", "parallel", "sync"},
@@ -272,6 +273,13 @@ def test_the_command_line_starts_light() -> None:
         names |= {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
         not_standard = {name for name in names if name and name.split(".")[0] not in sys.stdlib_module_names}
         assert not_standard == {f"{PACKAGE}.{name}" for name in expected}
+
+
+def test_plans_metrics_and_engine_classes_are_imported_without_torch() -> None:
+    """torch takes most of two seconds. It is loaded by the first call that computes with a tensor or asks for a loss."""
+    modules = ["algo.plan", "observability.metrics", "rollout.engine"]
+    lines = [f"import {PACKAGE}.{module}; assert 'torch' not in sys.modules, {module!r}" for module in modules]
+    subprocess.run([sys.executable, "-c", "\n".join(["import sys", *lines])], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in ("device", "config.trainer", "migration.verl")])

@@ -6,6 +6,7 @@
     python tools/benchmark.py overlap [--milliseconds 20] [--workers 1]
     python tools/benchmark.py passes [--workload "26 M"]
     python tools/benchmark.py waiting [--steps 12]
+    python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -24,6 +25,7 @@ passes: the training part of a step with and without passes that it can do witho
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
 of one rank beside requests that ranks share.
+scale: the host side of a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from typing import Any
 
 import benchmark_overlap
 import benchmark_passes
+import benchmark_scale
 import benchmark_sync
 import benchmark_waiting
 
@@ -264,6 +267,9 @@ def main(arguments: list[str] | None = None) -> int:
     waiting_parser = commands.add_parser("waiting", help="partial rollouts, and requests that ranks share")
     benchmark_waiting.add_arguments(waiting_parser)
     waiting_parser.set_defaults(run=benchmark_waiting.waiting)
+    scale_parser = commands.add_parser("scale", help="the host side of a step with thousands of ranks")
+    benchmark_scale.add_arguments(scale_parser)
+    scale_parser.set_defaults(run=benchmark_scale.scale)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 

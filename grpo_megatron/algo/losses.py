@@ -110,7 +110,9 @@ class LossFacts:
             raise TypeError(f"aggregation={self.aggregation!r} is not a tuple; write ({self.aggregation!r},)")
 
 
-policy_losses: FactRegistry[PolicyLoss, LossFacts] = FactRegistry("policy loss", LossFacts())
+policy_losses: FactRegistry[PolicyLoss, LossFacts] = FactRegistry(
+    "policy loss", LossFacts(), ("grpo_megatron.algo.sequence_losses", "grpo_megatron.algo.score_losses")
+)
 
 
 def ratio_metrics(log_ratio: Tensor, clipped: Tensor, lower: Tensor | None = None) -> LossMetrics:

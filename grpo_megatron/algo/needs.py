@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
+
+if TYPE_CHECKING:
+    from grpo_megatron.algo.losses import LossFacts
+
+
+def loss_facts(actor: ActorConfig) -> LossFacts:
+    """The facts of `actor.loss_mode`. Raises ValueError on an unknown name."""
+    from grpo_megatron.algo.losses import policy_losses  # it imports torch: only once a plan is made
+
+    return policy_losses.facts(actor.loss_mode)
 
 
 def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether a rollout correction applies: to samples of the policy, under a loss with a ratio."""
     correction = algorithm.rollout_correction
     configured = correction.rollout_is is not None or correction.rollout_rs is not None
-    return configured and algorithm.source == "policy" and not policy_losses.facts(actor.loss_mode).is_likelihood
+    return configured and algorithm.source == "policy" and not loss_facts(actor).is_likelihood
 
 
 def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether the loss or the reward reads the policy's log-probabilities from before the update. Likelihood losses do not."""
-    return not policy_losses.facts(actor.loss_mode).is_likelihood or has_kl_in_reward(algorithm)
+    return not loss_facts(actor).is_likelihood or has_kl_in_reward(algorithm)
 
 
 def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_batch_size: int) -> list[str]:
@@ -49,7 +60,7 @@ def forward_only_at_zero_advantage(algorithm: AlgorithmConfig, actor: ActorConfi
 
     The loss is then weight x policy loss alone, and the policy loss is a multiple of the advantage.
     """
-    is_proportional = policy_losses.facts(actor.loss_mode).is_proportional
+    is_proportional = loss_facts(actor).is_proportional
     is_final = not has_kl_in_reward(algorithm) and not advantage_estimators.facts(algorithm.adv_estimator).needs_values
     return is_proportional and is_final and not has_kl_loss(actor) and actor.entropy_coeff == 0.0
 
@@ -66,7 +77,7 @@ def has_kl_in_reward(algorithm: AlgorithmConfig) -> bool:
 
 def reads_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether a loss or a reward reads the reference's log-probabilities."""
-    return has_kl_loss(actor) or policy_losses.facts(actor.loss_mode).needs_reference or has_kl_in_reward(algorithm)
+    return has_kl_loss(actor) or loss_facts(actor).needs_reference or has_kl_in_reward(algorithm)
 
 
 def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:

@@ -142,9 +142,10 @@ def add_mini_batch(
     """
     dp, costs = len(mini_batches), costs or lengths
     packed = pack_units(balance(units, costs, dp), lengths, actor)
+    without = frozenset(forward_only)
     kinds: tuple[list[Unit], list[Unit]] = ([], [])  # with a gradient, without
     for unit in units:
-        kinds[all(row in forward_only for row in unit)].append(unit)
+        kinds[without.issuperset(unit)].append(unit)
     if kinds[True]:
         with_gradient, silent = (pack_units(balance(kind, costs, dp), lengths, actor) for kind in kinds)
         if 3 * len(with_gradient[0]) + len(silent[0]) < 3 * len(packed[0]):
@@ -187,8 +188,8 @@ def pack_units(units_of_rank: list[list[Unit]], lengths: list[int], actor: Actor
 
 def _highest_first(units: list[Unit], values: list[int]) -> list[tuple[int, Unit]]:
     """(sum of its rows' values, unit), highest first."""
-    sized = [(sum(values[row] for row in unit), unit) for unit in units]
-    return sorted(sized, key=lambda entry: (-entry[0], entry[1]))
+    lowest_first = [(-values[unit[0]] if len(unit) == 1 else -sum(values[row] for row in unit), unit) for unit in units]
+    return [(-value, unit) for value, unit in sorted(lowest_first)]
 
 
 def _pack(units: list[Unit], lengths: list[int], actor: ActorConfig) -> list[list[int]]:

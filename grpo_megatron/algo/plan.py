@@ -25,9 +25,8 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import forward_only_at_zero_advantage
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
+from grpo_megatron.algo.needs import forward_only_at_zero_advantage, loss_facts
 from grpo_megatron.algo.packing import (
     Assignment,
     SequenceCost,
@@ -70,7 +69,7 @@ def make_plan(
         for can_train, advantage, count in zip(trainable, advantages, copies, strict=True)
     ]
 
-    paired = policy_losses.facts(actor.loss_mode).paired
+    paired = loss_facts(actor).paired
     minis: list[list[Unit]] = []
     for groups in groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
         rows_of_groups = [[row for row in group if in_loss[row]] for group in groups]
@@ -243,7 +242,7 @@ def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[b
             )
         if value is None or not trainable[row]:
             continue
-        if not all(map(math.isfinite, value if isinstance(value, list) else [value])):
+        if not (all(map(math.isfinite, value)) if isinstance(value, list) else math.isfinite(value)):
             raise ValueError(
                 f"algorithm.adv_estimator={name!r} returned {value} for table row {row} (reward {table.reward[row]}); "
                 "advantages must be finite: give 0 where the formula has none"
@@ -264,7 +263,7 @@ def _group_metrics(table: GroupTable) -> dict[str, float]:
     best, worst = {max(scorable, default=0.0)}, {min(scorable, default=0.0)}
     values = [{table.reward[row] for row in rows if math.isfinite(table.reward[row])} for rows in groups]
     return {
-        "critic/zero_variance_ratio": 1.0 - len(list(informative_groups(table))) / len(groups),
+        "critic/zero_variance_ratio": 1.0 - sum(len(v) > 1 for v in values) / len(groups),
         "critic/all_best_ratio": sum(v == best for v in values) / len(groups),
         "critic/all_worst_ratio": sum(v == worst for v in values) / len(groups),
         "critic/unscorable_ratio": 1.0 - len(scorable) / len(table),

@@ -7,7 +7,10 @@ e^20 = 4.9e8 is far outside anything that still trains, and no product of it wit
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_CLAMP = 20.0
 

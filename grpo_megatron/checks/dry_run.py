@@ -32,6 +32,8 @@ from grpo_megatron.models.architecture import Architecture
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
+SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam
+
 
 def describe_run(config: Config, checked: Checked, world_size: int, device_gib: float | None = None) -> str:
     """The plan of a validated config: layout, step, lengths, model, memory, data. Several lines.
@@ -207,7 +209,11 @@ def _memory_lines(
 
 
 def _host_lines(config: Config, arch: Architecture, policy: list[StageParameters]) -> Iterator[str]:
-    """What `rollout.sync=delta` keeps on the host (sync/delta_sync.py)."""
+    """What `trainer.async_save` and `rollout.sync=delta` (sync/delta_sync.py) keep on the host."""
+    if config.trainer.async_save and config.trainer.save_freq != -1:
+        stage = max(stage.total for stage in policy)
+        copy = stage * (DTYPE_BYTES[config.model.dtype] + SAVED_OPTIMIZER_BYTES) / GIB
+        yield f"trainer.async_save, on the host: at most {copy:.3f} for the copy that is written (critic and reward model: more)"
     if config.rollout.sync != "delta" or not config.draws:
         return
     itemsize = DTYPE_BYTES[config.model.dtype]

@@ -64,6 +64,7 @@ class TrainerConfig(Section):
     stop_file: Path | None = None  # once this file exists, save after the step and exit with code 75
     # Unix time in seconds: the same, before a step that could end later
     stop_at: float | None = Field(None, gt=0, le=1e11)
+    async_save: bool = False  # training goes on while a checkpoint is written, from a copy on the host
     max_actor_ckpt_to_keep: int | None = Field(3, ge=1)  # older checkpoints are removed; null: keep all
     save_hf_at_end: bool = True  # write the trained model as a Hugging Face folder, output_dir/hf
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow"]] = ["console", "jsonl"]

@@ -181,3 +181,19 @@ def mfu_metrics(
                 result[f"perf/mfu/{name}"] = mfu(flops, seconds, num_devices, peak, fp8_flops=in_fp8, fp8_peak=fp8_peak)
                 result |= {"perf/peak_tflops": peak} | ({"perf/peak_tflops_fp8": fp8_peak} if fp8_peak else {})
     return result
+
+
+def throughput(reduced: Mapping[str, float], total_num_tokens: int, num_devices: int) -> dict[str, float]:
+    """Tokens per second and device, from a step's reduced `timing_s/*`.
+
+    `total_num_tokens`: unpadded prompt + response tokens of all samples. `perf/throughput` divides by the whole step;
+    `perf/throughput_train` leaves out `testing` (the slowest rank's seconds). Neither has `save_checkpoint`, which comes
+    after the step and is timed with the next one.
+    """
+    result = {"perf/total_num_tokens": float(total_num_tokens)}
+    step = reduced.get("timing_s/step", 0.0)
+    training = step - reduced.get("timing_s/testing", 0.0)
+    for name, seconds in (("perf/throughput", step), ("perf/throughput_train", training)):
+        if seconds > 0:
+            result[name] = total_num_tokens / (seconds * num_devices)
+    return result

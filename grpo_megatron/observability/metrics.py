@@ -17,21 +17,33 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.algo.ratio import clamp_log_ratio
+from grpo_megatron.observability.reduction import (
+    largest_of,
+    merge_moments,
+    rank_records,
+    reduce_records,
+    smallest_of,
+)
 from grpo_megatron.types import GroupTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def percentile_limit(world_size: int) -> int:
+    """How many values a rank sends per percentile: 65,536 (256 KiB), or less where all ranks would have over 2^20 (4 MiB)."""
+    return max(256, min(65_536, 2**20 // world_size))
 
 
 class Metrics:
     """One rank's records of the current step.
 
     `synchronize` waits for the device, so that `phase` measures finished work; `within(name)` is entered around each phase.
-    A rank sends at most `max_percentile_values` values per percentile (256 KiB), at a fixed stride; else it is exact.
+    A rank sends at most `max_percentile_values` values per percentile, at a fixed stride; else it is exact.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None, max_percentile_values: int = 65_536) -> None:
@@ -112,15 +124,7 @@ class Metrics:
         """
         local = {name: (kind, self._local_state(kind, items)) for name, (kind, items) in self._records.items()}
         constants, self._constants, self._records = self._constants, {}, {}
-        ranks = all_gather(local)
-        reduced = dict(constants)
-        for name in sorted({name for records in ranks for name in records}):
-            kinds, states = zip(*(records[name] for records in ranks if name in records), strict=True)
-            assert len(set(kinds)) == 1, f"metric {name!r} is recorded as {sorted(set(kinds))} on different ranks"
-            value = _REDUCTIONS[kinds[0]](states)
-            if value is not None:
-                reduced[name] = value
-        return dict(sorted(reduced.items()))
+        return dict(sorted((constants | reduce_records(all_gather(rank_records(local)))).items()))
 
     def _record(self, name: str, kind: str, item: Any) -> None:
         assert name not in self._constants, f"metric {name!r} is recorded and constant"
@@ -133,77 +137,28 @@ class Metrics:
         if kind == "mean":
             return sum(float(s) for s, _ in items), sum(float(c) for _, c in items)
         if kind in ("std", "population_std", "effective_sample_size"):
-            return _merge_moments([(float(n), float(mean), float(m2)) for n, mean, m2 in items])
+            return merge_moments(*zip(*((float(n), float(mean), float(m2)) for n, mean, m2 in items), strict=True))
         if kind == "percentile":
+            import torch
+
             values = torch.cat([v for _, v in items]).cpu()
             stride = max(1, math.ceil(values.numel() / self._max_percentile_values))
-            return items[0][0], values.numel(), values[::stride].clone()  # clone: pickle would send the whole storage
+            return items[0][0], values.numel(), values[::stride].numpy().copy()
         numbers = [float(item) for item in items]
-        return {"max": _max, "min": _min}.get(kind, sum)(numbers)
+        return {"max": largest_of, "min": smallest_of}.get(kind, sum)(numbers)
 
 
 def _detached(value: float | Tensor) -> float | Tensor:
     """A copy that survives in-place updates and does not hold the autograd graph."""
-    return value.detach().clone() if isinstance(value, Tensor) else float(value)
+    import torch
+
+    return value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
 
 
 def _float64(values: Tensor | Sequence[float]) -> Tensor:
-    return values.detach().double() if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+    import torch
 
-
-def _max(values: Sequence[float]) -> float:
-    return math.nan if any(math.isnan(v) for v in values) else max(values)
-
-
-def _min(values: Sequence[float]) -> float:
-    return math.nan if any(math.isnan(v) for v in values) else min(values)
-
-
-def _mean(states: Sequence[tuple[float, float]]) -> float | None:
-    count = sum(c for _, c in states)
-    return sum(s for s, _ in states) / count if count else None
-
-
-def _merge_moments(states: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """(count, mean, sum of squared deviations) of the union. Sums of squares would cancel when std << mean."""
-    count = sum(n for n, _, _ in states)
-    mean = sum(n * m for n, m, _ in states) / count
-    return count, mean, sum(m2 + n * (m - mean) ** 2 for n, m, m2 in states)
-
-
-def _std(states: Sequence[tuple[float, float, float]], ddof: int = 1) -> float | None:
-    count, _, m2 = _merge_moments(states)
-    return math.sqrt(m2 / (count - ddof)) if count > ddof else None
-
-
-def _effective_sample_size(states: Sequence[tuple[float, float, float]]) -> float | None:
-    count, mean, m2 = _merge_moments(states)
-    return mean**2 / (mean**2 + m2 / count) if mean else None
-
-
-def _quantile(states: Sequence[tuple[float, int, Tensor]]) -> float | None:
-    """Inverse of the weighted distribution: where a rank sent one value of every k, each counts k times."""
-    states = [state for state in states if state[1]]
-    if not states:
-        return None
-    values, order = torch.cat([kept for _, _, kept in states]).sort()
-    weights = torch.cat([torch.full((len(kept),), n / len(kept), dtype=torch.float64) for _, n, kept in states])
-    cumulative = weights[order].cumsum(0)
-    threshold = (states[0][0] / 100 - 1e-9) * cumulative[-1]  # 1e-9: 7 % of 100 is 7.000000000000001 in binary
-    return float(values[int(torch.searchsorted(cumulative, threshold).clamp(max=len(values) - 1))])
-
-
-_REDUCTIONS: dict[str, Callable[[Any], float | None]] = {
-    "mean": _mean,
-    "std": _std,
-    "population_std": functools.partial(_std, ddof=0),
-    "effective_sample_size": _effective_sample_size,
-    "sum": sum,
-    "max": _max,
-    "min": _min,
-    "seconds": _max,
-    "percentile": _quantile,
-}
+    return values.detach().double() if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float64)
 
 
 def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
@@ -214,6 +169,8 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     is perfect, above 1.05 suspect), `chi2_token` of e^2d - 1. Over sequences with a loss token: the `ppl`s;
     `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
     """
+    import torch
+
     mask = mask.detach().cpu().bool()
     old, rollout = (torch.where(mask, _float64(x).cpu(), 0.0) for x in (old_logprobs, rollout_logprobs))
     old_token, rollout_token = old[mask], rollout[mask]
@@ -282,19 +239,3 @@ def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length
         metrics.constant(name, sum(flags) / len(flags))
     if table.loss_spans:
         metrics.constant("response/loss_token_ratio", sum(table.num_loss_tokens()) / sum(lengths))
-
-
-def throughput(reduced: Mapping[str, float], total_num_tokens: int, num_devices: int) -> dict[str, float]:
-    """Tokens per second and device, from a step's reduced `timing_s/*`.
-
-    `total_num_tokens`: unpadded prompt + response tokens of all samples. `perf/throughput` divides by the whole step;
-    `perf/throughput_train` leaves out `testing` (the slowest rank's seconds). Neither has `save_checkpoint`, which comes
-    after the step and is timed with the next one.
-    """
-    result = {"perf/total_num_tokens": float(total_num_tokens)}
-    step = reduced.get("timing_s/step", 0.0)
-    training = step - reduced.get("timing_s/testing", 0.0)
-    for name, seconds in (("perf/throughput", step), ("perf/throughput_train", training)):
-        if seconds > 0:
-            result[name] = total_num_tokens / (seconds * num_devices)
-    return result

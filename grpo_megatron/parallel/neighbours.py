@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Message:
+class Hop(NamedTuple):
     """One round of one rank. None: it sends, or receives, nothing. The content is pickled."""
 
     to: int | None
@@ -37,8 +35,7 @@ class Message:
     content: Any = None
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """What rank `source` sends to the ranks `destinations`."""
 
     destinations: tuple[int, ...]
@@ -46,67 +43,70 @@ class Parcel:
     content: Any
 
 
-Rounds = Generator[Message, Any, T]
+Hops = Generator[Hop, Any, T]
 
 
-def gather_all(rank: int, size: int, own: T) -> Rounds[list[T]]:
+def gather_all(rank: int, size: int, own: T) -> Hops[list[T]]:
     """The values of all ranks, in rank order, on every rank."""
     known = [own]  # of the ranks from this one on, in order
     distance = 1
     while distance < size:
-        known += yield Message((rank - distance) % size, (rank + distance) % size, known[: size - distance])
+        known += yield Hop((rank - distance) % size, (rank + distance) % size, known[: size - distance])
         distance *= 2
     return known[size - rank :] + known[: size - rank]
 
 
-def gather_first(rank: int, size: int, own: T) -> Rounds[list[T]]:
+def gather_first(rank: int, size: int, own: T) -> Hops[list[T]]:
     """The values of all ranks, in rank order, on rank 0; an empty list on the others."""
     known = [own]
     distance = 1
     while distance < size:
         if rank & distance:
-            yield Message(rank - distance, None, known)
+            yield Hop(rank - distance, None, known)
             return []
         if rank + distance < size:
-            known += yield Message(None, rank + distance)
+            known += yield Hop(None, rank + distance)
         distance *= 2
     return known
 
 
-def share_first(rank: int, size: int, own: T) -> Rounds[T]:
+def share_first(rank: int, size: int, own: T) -> Hops[T]:
     """The value of rank 0, on every rank."""
     distance = rank & -rank
     if rank:
-        own = yield Message(None, rank - distance)
+        own = yield Hop(None, rank - distance)
     else:
         distance = 1 << (size - 1).bit_length()
     while distance > 1:
         distance //= 2
         if rank + distance < size:
-            yield Message(rank + distance, None, own)
+            yield Hop(rank + distance, None, own)
     return own
 
 
-def route(rank: int, size: int, parcels: Sequence[Parcel]) -> Rounds[list[Parcel]]:
+def route(rank: int, size: int, parcels: Sequence[Parcel]) -> Hops[list[Parcel]]:
     """The parcels of all ranks for this one, by source, and those of one source in the order in which it gave them."""
     held = list(parcels)
     distance = 1
     while distance < size:
         ahead, staying = [], []
         for parcel in held:
-            far = tuple(d for d in parcel.destinations if (d - rank) % size & distance)
-            near = tuple(d for d in parcel.destinations if not (d - rank) % size & distance)
-            if far:
-                ahead.append(replace(parcel, destinations=far))
-            if near:
-                staying.append(replace(parcel, destinations=near))
-        held = staying + (yield Message((rank + distance) % size, (rank - distance) % size, ahead))
+            far = tuple([d for d in parcel.destinations if (d - rank) % size & distance])
+            if not far:
+                staying.append(parcel)
+            elif len(far) == len(parcel.destinations):
+                ahead.append(parcel)
+            else:
+                near = tuple([d for d in parcel.destinations if d not in far])
+                ahead.append(parcel._replace(destinations=far))
+                staying.append(parcel._replace(destinations=near))
+        held = staying + (yield Hop((rank + distance) % size, (rank - distance) % size, ahead))
         distance *= 2
     assert all(parcel.destinations == (rank,) for parcel in held), "a parcel is on a rank that it is not for"
     return sorted(held, key=lambda parcel: parcel.source)
 
 
-def over(rounds: Rounds[T], group: Any, first: int = 0) -> T:
+def over(rounds: Hops[T], group: Any, first: int = 0) -> T:
     """Collective: run the rounds of this rank. `group` has the ranks of the world; rank 0 of the rounds is its rank `first`."""
     received: Any = None
     while True:
@@ -117,7 +117,7 @@ def over(rounds: Rounds[T], group: Any, first: int = 0) -> T:
         received = _swap(message, group, first)
 
 
-def _swap(message: Message, group: Any, first: int) -> Any:
+def _swap(message: Hop, group: Any, first: int) -> Any:
     works, size = [], torch.empty(1, dtype=torch.int64)
     if message.to is not None:
         content = bytearray(pickle.dumps(message.content, protocol=pickle.HIGHEST_PROTOCOL))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.parallel.neighbours import Message, Rounds, over
+from grpo_megatron.parallel.neighbours import Hop, Hops, over
 
 
 def relay(holder: int, make: Callable[[], bytes], mesh: Mesh) -> bytes | None:
@@ -28,13 +28,13 @@ def path(holder: int) -> list[int]:
     return ranks
 
 
-def _hops(rank: int, holder: int, make: Callable[[], bytes]) -> Rounds[bytes | None]:
+def _hops(rank: int, holder: int, make: Callable[[], bytes]) -> Hops[bytes | None]:
     ranks = path(holder)
     if rank not in ranks:
         return None
     place = ranks.index(rank)
-    content: bytes = make() if rank == holder else (yield Message(None, ranks[place - 1]))
+    content: bytes = make() if rank == holder else (yield Hop(None, ranks[place - 1]))
     if rank != 0:
-        yield Message(ranks[place + 1], None, content)
+        yield Hop(ranks[place + 1], None, content)
         return None
     return content

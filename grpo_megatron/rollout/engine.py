@@ -24,14 +24,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from grpo_megatron.config import RolloutConfig, Section
-from grpo_megatron.device import Device
-from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.stop import StopTexts
-from grpo_megatron.sync.tensors import EngineTensors
-from grpo_megatron.types import WeightBucket
+
+if TYPE_CHECKING:  # an engine class is read before torch is loaded
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.mesh import Mesh
+    from grpo_megatron.rollout.stop import StopTexts
+    from grpo_megatron.sync.tensors import EngineTensors
+    from grpo_megatron.types import WeightBucket
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.assignment import LengthHistory
 from grpo_megatron.sampling.generator import Generator
-from grpo_megatron.types import Prompt, Sample
+from grpo_megatron.types import GroupTable, Prompt, Sample
 
 State = dict[str, Any]
 
@@ -77,8 +77,12 @@ def groups_by_prompt(samples: Sequence[Sample], count: int, version: int) -> lis
 def select_informative(groups: Sequence[Group], mesh: Mesh) -> list[Group]:
     """The groups whose rewards differ, over the samples of all ranks. Numbers the samples. Collective."""
     table = gather_groups(numbered_samples(groups), mesh)
-    selected = sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
-    return [groups[index] for index in selected]
+    return [groups[index] for index in informative_prompts(table)]
+
+
+def informative_prompts(table: GroupTable) -> list[int]:
+    """The indices of the prompts whose rewards differ, in increasing order."""
+    return sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
 
 
 class PolicyCollector:

@@ -7,7 +7,9 @@
         trainer.json    step, place in the schedule, config, world size, data position, stored groups, KL coefficient
         manifest.json   size and sha256 of every file above; written last
 
-All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/atomic.py).
+All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/atomic.py). With
+`trainer.async_save` the state is copied to the host, and threads write it while the run goes on (pending_save.py). At most one
+save is under way: the next one, a request to stop and the end of the run wait for it.
 
 Before a run resumes, it looks for lost, truncated and changed files. A damaged checkpoint is renamed to
 step_000020.damaged, with a warning, and the checkpoint before it is used. The ranks share the hashing. At a save, each
@@ -24,7 +26,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -32,14 +35,16 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.sharded_write import Writes
 from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, remove_folder, write_file
 from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
 from grpo_megatron.storage.space import check_space
 from grpo_megatron.storage.step_folders import STEP_FILE, on_disk, steps_of
+from grpo_megatron.training.pending_save import PendingSave
 
 DAMAGED = ".damaged"
 OPTIMIZER_BYTES = 12  # per parameter, in float32: the weight and Adam's two moments
@@ -50,18 +55,26 @@ log = logging.getLogger(__name__)
 class Part(Protocol):
     """Anything besides the policy that saves its state in a checkpoint, in its own folder. Both methods are collective."""
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path, writes: Writes | None = None) -> None: ...
 
     def load(self, folder: Path, *, same_world: bool) -> None: ...
 
 
 class Checkpoints:
-    """The checkpoints of one output folder. The newest `keep` are kept; None keeps all."""
+    """The checkpoints of one output folder. The newest `keep` are kept; None keeps all. `in_background`: see the header."""
 
     def __init__(
-        self, output_dir: Path, mesh: Mesh, keep: int | None, verify: Literal["full", "sizes"] = "full"
+        self,
+        output_dir: Path,
+        mesh: Mesh,
+        keep: int | None,
+        verify: Literal["full", "sizes"] = "full",
+        *,
+        in_background: bool = False,
     ) -> None:
         self.root, self.mesh, self.keep, self.verify = output_dir / "checkpoints", mesh, keep, verify
+        self.in_background = in_background
+        self._pending: PendingSave | None = None
         self.last: Path | None = None  # the last one that this run has saved or loaded
 
     # -- finding -------------------------------------------------------------------------------------------------------
@@ -122,18 +135,21 @@ class Checkpoints:
         """Collective: write the state after `step` steps, unless this run has saved it already. Returns its folder.
 
         `run` is plain JSON, which `run_state` returns. Each of `parts` writes its own folder into the checkpoint.
+        With `in_background` the folder is there after a later `poll` or `wait`.
         Raises RankError on every rank when any rank cannot write.
         """
         final = self.root / f"step_{step:06d}"
+        if self._pending is not None and self._pending.step == step:
+            return final
+        self.wait()
         if final == self.last:
             return final
         partial, task = partial_of(final), f"cannot write checkpoint {final}"
         on_first_rank(self.mesh, task, lambda: self._start(partial))
-        save_sharded(policy, partial / "state")
+        writes = Writes(in_background=self.in_background)
+        save_sharded(policy, partial / "state", writes)
         for part in parts:
-            part.save(partial)
-        own_hashes = on_every_rank(self.mesh, task, lambda: self._own_hashes(partial))
-        hashes = {name: sha for rank_hashes in self.mesh.all_gather(own_hashes) for name, sha in rank_hashes.items()}
+            part.save(partial, writes)
         content = {
             "step": step,
             "policy": policy.state(),
@@ -141,14 +157,48 @@ class Checkpoints:
             "config": config.model_dump(mode="json"),
             "run": run or {},
         }
-        on_first_rank(self.mesh, task, lambda: self._publish(partial, final, content, hashes))
-        self.last = final
+        text = json.dumps(content, indent=2) + "\n"  # now: the run changes what is in it
+
+        def complete() -> None:
+            writes.finish()
+            parts = self.mesh.gather(writes.hashes(partial))
+            hashes = {name: sha for of_rank in parts for name, sha in of_rank.items()}
+            on_first_rank(self.mesh, task, lambda: self._publish(partial, final, step, text, hashes))
+            self.last, self._pending = final, None
+
+        if self.in_background:
+            self._pending = PendingSave(step, writes, self.mesh, task, complete)
+        else:
+            complete()
         return final
 
-    def _own_hashes(self, partial: Path) -> dict[str, str]:
-        """File -> sha256 of the files that this rank has written; they are still in its page cache."""
-        files = partial.rglob(f"__{self.mesh.rank}_*.distcp")
-        return {file.relative_to(partial).as_posix(): sha256_of(file) for file in files}
+    def poll(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Collective: complete the save that is under way, if all ranks have written their files. Raises as `save` does.
+
+        Without such a save nothing is done; otherwise it is timed as `phase("save_checkpoint")`.
+        """
+        if self._pending is not None:
+            with phase("save_checkpoint"), self._forgotten_on_errors():
+                self._pending.poll()
+
+    def wait(self) -> None:
+        """Collective: wait until no save is under way. Raises as `save` does."""
+        if self._pending is not None:
+            with self._forgotten_on_errors():
+                self._pending.wait()
+
+    @contextlib.contextmanager
+    def _forgotten_on_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RankError:
+            self._pending = None
+            raise
+
+    def waited_for(self, checkpoint: Path) -> Path:
+        """Collective: `checkpoint`, once it is complete. Raises as `save` does."""
+        self.wait()
+        return checkpoint
 
     def _start(self, partial: Path) -> None:
         if self.last is not None and self.last.exists():  # the next one has about its size
@@ -156,11 +206,11 @@ class Checkpoints:
         clear_leftovers(self.root)
         (partial / "state").mkdir(parents=True)
 
-    def _publish(self, partial: Path, final: Path, content: dict[str, Any], hashes: dict[str, str]) -> None:
-        write_file(partial / STEP_FILE, json.dumps(content, indent=2) + "\n")
+    def _publish(self, partial: Path, final: Path, step: int, text: str, hashes: dict[str, str]) -> None:
+        write_file(partial / STEP_FILE, text)
         write_manifest(partial, "training-step", hashes)  # `hashes` lacks only the few small files of rank 0
         publish_folder(partial, final)
-        self._prune(content["step"])
+        self._prune(step)
 
     def _prune(self, newest: int) -> None:
         """Keep `keep` checkpoints of this run. Later steps than its newest are not this run's."""

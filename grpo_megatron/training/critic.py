@@ -19,6 +19,7 @@ from grpo_megatron.algo.critic_plan import critic_plan
 from grpo_megatron.algo.gae import explained_variance, length_adaptive_lams, value_targets
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
+from grpo_megatron.models.sharded_write import Writes
 from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
@@ -39,7 +40,7 @@ class NoCritic:
     def trains_policy(self, step: int) -> bool:
         return True
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path, writes: Writes | None = None) -> None: ...
 
     def load(self, folder: Path, *, same_world: bool) -> None: ...
 
@@ -134,10 +135,10 @@ class Critic(NoCritic):
             sums, constants = self.model.update_values(own, epochs=self.config.num_epochs(self.actor))
         record_update(metrics, sums, constants, self.mesh.is_first_replica_rank)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, writes: Writes | None = None) -> None:
         """Collective: model and optimizer into a new folder inside the existing `folder`. Raises RankError."""
         target = folder / CRITIC_FOLDER
-        save_beside(self.model, target, CRITIC_FILE, self.model.state(), self.model.in_use())
+        save_beside(self.model, target, CRITIC_FILE, self.model.state(), self.model.in_use(), writes)
 
     def load(self, folder: Path, *, same_world: bool) -> None:
         """Collective: the inverse of `save`, in any layout."""

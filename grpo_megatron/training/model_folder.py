@@ -8,12 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.sharded_write import Writes
 from grpo_megatron.models.state import load_sharded, save_sharded
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 
 
-def save_beside(model: Policy, target: Path, file: str, content: Any, on_device: AbstractContextManager[None]) -> None:
-    """Collective: a new folder `target` in an existing one. Inside `on_device` all of the model is there. Raises RankError."""
+def save_beside(
+    model: Policy,
+    target: Path,
+    file: str,
+    content: Any,
+    on_device: AbstractContextManager[None],
+    writes: Writes | None = None,
+) -> None:
+    """Collective: a new folder `target` in an existing one. Inside `on_device` all of the model is there. Raises RankError.
+
+    `writes`: see `save_sharded`.
+    """
 
     def write() -> None:
         target.mkdir()
@@ -21,7 +32,7 @@ def save_beside(model: Policy, target: Path, file: str, content: Any, on_device:
 
     on_first_rank(model.mesh, f"cannot write checkpoint {target}", write)
     with on_device:
-        save_sharded(model, target / "state")
+        save_sharded(model, target / "state", writes)
 
 
 def load_beside(

@@ -9,8 +9,8 @@ from grpo_megatron.config import ActorConfig, DataConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import num_padding_tokens
 from grpo_megatron.models.prefix_tree import packed_lengths
-from grpo_megatron.observability.flops import ModelShape, mfu_metrics
-from grpo_megatron.observability.metrics import Metrics, group_table_metrics, throughput
+from grpo_megatron.observability.flops import ModelShape, mfu_metrics, throughput
+from grpo_megatron.observability.metrics import Metrics, group_table_metrics
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.generator import record_reward_metrics

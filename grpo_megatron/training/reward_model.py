@@ -17,6 +17,7 @@ from grpo_megatron.algo.combination import combined
 from grpo_megatron.algo.ranking import ranked_pairs
 from grpo_megatron.config import ActorConfig, RewardModelConfig
 from grpo_megatron.models.reward_model import RewardModel
+from grpo_megatron.models.sharded_write import Writes
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.step_folders import PAIRS_FILE, REWARD_MODEL_FOLDER
@@ -34,7 +35,7 @@ class NoRewardModel:
 
     def learn(self, step: int, metrics: Metrics) -> None: ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path, writes: Writes | None = None) -> None: ...
 
     def load(self, folder: Path, *, same_world: bool) -> None: ...
 
@@ -136,11 +137,11 @@ class LearningReward(FrozenReward):
             metrics.constant(f"{name}/first", values[0])
             metrics.constant(f"{name}/last", values[-1])
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, writes: Writes | None = None) -> None:
         """Collective: model, optimizer and pairs into a new folder inside the existing `folder`. Raises RankError."""
         target = folder / REWARD_MODEL_FOLDER
         content = {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
-        save_beside(self.model, target, PAIRS_FILE, content, self._learning())
+        save_beside(self.model, target, PAIRS_FILE, content, self._learning(), writes)
 
     def load(self, folder: Path, *, same_world: bool) -> None:
         """Collective: the inverse of `save`, in any layout."""

@@ -26,8 +26,7 @@ class LoneMesh(Mesh):
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
+    gather = all_gather
 
     def agree(self, problem: str | None) -> None:
         if problem is not None:

@@ -12,7 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Fault:
-    """`action` and `point` are of injection.py. `damage` changes the output folder before the attempt starts."""
+    """`action` and `point` are of injection.py. `damage` changes the output folder before the attempt starts.
+
+    In an attempt with `background`, the point "save: files" is in the thread that writes.
+    """
 
     name: str
     action: str
@@ -20,6 +23,7 @@ class Fault:
     exit_code: int
     rank: int = 1
     damage: str = ""
+    background: bool = False  # trainer.async_save
 
 
 KILLED = 128 + signal.SIGKILL
@@ -39,6 +43,9 @@ MATRIX: list[Fault] = [
     Fault("Ctrl-C", "SIGINT", "reward", 128 + signal.SIGINT),
     Fault("Ctrl-C twice", "SIGINT twice", "update_actor", 128 + signal.SIGINT),
     Fault("no space for a checkpoint", "full disk", "save: state", 1),
+    Fault("a rank is killed, saving in the background", "kill rank", "save: files", KILLED, background=True),
+    Fault("SIGUSR1, saving in the background", "SIGUSR1", "save: files", STOPPED, background=True),
+    Fault("no space, saving in the background", "full disk", "save: files", 1, background=True),
     Fault("no space for metrics", "full disk", "log", 1, rank=0),
     *(
         Fault(f"newest checkpoint: {damage}, then SIGUSR1", "SIGUSR1", "gen", STOPPED, damage=damage)

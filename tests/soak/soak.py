@@ -139,6 +139,7 @@ class Soak:
         if fault is not None and fault.damage:
             DAMAGES[fault.damage](self.output, self.rng)
         spec = {} if fault is None else {**asdict(fault), "count": count}
+        self.raw["trainer"]["async_save"] = fault is not None and fault.background
         code, out, err, survivors = run_command(self.raw, self.folder, SOAK_FAULT=json.dumps(spec))
         problems = []
         if code != (0 if fault is None else fault.exit_code):

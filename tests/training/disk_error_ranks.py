@@ -6,8 +6,10 @@ import builtins
 import contextlib
 import errno
 import io
+import json
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,7 +117,60 @@ def save_checkpoint(folder: Path, out: Path, failures: list[tuple[int, str, str]
         policy.mesh.barrier()
         outcomes.append((outcome, sorted(path.name for path in checkpoints.root.glob("step_*"))))
         policy.mesh.barrier()
-    return outcomes + [_load_bomb(checkpoints, policy, reward, part) for part in ("reward_model/state", "state")]
+    background = _save_in_background(policy, reward, config, out / "background")
+    return [
+        *outcomes,
+        background,
+        *(_load_bomb(checkpoints, policy, reward, part) for part in ("reward_model/state", "state")),
+    ]
+
+
+def _save_in_background(policy: Any, reward: Any, config: Any, out: Path) -> dict[str, Any]:
+    """Step 1 at once, then step 2, of the same state, by a thread that is held until the weights have changed; then errors."""
+    from grpo_megatron.models.sharded_write import ShardedWrite
+    from grpo_megatron.training.checkpoint import Checkpoints
+
+    Checkpoints(out, policy.mesh, keep=None).save(1, policy, config, parts=[reward])
+    checkpoints = Checkpoints(out, policy.mesh, keep=1, in_background=True)
+    gate, write = threading.Event(), ShardedWrite._write_files
+
+    def held(self: ShardedWrite) -> None:
+        gate.wait()
+        write(self)
+
+    def names() -> list[str]:
+        policy.mesh.barrier()
+        found = sorted(path.name for path in checkpoints.root.iterdir())
+        policy.mesh.barrier()
+        return found
+
+    with mock.patch.object(ShardedWrite, "_write_files", held):
+        final = checkpoints.save(2, policy, config, parts=[reward])
+        checkpoints.poll(lambda name: contextlib.nullcontext())
+        seen: dict[str, Any] = {"while it waits": (names(), checkpoints.last)}
+        for model in (policy, reward.model):
+            for parameter in model.ddp.parameters():
+                parameter.data.add_(1.0)
+        digests = _digests(checkpoints.root / "step_000001")
+        gate.set()
+        seen["at the end"] = (checkpoints.waited_for(final) == checkpoints.last, names())
+    seen["same"] = (digests, _digests(final))
+    for rank, part in ((1, "__1_"), (0, ".metadata")):
+        here = part if rank == policy.mesh.rank else ""
+        seen[part] = (_outcome(lambda: _save_and_wait(checkpoints, policy, config), here, "wx"), names())
+    return seen
+
+
+def _save_and_wait(checkpoints: Any, policy: Any, config: Any) -> None:
+    """The error of the thread does not come from `save`."""
+    final = checkpoints.save(3, policy, config)
+    checkpoints.waited_for(final)
+
+
+def _digests(checkpoint: Path) -> dict[str, str]:
+    """File -> sha256, of the tensors and of the states that Megatron keeps beside them."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith((".distcp", ".pt"))}
 
 
 class _Bomb:

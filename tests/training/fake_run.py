@@ -203,6 +203,13 @@ class FakeCheckpoints:
         self.events.append(("save", step))
         return folder
 
+    def poll(self, phase: Any) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def waited_for(self, checkpoint: Path) -> Path:
+        return checkpoint
+
     def load(self, path: Path, policy: FakePolicy, parts: Any) -> int:
         policy.updates = json.loads((path / "trainer.json").read_text())["updates"]
         self.events.append(("load", path.name))
@@ -313,7 +320,7 @@ def run(
         trainer_module: {
             "join_world": lambda config, device: LoneMesh(),
             "destroy_mesh": lambda: events.append("destroy mesh"),
-            "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
+            "Checkpoints": lambda output_dir, *_, **__: FakeCheckpoints(events, output_dir),
             "build_reward_model": lambda config, checked, mesh, device: FakeRewardModel(events),
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
@@ -321,7 +328,7 @@ def run(
             "checkpoint_bytes": lambda arch, dtype: 0,
         },
         warm_up: {
-            "Checkpoints": lambda output_dir, *_: FakeCheckpoints(events, output_dir),
+            "Checkpoints": lambda output_dir, *_, **__: FakeCheckpoints(events, output_dir),
             "Stopping": lambda config, mesh: FakeStopping(events, stop_warm_up_after),
             "exchange": local_exchange,
         },

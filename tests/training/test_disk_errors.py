@@ -66,7 +66,10 @@ def test_a_reward_model(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_a_reward_model(model: Path, tmp_path: Path) -> None:
-    """No failure leaves a checkpoint behind. A checkpoint whose table of contents runs code is refused on every rank."""
+    """No failure leaves a checkpoint behind. A checkpoint whose table of contents runs code is refused on every rank.
+
+    In the background, the files of a save are those of one at the same place of the run, whatever the weights are meanwhile.
+    """
     first, second = worlds.run(
         disk_error_ranks.save_checkpoint, 2, folder=model, out=tmp_path, failures=CHECKPOINT, timeout_s=400
     )
@@ -74,7 +77,18 @@ def test_a_checkpoint_with_a_reward_model(model: Path, tmp_path: Path) -> None:
     for (outcome, names), failure in zip(first, CHECKPOINT, strict=False):
         check(outcome, failure)
         assert names == [], failure
-    assert first[-3] == ("saved", [f"step_{len(CHECKPOINT) + 1:06d}"])
+    assert first[len(CHECKPOINT)] == ("saved", [f"step_{len(CHECKPOINT) + 1:06d}"])
+    background = first[-3]
+    assert background["while it waits"] == ([".step_000002.partial", "step_000001"], None)
+    assert background["at the end"] == (True, ["step_000002"])
+    before, copied = background["same"]
+    assert (
+        before == copied and len(before) == 8
+    )  # two states, each with common.pt, two files of rank 0 and one of rank 1
+    for failure in ((1, "__1_", "wx"), (0, ".metadata", "wx")):
+        outcome, names = background[failure[1]]
+        check(outcome, failure)
+        assert names == [".step_000003.partial", "step_000002"]
     for outcome, exploded in first[-2:]:
         assert outcome.startswith("RankError: rank 0, 1: cannot read checkpoint") and "is not plain data" in outcome
         assert exploded == []

@@ -137,7 +137,7 @@ def save(checkpoints: Checkpoints, step: int) -> Path:
     """The real `save` of a policy without weights."""
     policy: Any = SimpleNamespace(state=dict)
     config = Config.model_validate({"model": {"path": "model"}})
-    with mock.patch.object(checkpoint, "save_sharded", lambda policy, folder: None):
+    with mock.patch.object(checkpoint, "save_sharded", lambda policy, folder, writes: None):
         return checkpoints.save(step, policy, config)
 
 

@@ -1,0 +1,157 @@
+"""The host side of a step in a large world, in one process: what one rank computes, for several numbers of ranks.
+
+The samples of all ranks are drawn as numbers (no tokens), and sent as they would be: pickled parts of every rollout block.
+Every phase is timed in a fresh state; then it runs once more under tracemalloc for the largest memory that it holds at once,
+besides its inputs. Network time is not in it; `neighbours.py` gives the number of messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import random
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+GROUP = 8  # samples per prompt
+REPLICA = 8  # ranks per data-parallel replica, and per rollout block
+METRICS = 100  # names that every rank records, beside the percentile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
+    parser.add_argument("--samples", type=int, default=65536)
+
+
+def scale(args: argparse.Namespace) -> int:
+    print(
+        f"{args.samples:,} samples, {GROUP} per prompt; replicas and rollout blocks of {REPLICA} ranks; seconds (peak MiB)"
+    )
+    print(f"{'ranks':>6s}  " + "  ".join(f"{name:>16s}" for name in PHASES))
+    for ranks in args.ranks:
+        step = SimulatedStep(ranks, args.samples)
+        cells = [f"{seconds:6.3f} ({mebibytes:6.1f})" for seconds, mebibytes in map(step.measured, PHASES)]
+        print(f"{ranks:6d}  " + "  ".join(f"{cell:>16s}" for cell in cells))
+    return 0
+
+
+class SimulatedStep:
+    """What rank 0 of a world receives and computes."""
+
+    def __init__(self, ranks: int, num_samples: int) -> None:
+        from grpo_megatron.config import ActorConfig, AlgorithmConfig
+
+        self.ranks, self.num_samples, self.dp = ranks, num_samples, ranks // REPLICA
+        self.parts = self._parts()
+        self.records = self._records()
+        self.algorithm = AlgorithmConfig()
+        self.actor = ActorConfig(ppo_mini_batch_size=num_samples // GROUP, ppo_max_token_len_per_gpu=16384)
+        self.table = self.gather()
+        self.plan = self.make_plan()
+
+    def measured(self, phase: str) -> tuple[float, float]:
+        """Seconds, and MiB that are held at the same time."""
+        action: Callable[[], object] = getattr(self, PHASES[phase])
+        begin = time.process_time()
+        action()
+        seconds = time.process_time() - begin
+        tracemalloc.start()
+        action()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return seconds, peak / 2**20
+
+    def _parts(self) -> list[bytes]:
+        """What every rank sends: a block's leader its samples, the other ranks none."""
+        from grpo_megatron.parallel.exchange import table_part
+        from grpo_megatron.types import Prompt, Sample
+
+        rng, blocks = random.Random(0), max(1, self.ranks // REPLICA)
+        samples = []
+        for number in range(self.num_samples):
+            prompt = Prompt(str(number // GROUP), tuple(range(rng.randint(50, 200))), "", "", "s", "r")
+            length = int(rng.gammavariate(2, 150)) + 1
+            sample = Sample(prompt, number // GROUP, number % GROUP, [0] * length, [], "stop", 0)
+            sample.reward = float(rng.random() < 0.5)
+            samples.append(sample)
+        parts = []
+        for rank in range(self.ranks):
+            block = rank // REPLICA
+            held = samples[block * len(samples) // blocks : (block + 1) * len(samples) // blocks]
+            parts.append(pickle.dumps(table_part(held if rank % REPLICA == 0 else []), protocol=5))
+        return parts
+
+    def _records(self) -> list[bytes]:
+        from grpo_megatron.observability.metrics import Metrics, percentile_limit
+
+        sent: list[Any] = []
+
+        def keep(local: Any) -> list[Any]:
+            sent.append(local)
+            return [local]
+
+        metrics = Metrics(max_percentile_values=percentile_limit(self.ranks))
+        for number in range(METRICS):
+            kind = (metrics.mean_of, metrics.std, lambda name, values: metrics.max(name, values[0]))[number % 3]
+            kind(f"section/metric_{number}", [0.5, float(number)])
+        metrics.percentile("p99", [float(i) for i in range(400 * self.num_samples // self.ranks)][:100_000], 99)
+        metrics.reduce(keep)
+        return [pickle.dumps(sent[0], protocol=5)] * self.ranks
+
+    def gather(self) -> Any:
+        from grpo_megatron.parallel.exchange import drawn_twice, merge_parts
+
+        parts = [pickle.loads(part) for part in self.parts]
+        assert not drawn_twice(parts)
+        return merge_parts(parts)
+
+    def make_plan(self) -> Any:
+        from grpo_megatron.algo.plan import make_plan
+
+        sizes = {"dp": self.dp, "train_batch_size": self.num_samples // GROUP, "max_response_length": 4096}
+        return make_plan(self.table, self.algorithm, self.actor, **sizes)
+
+    def exchange(self) -> Any:
+        from grpo_megatron.parallel.exchange import moves
+
+        return moves(self.table, self.plan.owner(), 0, 0)
+
+    def select(self) -> Any:
+        """A round of dynamic sampling, after its table is gathered."""
+        from grpo_megatron.sampling.collector import Group, informative_prompts
+        from grpo_megatron.sampling.dynamic import DynamicSampling
+
+        drawn = [Group(0, []) for _ in range(self.num_samples // GROUP)]
+
+        class Rounds:
+            groups: Any = lambda self, step, count, metrics: drawn[:count]
+
+        from unittest import mock
+
+        from grpo_megatron.observability.metrics import Metrics
+        from grpo_megatron.sampling import dynamic
+
+        chosen = [drawn[index] for index in informative_prompts(self.table)]
+        collector = DynamicSampling(Rounds(), None, round_size=len(drawn), max_rounds=1, max_staleness=1)  # type: ignore[arg-type]
+        with mock.patch.object(dynamic, "select_informative", lambda groups, mesh: chosen):
+            return collector.groups(0, len(drawn) // 2, Metrics())
+
+    def reduce(self) -> Any:
+        from grpo_megatron.observability.metrics import Metrics
+
+        return Metrics().reduce(lambda local: [pickle.loads(record) for record in self.records])
+
+
+PHASES = {
+    "gather": "gather",
+    "plan": "make_plan",
+    "exchange": "exchange",
+    "dynamic sampling": "select",
+    "metrics": "reduce",
+}
