@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.cli.commands import COMMANDS, STARTS_RANKS
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 
