@@ -44,7 +44,7 @@ def watch_main(argv: Sequence[str], stdin: TextIO | None = None, stdout: TextIO 
     """`grpo-megatron watch RUN`. Ends with the run, or on q and Enter."""
     parser = argparse.ArgumentParser(
         prog="grpo-megatron watch",
-        description="Show a run in the terminal, from its files alone. Ctrl-C, or q and Enter, end it.",
+        description="Show a run in the terminal, from its files. Ctrl-C, or q and Enter, end it.",
     )
     parser.add_argument("run", type=Path, help="the run's output folder")
     parser.add_argument("--once", action="store_true", help="print once; the default where there is no terminal")

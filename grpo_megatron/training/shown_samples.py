@@ -110,7 +110,7 @@ class ShownSamples:
         for group in groups:
             samples = []
             for row in group:
-                found, length = drawn[row], table.response_length[row]
+                found, length = drawn[row], int(table.response_length[row])
                 nothing: Numbers = [None] * len(found.ids)
                 own, gaps = policy.get(row, (nothing, nothing))
                 logprobs = found.logprobs if self.is_drawn else own

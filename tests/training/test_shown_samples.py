@@ -12,6 +12,7 @@ import torch
 from grpo_megatron.training.shown_samples import HEAD, TAIL, ShownSamples, TokenTexts, kept_tokens, shown_rows
 from grpo_megatron.types import GroupTable, Plan, Sample
 from tests import tiny
+from tests.browser import WIDTHS, Browser
 from tests.sampling.fakes import LoneMesh, prompt
 from tests.training.fake_run import run
 
@@ -80,7 +81,7 @@ def test_tokens_that_are_one_character_together_have_its_text_and_their_sums() -
 
 
 def test_a_run_that_fails_and_resumes_has_a_report_and_its_events(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, browser: Browser
 ) -> None:
     """Five steps, ended after the third one. The policy's log-probability falls by 0.01 with each update."""
     sections = {"trainer": {"total_training_steps": 5, "save_freq": 2, "logger": ["jsonl"]}}
@@ -97,3 +98,6 @@ def test_a_run_that_fails_and_resumes_has_a_report_and_its_events(
     assert kept[-1]["step"] == 4
     gaps = {piece[2] for group in kept[-1]["groups"] for sample in group["samples"] for piece in sample["pieces"]}
     assert gaps == {-0.04} and not caplog.records
+    for width in WIDTHS:
+        with browser.open(tmp_path / "report.html", width) as shown:
+            assert shown.faults() == [] and "token" in shown.text(".card .text")
