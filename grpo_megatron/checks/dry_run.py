@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.critic import critic_arch, critic_lines
 from grpo_megatron.checks.data_plan import counted, data_lines
+from grpo_megatron.checks.engine_cache import engine_cache
 from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.layout import data_parallel_size
 from grpo_megatron.checks.machine import device_lines
@@ -60,7 +61,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
     if config.trainer.device != "cpu":
         phases = memory_phases(config, checked.arch, world_size, *models)
         title = "Device memory of one rank in each phase, in GiB (~: estimated, checks/phases.py says how)"
-        sections[title] = _phase_lines(config, phases, device_gib)
+        sections[title] = _phase_lines(config, checked.arch, phases, device_gib)
     written = {title: [f"  {line}" for line in lines] for title, lines in sections.items()}
     parts = ["\n".join([title, *lines]) for title, lines in written.items() if lines]
     return "\n\n".join(parts)
@@ -225,7 +226,7 @@ def _host_lines(config: Config, arch: Architecture, policy: list[StageParameters
     )
 
 
-def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) -> Iterator[str]:
+def _phase_lines(config: Config, arch: Architecture, phases: list[Phase], device_gib: float | None) -> Iterator[str]:
     """A column per phase, a row per part; then the smallest device that fits, or whether `device_gib` does."""
     yield _cells("", [phase.name for phase in phases])
     if config.actor.megatron.pipeline_model_parallel_size > 1:
@@ -245,9 +246,19 @@ def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) 
     shares = [phase.utilization * device_gib for phase in phases]
     if config.draws:
         yield _cells("engine's share", [f"{share:.2f}" if share else "-" for share in shares])
+        yield from _share_lines(config, arch, phases, device_gib)
     yield _cells("together", [f"{p.total / GIB + share:.2f}" for p, share in zip(phases, shares, strict=True)])
     device = device_gib * GIB
     yield _cells(f"of {device_gib:g}", ["fits" if phase.fits(device) else "NO" for phase in phases])
+
+
+def _share_lines(config: Config, arch: Architecture, phases: list[Phase], device_gib: float) -> Iterator[str]:
+    """What the engine does with its share. Before its start the share must only be free."""
+    cache = engine_cache(config, arch, DTYPE_BYTES[config.model.dtype], device_gib * GIB)
+    has_share = [phase.utilization > 0 and phase.name != "start" for phase in phases]
+    for label, size in (("weights", cache.weights), ("~ workspace", cache.workspace), ("~ KV cache", cache.cache)):
+        cell = f"{max(0.0, size) / GIB:.2f}"
+        yield _cells(f"  of it {label}", [cell if has else "-" for has in has_share])
 
 
 def _cells(label: str, cells: list[str]) -> str:

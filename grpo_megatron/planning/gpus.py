@@ -55,9 +55,16 @@ REFERENCE = "h100-80"  # whose peaks a device has that is given in GiB
 
 
 def find_gpu(text: str) -> Gpu:
-    """A GPU by name, or with so many GiB of memory and the peaks of REFERENCE. Raises ValueError."""
-    if text.lower() in GPUS:
-        return GPUS[text.lower()]
+    """A GPU by name, without its size where there is one only, or by GiB of memory, with the peaks of REFERENCE.
+
+    Raises ValueError.
+    """
+    name = text.lower()
+    named = [gpu for gpu in GPUS.values() if name in (gpu.name, gpu.name.partition("-")[0])]
+    if len(named) > 1:
+        raise ValueError(f"{text!r} is one of {', '.join(gpu.name for gpu in named)}; name one of them")
+    if named:
+        return named[0]
     number = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?", text.strip(), re.IGNORECASE)
     gib = float(text) if number else 0.0
     if not 0 < gib <= LARGEST_GIB:

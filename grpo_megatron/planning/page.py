@@ -43,7 +43,7 @@ def plan_page(
         "Bytes over the borders of nodes in a step, at the largest lengths (~: estimated)": list(
             _border_lines(config, models, work, world_size)
         ),
-        "Rollout engine, per GPU": list(_cache_lines(config, found)) if found is not None else [],
+        "KV cache of an engine, per GPU": list(_cache_lines(config, found)) if found is not None else [],
         f"Seconds of a step (estimated, at half of the largest lengths; {machine.gpu.name})": list(
             _step_lines(work, machine, found)
         ),
@@ -75,14 +75,10 @@ def _cache_lines(config: Config, found: Fit) -> Iterator[str]:
     cache = found.cache
     if cache is None:
         return
-    yield f"{'weights':<18}{cache.weights / GIB:>8.2f} GiB"
-    yield f"{'~ workspace':<18}{cache.workspace / GIB:>8.2f} GiB"
+    size = max(0.0, cache.cache) / GIB
+    yield f"~ {size:.2f} GiB = {cache.tokens:,} tokens of {cache.token_bytes / 1024:g} KiB"
     yield (
-        f"{'~ KV cache':<18}{max(0.0, cache.cache) / GIB:>8.2f} GiB = {cache.tokens:,} tokens of"
-        f" {cache.token_bytes / 1024:g} KiB"
-    )
-    yield (
-        f"{'':<18}{cache.sequences(found.length):>8,} sequences of {found.length:,} tokens at once"
+        f"{cache.sequences(found.length):,} sequences of {found.length:,} tokens at once"
         f" (rollout.max_num_seqs={config.rollout.max_num_seqs})"
     )
 

@@ -7,10 +7,11 @@
                    each forward pass, and their gradients in each backward pass. Padding is not counted
     experts        estimated: each token's copies to experts, spread evenly over the ranks of the group, and back
     tensor         estimated: rings over a tensor-parallel group that is on several nodes
+    engines        estimated: the same while the engines draw, if one is on several nodes
     samples        estimated: tokens and log-probabilities from an engine to the ranks that train on them, where each rank
                    of a replica is as likely on one node as on another
 
-All tokens are counted at the largest lengths, so the last four are upper bounds for shorter responses.
+All tokens are counted at the largest lengths, so all but the first two are upper bounds for shorter responses.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def border_traffic(config: Config, models: PlannedModels, work: Workload, world_
         BorderTraffic("gradients", work.updates * sum(_gradients(config, grid, policy)), is_exact=False),
         BorderTraffic("pipeline", hidden * _pipeline(config, grid) * (forward + backward), is_exact=True),
         BorderTraffic("experts", hidden * _experts(models, grid) * (forward + backward + repeated), is_exact=False),
-        BorderTraffic("tensor", hidden * _tensor(models, grid) * (forward + 2 * backward + repeated), is_exact=False),
+        BorderTraffic(
+            "tensor", hidden * _tensor(models, grid, grid.tp) * (forward + 2 * backward + repeated), is_exact=False
+        ),
+        BorderTraffic("engines", hidden * _tensor(models, grid, grid.rollout_tp) * work.draws, is_exact=False),
         BorderTraffic("samples", _samples(config, grid, work), is_exact=False),
     ]
     return [traffic for traffic in all_traffic if traffic.size]
@@ -98,9 +102,9 @@ def _experts(models: PlannedModels, grid: Grid) -> float:
     return 2 * arch.experts_per_token * (arch.num_layers - arch.num_dense_layers) * elsewhere
 
 
-def _tensor(models: PlannedModels, grid: Grid) -> float:
-    """Hidden states of a token that cross borders between tensor-parallel ranks: 4 gathers or scatters per layer."""
-    return 4 * models.arch.num_layers * _ring(grid, list(range(grid.tp))) if grid.tp > 1 else 0.0
+def _tensor(models: PlannedModels, grid: Grid, size: int) -> float:
+    """Hidden states of a token that cross borders between `size` tensor-parallel ranks: 4 gathers or scatters per layer."""
+    return 4 * models.arch.num_layers * _ring(grid, list(range(size)))
 
 
 def _samples(config: Config, grid: Grid, work: Workload) -> float:

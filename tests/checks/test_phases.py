@@ -281,6 +281,9 @@ def test_the_plan_marks_phases_that_do_not_fit(run: Path, capsys: pytest.Capture
     rows = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()}
     assert rows["of 80"] == ["fits"] * 7
     assert rows["engine's share"] == ["-", "48.00", "-", "48.00", "-", "-", "-"]
+    of_share = [rows[f"of it {part}"] for part in ("weights", "~ workspace", "~ KV cache")]
+    assert all(cells[:3] + cells[4:] == ["-"] * 6 for cells in of_share)
+    assert sum(float(cells[3]) for cells in of_share) == pytest.approx(48, abs=0.02)
     assert main.main([*command, "--gpu-memory", "2.5"]) == 0
     out = capsys.readouterr().out
     assert "fits       NO     fits       NO" in out and "- phase start does not fit a device of 2.50 GiB" in out

@@ -22,7 +22,9 @@ def test_peaks_are_those_of_the_mfu() -> None:
 
 
 def test_a_gpu_by_name_or_by_gib() -> None:
-    assert find_gpu("H100-80") is GPUS["h100-80"]
+    assert find_gpu("H100-80") is find_gpu("h100") is GPUS["h100-80"]
+    with pytest.raises(ValueError, match="'A100' is one of a100-80, a100-40"):
+        find_gpu("A100")
     other = find_gpu("62.5")
     assert (other.usable_gib, other.tflops, other.name) == (62.5, GPUS[REFERENCE].tflops, "62.5 GiB")
 

@@ -56,9 +56,10 @@ def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) 
     assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 57.92 GiB)"
     assert max(map(len, text.splitlines())) <= 110
     assert page(capsys, "plan", *arguments) == text
-    engine = section(text, "Rollout engine")
-    assert engine[0].split() == ["weights", "16.43", "GiB"]
-    assert engine[-1].split()[:2] == ["187", "sequences"] and "rollout.max_num_seqs=256" in engine[-1]
+    assert section(text, "KV cache of an engine") == [
+        "  ~ 29.34 GiB = 769,216 tokens of 40 KiB",
+        "  187 sequences of 4,096 tokens at once (rollout.max_num_seqs=256)",
+    ]
     assert "  pipeline               1,237.0 GB" in section(text, "Bytes over the borders")
     assert not warnings(text)
     seconds = section(text, "Seconds of a step")[0]

@@ -69,7 +69,11 @@ def test_groups_over_nodes_are_counted() -> None:
     work = Workload.of(config, dense)
     hidden = work.samples * (config.data.max_prompt_length + config.data.max_response_length) * 8192 * 2
     found = {item.name: item.size for item in border_traffic(config, dense, work, 16)}
+    assert "engines" not in found
     assert found["tensor"] == 4 * 2 * 2 * 15 / 16 * hidden * (1 + 2)
+    engine = config.rollout.model_copy(update={"tensor_model_parallel_size": 16})
+    wide = border_traffic(config.model_copy(update={"rollout": engine}), dense, work, 16)
+    assert next(item.size for item in wide if item.name == "engines") == 4 * 2 * 2 * 15 / 16 * hidden
     sparse = PlannedModels(dataclasses.replace(published.architecture("Qwen3-30B-A3B"), num_layers=2))
     config = Config.model_validate(
         {"model": {"path": "x"}, "actor": {"megatron": {"expert_model_parallel_size": 16}, "use_kl_loss": False}}
