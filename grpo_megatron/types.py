@@ -41,7 +41,9 @@ class Prompt:
     question: str | list[dict[str, Any]] = field(default="", kw_only=True, compare=False)  # text or chat messages
     columns: Mapping[str, object] = field(default_factory=dict, kw_only=True, compare=False)  # the row, as JSON values
     data_source: str = field(default="", kw_only=True, compare=False)  # the row's "data_source"; "": it has none
-    messages: list[dict[str, Any]] | None = field(default=None, kw_only=True, compare=False)  # None: a plain text prompt
+    messages: list[dict[str, Any]] | None = field(
+        default=None, kw_only=True, compare=False
+    )  # None: a plain text prompt
     pass_rate: float | None = field(default=None, kw_only=True)  # of data.sampling.pass_rates
     weight: float = field(default=1.0, kw_only=True)  # how often it is drawn, relative to the other prompts
 
