@@ -26,7 +26,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "GRPO_MEGATRON_CACHE"
+CACHE_VARIABLE = "GRPO_MEGATRON_CACHE"
 WHOLE = 1 << 28  # bytes
 SAMPLES, SAMPLE = 256, 1 << 16  # blocks of a large file, and bytes of each
 DIGEST = 32  # bytes
@@ -127,7 +127,7 @@ def take_lock(descriptor: int, place: int, *, wait: bool) -> Iterator[bool]:
 
 def data_cache() -> DataCache:
     """The cache of this process."""
-    return _cache_in(os.environ.get(VARIABLE) or os.path.join(_user_cache(), "grpo_megatron"))
+    return _cache_in(os.environ.get(CACHE_VARIABLE) or os.path.join(_user_cache(), "grpo_megatron"))
 
 
 def _user_cache() -> str:
@@ -142,7 +142,7 @@ def _cache_in(folder: str) -> DataCache:
         with tempfile.TemporaryFile(dir=path):
             return DataCache(path)
     except OSError as error:
-        logger.warning("the cache %s cannot be written (%s); set %s to a folder", path, error.strerror, VARIABLE)
+        logger.warning("the cache %s cannot be written (%s); set %s to a folder", path, error.strerror, CACHE_VARIABLE)
         return DataCache(Path(_temporary_folder().name))
 
 

@@ -19,6 +19,7 @@ from grpo_megatron.reading.bounds import path_problem, shown
 from grpo_megatron.reading.json_text import read_json
 
 SHARD = re.compile(r"(?P<split>[A-Za-z0-9_.]+?)(-\d{5}-of-\d{5}(-[0-9a-f]+)?)?\.(parquet|arrow|jsonl|json|csv)")
+FILES = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
 STATE, SPLITS = "state.json", "dataset_dict.json"
 OTHER_FILES = ("dataset_info", "dataset_infos", "state", "dataset_dict")  # .json files that hold no rows
 
@@ -28,19 +29,17 @@ def files_of_split(path: Path) -> list[Path]:
 
     Raises ConfigError: no such file or folder, or a folder with several splits. Raises ReadError, OSError.
     """
-    if path_problem(path) or path.is_file() or not (path.is_dir() or path.parent.is_dir()):
+    if path_problem(path) or path.suffix in FILES or path.is_file() or not (path.is_dir() or path.parent.is_dir()):
         return [path]
     if not path.exists():
         found = _splits_of(path.parent)
         if path.name in found:
             return found[path.name]
-        if path.suffix or not found:
+        if not found:
             return [path]  # reported where it is opened
         raise ConfigError(
             f"data folder {shown(str(path.parent))} has no split {path.name!r}; it has {', '.join(sorted(found))}"
         )
-    if not path.is_dir():
-        return [path]
     splits = _splits_of(path)
     if not splits:
         raise ConfigError(

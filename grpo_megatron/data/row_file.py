@@ -29,7 +29,7 @@ from grpo_megatron.data.rows import BOM, MAX_ROW, named_failures, parsed_line, r
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.regular import check_regular
 
-BLOCK = 1 << 24  # bytes that are scanned at once
+BLOCK = 1 << 22  # bytes that are scanned at once
 MAY_BE_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c" + BOM[:1]))  # by the first byte of a line
 
 Offsets = np.ndarray[Any, np.dtype[np.int64]]

@@ -23,7 +23,7 @@ from grpo_megatron.data.row_set import RowSet
 
 T = TypeVar("T")
 
-CHUNK = 8192  # rows
+ROWS_PER_CHUNK = 8192  # rows
 MIN_CACHED = 2048  # fewer rows are surveyed in less time than files take
 CHUNKS_PER_CHILD = 4  # fewer chunks are not worth the start of a process
 
@@ -42,7 +42,7 @@ class Survey(Generic[T]):
     ) -> None:
         self.rows, self.parse, self.measure = rows, parse, measure
         self._name = f"survey-{key}" if key and len(rows) >= MIN_CACHED else None
-        self._chunks = range(-(-len(rows) // CHUNK))
+        self._chunks = range(-(-len(rows) // ROWS_PER_CHUNK))
         self._problems: list[tuple[int, str]] = []
 
     def run(self) -> Numbers:
@@ -91,7 +91,7 @@ class Survey(Generic[T]):
 
     def _compute(self, chunk: int) -> Numbers | None:
         """The numbers of a chunk; None after a wrong row, from which on rows are only checked."""
-        start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, len(self.rows))
+        start, stop = chunk * ROWS_PER_CHUNK, min((chunk + 1) * ROWS_PER_CHUNK, len(self.rows))
         parsed: list[tuple[int, T]] = []
         for number, row in enumerate(self.rows.rows(start, stop), start):
             try:
@@ -106,7 +106,9 @@ class Survey(Generic[T]):
 
     def _counted(self) -> Iterable[int]:
         """The chunks, with a progress bar where there are many."""
-        return tqdm(self._chunks, "rows", unit=f" x {CHUNK} rows", leave=False, disable=len(self._chunks) < 8 or None)
+        return tqdm(
+            self._chunks, "rows", unit=f" x {ROWS_PER_CHUNK} rows", leave=False, disable=len(self._chunks) < 8 or None
+        )
 
 
 SHAPE_BYTES = 32
