@@ -11,7 +11,7 @@ import pytest
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.end_tokens import read_end_tokens
-from grpo_megatron.data.prompts import load_supervised
+from grpo_megatron.data.written_groups import load_supervised
 from tests.data.test_conversation import LLAMA3, tokenizer_with
 
 
