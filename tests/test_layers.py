@@ -234,11 +234,12 @@ def test_models_and_rollout_do_not_know_each_other() -> None:
 
 
 def test_the_command_line_starts_light() -> None:
-    """`--help` and a misspelt key must not wait for torch: cli/main.py imports no large package at module level."""
+    """`--help` must not wait for torch: cli/main.py imports no large package at module level."""
     at_the_top = {
         "cli.main": {
             "config",
             "cli.config_file",
+            "cli.mistakes",
             "cli.arguments",
             "cli.commands",
             "cli.module_path",

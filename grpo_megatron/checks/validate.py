@@ -32,6 +32,7 @@ from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, report_trials
+from grpo_megatron.checks.reward_columns import column_problems
 from grpo_megatron.checks.reward_model import (
     MAIN,
     OTHERS,
@@ -170,6 +171,8 @@ def validate(
         supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
         val_loss_groups = problems.attempt(inputs.read_val_loss_groups, config, tokenizer, renderer)
 
+    prompts = [*(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
+    problems.add(column_problems(config, prompts))
     num_rows = len(train_prompts or offline_groups or [])
     problems.add(epoch_problems(config, num_rows))
     config = with_total_steps(config, num_rows)
@@ -181,7 +184,6 @@ def validate(
     assert arch is not None
     messages = calls = None
     if rehearsed:
-        prompts = [*(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
         calls = problems.attempt(call_rewards, config, prompts)
         messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()
