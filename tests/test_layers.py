@@ -114,7 +114,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "sentencepiece": ("convert.",),
     "transformers": ("data.",),
     "tokenizers": ("data.",),
-    "pydantic": ("config", "cli.config_file", "data.task", "rollout."),
+    "pydantic": ("config", "cli.partial_config", "data.task", "rollout."),
     "pydantic_core": ("config",),
     "yaml": ("reading.yaml_text", "checks.dry_run", "training.config_record"),
     "matplotlib": ("observability.curves",),
