@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
+from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.reading.bounds import cut, shown
@@ -25,6 +26,7 @@ from grpo_megatron.types import BY_MODEL, Prompt
 logger = logging.getLogger(__name__)
 WRONG = "I do not know"
 SHOWN_METRICS = 8
+EXAMPLES = 32  # prompts among which a wrong answer is looked for
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class RewardTrial:
         """Whether the right answer has the larger reward. A reward that fails on one of them is not compared."""
         right, wrong = self.right.result, self.wrong.result
         return right.status != "ok" or wrong.status != "ok" or right.reward > wrong.reward
+
+
+def examples_of(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that are looked at here: one of each reward, and the first ones, whose answers serve as wrong ones."""
+    return [*one_of_each(prompts), *prompts[:EXAMPLES]]
 
 
 def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]:

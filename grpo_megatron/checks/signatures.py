@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-CALLS = {  # kind of a registry -> the arguments, which are given by position
+CALLED_WITH = {  # kind of a registry -> the arguments, which are given by position
     "policy loss": ("inputs: LossInputs", "config: ActorConfig"),
     "advantage estimator": ("table: GroupTable", "config: AlgorithmConfig"),
     "loss aggregation mode": ("lengths: list[int]", "norm_length: float"),
@@ -15,7 +15,7 @@ CALLS = {  # kind of a registry -> the arguments, which are given by position
 
 def signature_problem(function: Any, kind: str) -> str | None:
     """Why the function cannot be called as one of this kind; None: it can, or only a call would tell."""
-    arguments = CALLS[kind]
+    arguments = CALLED_WITH[kind]
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         return f"it is async or a generator; a {kind} is a plain function"
     try:

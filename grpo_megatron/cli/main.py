@@ -27,7 +27,7 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.arguments import parse_command
 from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.cli.config_file import WrongKeys, load_config
-from grpo_megatron.cli.mistakes import in_file_order, split_problems, with_other_mistakes
+from grpo_megatron.cli.mistakes import in_file_order, problems_in, with_other_mistakes
 from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
@@ -74,7 +74,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     try:
         return _train_from(args, argv)
     except ConfigError as error:
-        problems = split_problems(str(error))
+        problems = problems_in(str(error))
         if isinstance(error, WrongKeys):
             problems = with_other_mistakes(error, functools.partial(_check_rest, args))
         raise ConfigError("\n".join(in_file_order(problems, args.config, args.overrides))) from error
@@ -114,8 +114,9 @@ def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(
         config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
     )
-    if config.trainer.total_epochs is not None:
-        config = checked.resolved(config)
+    by_epochs = config.trainer.total_epochs is not None
+    config = checked.resolved(config)
+    if by_epochs:
         _check_profiled(args.profile, config.trainer.total_training_steps)
         if not args.dry_run and _has_nothing_to_do(config):
             return 0

@@ -15,18 +15,18 @@ from grpo_megatron.cli.config_file import WrongKeys, read_raw
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import config_keys
 
-KEY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+NAMED_KEY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 
 
 def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> list[str]:
     """The problems of the wrong keys, and those that `check` raises for the others."""
-    problems = split_problems(str(wrong))
+    problems = problems_in(str(wrong))
     if wrong.config is None:
         return problems
     try:
         check(wrong.config)
     except ConfigError as error:
-        problems += [text for text in split_problems(str(error)) if not _names_one(text, wrong.keys)]
+        problems += [text for text in problems_in(str(error)) if not _names_one(text, wrong.keys)]
     except Exception:  # noqa: BLE001 - a check that stumbles over a default must not hide the mistakes
         return problems
     return problems
@@ -43,7 +43,7 @@ def in_file_order(problems: list[str], path: Path, overrides: list[str]) -> list
     return sorted(dict.fromkeys(problems), key=lambda text: _place(text, order, known))
 
 
-def split_problems(message: str) -> list[str]:
+def problems_in(message: str) -> list[str]:
     """The problems of an error. A line that begins with white space belongs to the one before it."""
     return re.split(r"\n(?!\s)", message)
 
@@ -62,7 +62,7 @@ def _keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _place(text: str, order: Mapping[str, int], known: Mapping[str, int]) -> tuple[int, int]:
     """Where the file has the first key of the text; for a key that it lacks, the end of the nearest section that it has."""
-    for key in KEY.findall(text):
+    for key in NAMED_KEY.findall(text):
         if key in order:
             return order[key], 0
         if key in known:

@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from grpo_megatron.config import Config
 
-MAX_ROUNDS = 5  # a key that is right alone may be wrong without another one
-PLACEHOLDER = "(missing)"  # of model.path, the one key without a default
+MAX_READINGS = 5  # a key that is right alone may be wrong without another one
+NO_PATH = "(missing)"  # of model.path, the one key without a default
 
 
 def read_without_wrong_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:
     """(the config, pydantic's errors). With errors, the config has the defaults of the wrong keys; None: there is none."""
     mistakes: list[Any] = []
-    for number in range(MAX_ROUNDS):
+    for number in range(MAX_READINGS):
         try:
             return Config.model_validate(raw), mistakes
         except ValidationError as error:
@@ -28,7 +28,7 @@ def read_without_wrong_keys(raw: dict[str, Any]) -> tuple[Config | None, list[An
             _take_out(raw, mistake["loc"], is_missing=mistake["type"] == "missing")
         model = raw.setdefault("model", {})
         if isinstance(model, dict):
-            model.setdefault("path", PLACEHOLDER)
+            model.setdefault("path", NO_PATH)
     return None, mistakes
 
 

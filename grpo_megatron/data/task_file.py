@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ FOLDER = Path(__file__).parent / "tasks"
 SET_HERE = ("read_row", "read_question", "sha256")  # fields of Task that a file may not set
 OWN_KEYS = ("name", "version", "title")  # never taken from the extended file
 
-AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list"]
+AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list", "any"]
 
 
 class AnswerField(Section):
@@ -39,10 +40,10 @@ class AnswerField(Section):
 
     `hashes`: after the last ####. `boxed`: in the last \\boxed{}. `unboxed`: text, or what its last \\boxed{} holds.
     `text`: text or a number. `verbatim`: text as it stands, possibly empty. `number`, `integer`: of JSON or as text.
-    `list`: texts or numbers, each with or without $...$, joined by commas.
+    `list`: texts or numbers, each with or without $...$, joined by commas. `any`: text as it stands, other values as JSON.
     """
 
-    field: str
+    field: str  # "a.b": field b of the object a
     rule: AnswerRule = "text"
 
 
@@ -51,14 +52,18 @@ class RowFormat(Section):
 
     question: list[str] = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
     answer: list[AnswerField] = Field(min_length=1)  # the first whose field is there
+    answer_is_optional: bool = False  # a row without any of the fields has the answer ""
     missing_answers: dict[str, str] = Field({})  # beginning of a question whose row holds no answer -> the answer
 
     def read(self, row: dict[str, Any]) -> tuple[Question, str]:
         """(question, reference answer). Raises ValueError."""
         question = self.read_question(row)
         place = self._answer_field(row)
-        answer = ANSWER_RULES[place.rule](row, place.field)
-        if answer or place.rule == "verbatim":
+        if place is None:
+            return question, ""
+        holder, field = _holder_of(row, place.field)
+        answer = ANSWER_RULES[place.rule](holder, field)
+        if answer or place.rule in ("verbatim", "any"):
             return question, answer
         for beginning, known in self.missing_answers.items():
             if isinstance(question, str) and question.startswith(beginning):
@@ -74,11 +79,14 @@ class RowFormat(Section):
                     return _filled_question(template, fields, row)
         raise missing_field([field for template in self.question for field in PLACEHOLDER.findall(template)], row)
 
-    def _answer_field(self, row: dict[str, Any]) -> AnswerField:
-        there = [place for place in self.answer if _has_field(row, place.field)]
+    def _answer_field(self, row: dict[str, Any]) -> AnswerField | None:
+        there = [place for place in self.answer if _has_field(*_holder_of(row, place.field))]
+        if self.answer_is_optional:
+            there = [place for place in there if row[place.field] is not None]
+            return there[0] if there else None
         if not there:
             raise missing_field([place.field for place in self.answer], row)
-        return next((place for place in there if row[place.field] is not None), there[0])
+        return next((place for place in there if _value(row, place.field) is not None), there[0])
 
 
 KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses.fields(Task))} - set(SET_HERE))
@@ -162,6 +170,19 @@ def _checked_row(rows: RowFormat, rewards: Sequence[str], row: dict[str, Any]) -
     return question, answer
 
 
+def _holder_of(row: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
+    """The object that holds a field, and its name there: "a.b" is b of the object a."""
+    if field in row:
+        return row, field
+    outer, _, inner = field.partition(".")
+    return (row[outer], inner) if inner and isinstance(row.get(outer), dict) else (row, field)
+
+
+def _value(row: dict[str, Any], field: str) -> Any:
+    holder, name = _holder_of(row, field)
+    return holder.get(name)
+
+
 def _has_field(row: dict[str, Any], field: str) -> bool:
     return field in row
 
@@ -234,6 +255,10 @@ def _joined_answer(row: dict[str, Any], field: str) -> str:
     return ", ".join(_number_text(part) if _is_number(part) else _without_dollars(part) for part in parts)
 
 
+def _any_answer(row: dict[str, Any], field: str) -> str:
+    return text_field(row, field, empty=True) if isinstance(row[field], str) else json.dumps(row[field])
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -259,4 +284,5 @@ ANSWER_RULES: dict[str, Callable[[dict[str, Any], str], str]] = {
     "number": _number_answer,
     "integer": _integer_answer,
     "list": _joined_answer,
+    "any": _any_answer,
 }

@@ -14,8 +14,8 @@ from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
-from grpo_megatron.data.prompts import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.data.written_groups import OfflineGroup
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
