@@ -23,7 +23,7 @@ def trains_scores(config: Config) -> bool:
 
 def read_scored_groups(
     config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, renderer: TurnRenderer | None
-) -> list[OfflineGroup]:
+) -> Sequence[OfflineGroup]:
     """The rows of `files` for the loss. If the tokenizer could not be read, the files are checked and there are no groups."""
     separator, of_steps = (
         config.reward_model.step_separator,

@@ -1,4 +1,6 @@
-"""ItemTable: prompts or written groups of a RowSet, made from their row when they are read. It holds numbers only.
+"""ItemTable: prompts or written groups of a RowSet, made from their row when they are read.
+
+It holds numbers, and the KEPT items that were made last: a smaller data set is read and tokenised once.
 
 A row gives one item, or several (pairs of one prompt). Items that do not fit the configured lengths are not in the table.
 """
@@ -18,6 +20,7 @@ from grpo_megatron.types import Prompt
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
+KEPT = 8192  # items; with their rows and tokens some 50 MB
 ITEM_BITS = 20  # items per row: a million
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Make = Callable[[int, dict[str, Any], int], T]  # (row number, row, number of the item in the row) -> item
@@ -31,6 +34,7 @@ class ItemTable(Sequence[T]):
 
     def __init__(self, rows: RowSet, make: Make[T], places: Indices | None, count: int, first: Sequence[int]) -> None:
         self.rows, self._make, self._places, self._count, self._first = rows, make, places, count, first
+        self._kept: dict[int, T] = {}  # oldest first
 
     def __len__(self) -> int:
         return self._count
@@ -45,8 +49,12 @@ class ItemTable(Sequence[T]):
         if not -self._count <= index < self._count:
             raise IndexError(index)
         index %= self._count
-        row, item = (index, 0) if self._places is None else divmod(int(self._places[index]), 1 << ITEM_BITS)
-        return self._make(row, self.rows.row(row), item)
+        if index not in self._kept:
+            row, item = (index, 0) if self._places is None else divmod(int(self._places[index]), 1 << ITEM_BITS)
+            if len(self._kept) == KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[index] = self._make(row, self.rows.row(row), item)
+        return self._kept[index]
 
     def one_of_each(self) -> list[T]:
         """An item of each kind, in the order of their first items."""
@@ -54,9 +62,9 @@ class ItemTable(Sequence[T]):
 
 
 class MappedTable(Sequence[U]):
-    """`convert(item)` of each item of a table, when it is read."""
+    """`convert(number, item)` of each item of a table, when it is read."""
 
-    def __init__(self, items: Sequence[T], convert: Callable[[T], U]) -> None:
+    def __init__(self, items: Sequence[T], convert: Callable[[int, T], U]) -> None:
         self._items, self._convert = items, convert
 
     def __len__(self) -> int:
@@ -68,8 +76,8 @@ class MappedTable(Sequence[U]):
     def __getitem__(self, index: slice) -> list[U]: ...
     def __getitem__(self, index: int | slice) -> U | list[U]:
         if isinstance(index, slice):
-            return [self._convert(item) for item in self._items[index]]
-        return self._convert(self._items[index])
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._convert(index, self._items[index])
 
 
 def kept_items(

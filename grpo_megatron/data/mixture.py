@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import overload
 
 from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.weighted_sampler import integer_weights
 from grpo_megatron.types import Prompt
 
 
@@ -68,7 +69,7 @@ class MixedSampler(Sampler[Prompt]):
     def __init__(self, mixture: Mixture, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(mixture, batch_size, shuffle, seed)
         self.mixture = mixture
-        self.weights = integer_weights([source.weight for source in mixture.sources])
+        self.weights = whole_weights([source.weight for source in mixture.sources])
         self.samplers = [Sampler(s.prompts, batch_size, shuffle, f"{seed}/{s.name}") for s in mixture.sources]
 
     def index_at(self, cursor: int) -> int:
@@ -84,3 +85,10 @@ class MixedSampler(Sampler[Prompt]):
                 return source, before
             cursor, left = cursor - before, left - weight
         raise AssertionError("the last source takes every draw that is left")
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Integers in exactly the same proportion as the decimals that were written: 0.1 is 1/10."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    return [int(weight * scale) for weight in exact]

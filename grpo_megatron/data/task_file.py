@@ -8,6 +8,7 @@ bytes, with those of the extended file, is printed with every result. Only resul
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -74,7 +75,7 @@ class RowFormat(Section):
         """The question of a row, with an answer or without. Raises ValueError."""
         for is_there in (_has_content, _has_field):
             for template in self.question:
-                fields = PLACEHOLDER.findall(template)
+                fields = _fields_of(template)
                 if all(is_there(row, field) for field in fields):
                     return _filled_question(template, fields, row)
         raise missing_field([field for template in self.question for field in PLACEHOLDER.findall(template)], row)
@@ -159,6 +160,11 @@ def _mistakes(error: ValidationError) -> list[str]:
             text = f"unknown key (known: {', '.join(KEYS)})"
         messages.append(f"{'.'.join(map(str, mistake['loc']))}: {text}")
     return messages
+
+
+@functools.cache  # it is called for each row
+def _fields_of(template: str) -> list[str]:
+    return PLACEHOLDER.findall(template)
 
 
 def _checked_row(rows: RowFormat, rewards: Sequence[str], row: dict[str, Any]) -> tuple[Question, str]:

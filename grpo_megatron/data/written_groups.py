@@ -41,7 +41,7 @@ def load_supervised(
     `renderer` is that of the rollouts, if they have several turns. Raises ConfigError.
     """
     groups = load_offline_groups(data, files, tokenizer, {"response": 1.0}, renderer)
-    return MappedTable(groups, lambda group: (list(group[0].prompt_ids), group[1][0]))
+    return MappedTable(groups, lambda _, group: (list(group[0].prompt_ids), group[1][0]))
 
 
 def load_offline_groups(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.data.mixture import MixedSampler, Mixture, SourcePrompts
+from grpo_megatron.data.mixture import MixedSampler, Mixture, SourcePrompts, whole_weights
 
 
 def sampler(sizes: list[int], weights: list[float], **options: Any) -> MixedSampler:
@@ -47,6 +47,13 @@ def test_each_source_has_epochs_of_its_own_and_nothing_depends_on_the_batches() 
     assert alone == [item for item in stream if item[0] == 0][:10]
     in_order = sampler([2, 2], [1, 1], shuffle=False).items_from(0, 6)
     assert in_order == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 0), (0, 0)]
+
+
+def test_shares_are_exact_for_decimals() -> None:
+    """0.1 : 0.3 is 1 : 3, so every 4 draws have one of the first source; in binary fractions it would be late now and then."""
+    assert whole_weights([0.1, 0.3, 2]) == [1, 3, 20]
+    drawn = sampler([9, 9], [0.1, 0.3])
+    assert all([k for k, _ in drawn.items_from(4 * n, 4)].count(0) == 1 for n in range(50))  # type: ignore[misc]
 
 
 def test_a_mixture_is_a_sequence() -> None:

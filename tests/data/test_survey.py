@@ -14,7 +14,7 @@ import pytest
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data import survey
 from grpo_megatron.data.arithmetic import build_tokenizer
-from grpo_megatron.data.cache import DataCache, data_cache, take_lock
+from grpo_megatron.data.cache import data_cache, take_lock
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.row_set import RowSet
 from grpo_megatron.data.survey import Numbers, Survey
@@ -150,6 +150,13 @@ def test_prompts_are_tokenised_when_they_are_read_and_memory_does_not_hold_rows(
     prompt = prompts[1234]
     assert (prompt.uid, prompt.answer, prompt.columns["notes"]) == ("arithmetic/a/1234", "2", "x" * 2000)
     assert not calls and prompt.prompt_ids == prompt.prompt_ids == (7,) and calls == [["1+1"]]
+    # the prompts that were made last are kept, so that a small data set is tokenised once
+    monkeypatch.setattr("grpo_megatron.data.item_table.KEPT", 10)
+    assert prompts[1234] is prompt
+    made = [prompts[n] for n in range(9)]
+    assert prompts[1234] is prompt and prompts[8] is made[8]
+    prompts[9]
+    assert prompts[1234] is not prompt
 
 
 def test_a_plan_of_many_rows_measures_a_sample(
@@ -162,4 +169,3 @@ def test_a_plan_of_many_rows_measures_a_sample(
     caplog.clear()
     assert len(load_prompts(data, [file], tokenizer, is_plan=True)) == 90
     assert "of 48 prompts are longer than 7 tokens" in caplog.text  # 8 of each of 6 chunks
-    assert DataCache(tmp_path).read("none") is None
