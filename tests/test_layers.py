@@ -125,7 +125,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "sentencepiece": ("convert.",),
     "transformers": ("data.", "starting.random_model"),
     "tokenizers": ("data.", "starting.random_model"),
-    "pydantic": ("config", "cli.config_file", "data.task", "rollout."),
+    "pydantic": ("config", "cli.partial_config", "data.task", "rollout."),
     "pydantic_core": ("config",),
     "yaml": ("reading.yaml_text", "planning.resolved", "training.config_record"),
     "matplotlib": ("observability.curves",),
@@ -248,11 +248,12 @@ def test_models_and_rollout_do_not_know_each_other() -> None:
 
 
 def test_the_command_line_starts_light() -> None:
-    """`--help` and a misspelt key must not wait for torch: cli/main.py imports no large package at module level."""
+    """`--help` must not wait for torch: cli/main.py imports no large package at module level."""
     at_the_top = {
         "cli.main": {
             "config",
             "cli.config_file",
+            "cli.mistakes",
             "cli.arguments",
             "cli.commands",
             "cli.module_path",

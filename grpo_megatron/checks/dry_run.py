@@ -56,7 +56,9 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         "Weight sync": weight_sync_lines(config, checked.arch, world_size) if config.draws else [],
         "Data": (_line(name, text) for name, text in data_lines(config, checked)),
         "One prompt, as the model reads it": prompt_lines(checked),
-        "The reward of two answers to it": (_line(name, text) for name, text in trial_lines(checked.reward_calls)),
+        "The reward of two answers to it": chain.from_iterable(
+            _wrapped(name, text) for name, text in trial_lines(checked.reward_calls)
+        ),
     }
     if config.trainer.device != "cpu":
         phases = memory_phases(config, checked.arch, world_size, *models)
@@ -69,6 +71,10 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
 
 def _line(name: str, text: str) -> str:
     return f"{name:<18}{text}"
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    return textwrap.wrap(_line(name, text), 96, subsequent_indent=_line("", ""), break_on_hyphens=False)
 
 
 def _layout_lines(config: Config, world_size: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ from grpo_megatron.checks.components import component_problems, judge_problems, 
 from grpo_megatron.checks.critic import has_critic
 from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.problems import Problems
+from grpo_megatron.checks.signatures import signature_problem
 from grpo_megatron.checks.sources import SourceFiles, reward_names_of, sources_of
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
@@ -36,8 +37,11 @@ def name_problems(config: Config) -> Problems:
         registries.append(("algorithm.kl_penalty", config.algorithm.kl_penalty, kl_penalties))
     for key, name, registry in registries:
         try:
-            if not callable(registry.get(name)):
+            function = registry.get(name)
+            if not callable(function):
                 yield f"{key}={name!r} is not a function; set the name of one"
+            elif problem := signature_problem(function, registry.kind):
+                yield f"{key}={name!r}: {problem}; change its parameters"
         except ValueError as error:
             yield f"{key}: {error}"
         except Exception as error:  # whatever the user's module raises while it is imported
@@ -58,7 +62,7 @@ def name_problems(config: Config) -> Problems:
         try:
             check_reward(name, config.reward.kwargs)
         except ValueError as error:
-            yield f"{key}: {error}"
+            yield f"{key}: {error}{' (reward.kwargs)' if config.reward.kwargs else ''}"
         yield from (
             f"reward.kwargs: {problem}" for problem in judge_problems(name, config.reward.kwargs, config.reward)
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
+from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.reading.bounds import cut, shown
@@ -25,6 +26,7 @@ from grpo_megatron.types import BY_MODEL, Prompt
 logger = logging.getLogger(__name__)
 WRONG = "I do not know"
 SHOWN_METRICS = 8
+FIRST_ROWS = 32  # prompts among which a wrong answer is looked for
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class RewardTrial:
         return right.status != "ok" or wrong.status != "ok" or right.reward > wrong.reward
 
 
+def examples_of(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that are looked at here: one of each reward, and the first ones, whose answers serve as wrong ones."""
+    return [*one_of_each(prompts), *prompts[:FIRST_ROWS]]
+
+
 def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]:
     """For each reward, the first prompt that has it, answered right and wrong.
 
@@ -74,7 +81,10 @@ def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]
             alone = [pool.grade([item], quiet=True)[0] if _is_batched(item.name) else None for item in items]
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the reward cannot be called: {error}") from error
-    tried = [TriedResponse(item.completion, *both) for item, *both in zip(items, results, alone, strict=True)]
+    tried = [
+        TriedResponse(item.completion, *both)
+        for item, both in zip(items, zip(results, alone, strict=True), strict=True)
+    ]
     trials = [RewardTrial(p, form, *tried[2 * n : 2 * n + 2]) for n, (p, form, _) in enumerate(asked)]
     if failing := [trial for trial in trials if _failed(trial.right) and _failed(trial.wrong)]:
         raise ConfigError("\n".join(map(_problem, failing)))

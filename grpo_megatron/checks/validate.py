@@ -34,7 +34,8 @@ from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
 from grpo_megatron.checks.prompt_inputs import read_train_prompts, read_val_prompts
 from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, report_trials
+from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, examples_of, report_trials
+from grpo_megatron.checks.reward_columns import column_problems
 from grpo_megatron.checks.reward_model import (
     MAIN,
     OTHERS,
@@ -189,6 +190,8 @@ def validate(
         supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer, ends)
         val_loss_groups = problems.attempt(inputs.read_val_loss_groups, config, tokenizer, renderer, ends)
 
+    prompts = [*examples_of(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
+    problems.add(column_problems(config, prompts))
     num_rows = len(train_prompts or offline_groups or [])
     problems.add(epoch_problems(config, num_rows))
     config = with_total_steps(config, num_rows)
@@ -200,7 +203,6 @@ def validate(
     assert arch is not None
     messages = calls = None
     if rehearsed:
-        prompts = [*one_of_each(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
         calls = problems.attempt(call_rewards, config, prompts)
         messages = problems.attempt(rehearse, config, [*one_of_each(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import ValidationError
-
+from grpo_megatron.cli.partial_config import read_without_wrong_keys, without_places
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown
@@ -19,11 +18,41 @@ Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's c
 MAX_EXPLAINED = 50  # wrong keys that are shown
 
 
+class WrongKeys(ConfigError):
+    """Keys that cannot be read. `config`: the file with their defaults instead, if that is possible; `keys` are theirs.
+
+    The checks that follow can still look at the other keys (mistakes.py). A problem that names one of `keys` may be caused by
+    the default.
+    """
+
+    def __init__(self, lines: list[str], config: Config | None, keys: set[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.config, self.keys = config, keys
+
+
 def load_config(path: Path | str, overrides: list[str] | None = None, defaults: Defaults | None = None) -> Config:
     """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError.
 
     `defaults` makes the values of keys that are set nowhere, from the file's content with the overrides.
     """
+    raw, wrong = read_raw(path, overrides)
+    for section, values in (defaults(raw) if defaults else {}).items():
+        given = raw.setdefault(section, {})
+        if isinstance(given, dict):
+            raw[section] = {**values, **given}
+    config, mistakes = read_without_wrong_keys(raw)
+    lines = [*wrong.values(), *(_explain(mistake) for mistake in mistakes[:MAX_EXPLAINED])]
+    if len(mistakes) > MAX_EXPLAINED:
+        lines.append(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong")
+    if lines or config is None:
+        keys = {override.partition("=")[0] for override in wrong}
+        keys |= {key for mistake in mistakes for key in _named_by(mistake)}
+        raise WrongKeys(lines, config, keys)
+    return config
+
+
+def read_raw(path: Path | str, overrides: list[str] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """(the file's content with the overrides, override -> what is wrong with it). Raises ConfigError: unreadable file."""
     try:
         text = read_text(path, MAX_YAML)
     except OSError as error:
@@ -36,20 +65,13 @@ def load_config(path: Path | str, overrides: list[str] | None = None, defaults: 
         raise ConfigError(f"config {shown(str(path))} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"config {shown(str(path))} must be a mapping of sections, not {type(raw).__name__}")
+    problems = {}
     for override in overrides or []:
-        _apply_override(raw, override)
-    for section, values in (defaults(raw) if defaults else {}).items():
-        given = raw.setdefault(section, {})
-        if isinstance(given, dict):
-            raw[section] = {**values, **given}
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        mistakes = error.errors()
-        lines = [_explain(mistake) for mistake in mistakes[:MAX_EXPLAINED]]
-        if len(mistakes) > MAX_EXPLAINED:
-            lines.append(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong")
-        raise ConfigError("\n".join(lines)) from None
+        try:
+            _apply_override(raw, override)
+        except ConfigError as error:
+            problems[override] = str(error)
+    return raw, problems
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -69,6 +91,15 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {shown(override)}: {shown(section)} is a value, not a section")
     node[leaf] = parsed
+
+
+def _named_by(error: Any) -> set[str]:
+    """The keys whose value is not known because of one pydantic error: its own, and the one that was probably meant."""
+    *section, leaf = [str(part) for part in error["loc"]] or [""]
+    close = []
+    if error["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(leaf[:100], _fields_at(error["loc"][:-1]), n=1)
+    return {without_places([*section, name]) for name in [leaf, *close]}
 
 
 def _explain(error: Any) -> str:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, NoReturn
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.arguments import parse_command
 from grpo_megatron.cli.commands import COMMANDS, STARTS_RANKS
-from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.config_file import WrongKeys, load_config
+from grpo_megatron.cli.mistakes import in_file_order, problems_in, with_other_mistakes
 from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.cli.plan import print_plan, print_search
 from grpo_megatron.cli.reward_defaults import reward_defaults
@@ -78,6 +79,26 @@ def _report(error: Exception) -> int:
 
 def _train(args: argparse.Namespace, argv: list[str]) -> int:
     find_modules(args.config)
+    try:
+        return _train_from(args, argv)
+    except ConfigError as error:
+        problems = problems_in(str(error))
+        if isinstance(error, WrongKeys):
+            problems = with_other_mistakes(error, functools.partial(_check_rest, args))
+        raise ConfigError("\n".join(in_file_order(problems, args.config, args.overrides))) from error
+
+
+def _check_rest(args: argparse.Namespace, config: Config) -> None:
+    """Check a config that lacks the keys which could not be read."""
+    is_rank = "RANK" in os.environ
+    _quieten(is_rank, starts_ranks=True)
+    with large_imports():
+        from grpo_megatron.checks.validate import validate
+    elsewhere = args.world_size is not None
+    validate(config, args.world_size or _world_size(config, is_rank), dry_run=args.dry_run, elsewhere=elsewhere)
+
+
+def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
     is_reward = args.command == "train-reward"
     config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
     if args.command == "plan" and args.search:

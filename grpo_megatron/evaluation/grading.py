@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,11 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.prompts import source_of_row
 from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.data.tasks import get_task, task_names
 from grpo_megatron.rewards import check_reward, extractors, rewards
+from grpo_megatron.rewards.item import RewardItem
 from grpo_megatron.rewards.known import KNOWN_REWARDS
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file
@@ -51,7 +53,7 @@ class Grade:
 
     correct: bool
     prediction: str | None  # the prediction as the grader reads it; None: the completion has none
-    status: Literal["ok", "error", "timeout"] = "ok"
+    status: Literal["ok", "error", "timeout", "none"] = "ok"
     message: str = ""
 
     @property
@@ -81,8 +83,12 @@ def grade(
     timeout_s: float = 10.0,
     quiet: bool = True,
     pool: RewardPool | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
+    prompts: Sequence[str] = (),
 ) -> list[Grade]:
     """A grade for every completion, in order. `answers`: the reference answers. `pool`: running workers.
+
+    `rows` and `prompts`, of each completion if given, are for rewards that read them.
 
     Raises ConfigError for a task that has no grader, RuntimeError when the workers cannot run.
     """
@@ -107,7 +113,17 @@ def grade(
         for start in range(0, len(todo), CHUNK):
             assert pool is not None
             chunk = todo[start : start + CHUNK]
-            items = [(name, completions[index], answers[index]) for index in chunk]
+            items = [
+                RewardItem(
+                    name,
+                    completions[index],
+                    answers[index],
+                    prompt=prompts[index] if prompts else "",
+                    columns=rows[index] if rows else {},
+                    data_source=source_of_row(rows[index]) if rows else "",
+                )
+                for index in chunk
+            ]
             for index, result in zip(chunk, pool.grade(items), strict=True):
                 correct = result.metrics.get("acc", result.reward) == 1.0
                 grades[index] = Grade(correct, predictions[index], result.status, result.message)
@@ -154,7 +170,13 @@ def grade_file(
     if not all(answers):
         print(f"{answers.count('')} of {len(answers)} reference answers are empty", file=sys.stderr)
     completions = [row["completion"] for row in rows]
-    grades = grade(task, answers, completions, workers=workers, timeout_s=timeout_s, quiet=quiet)
+    try:
+        check_reward(name, {}, rows[0])
+    except ValueError as error:
+        raise ConfigError(f"cannot grade task {task!r}: {error}") from None
+    prompts = [_prompt_of(row) for row in rows]
+    speed: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s, "quiet": quiet}
+    grades = grade(task, answers, completions, rows=rows, prompts=prompts, **speed)
     lines = (json.dumps(_graded(row, verdict)) + "\n" for row, verdict in zip(rows, grades, strict=True))
     write_file(output, lines)
     failures = Counter(verdict.status for verdict in grades if verdict.status != "ok")
@@ -191,6 +213,12 @@ def _reference_answer(row: dict[str, Any]) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(int(value)) if value == int(value) else str(value)
     return text_field(row, field, empty=True).strip()
+
+
+def _prompt_of(row: dict[str, Any]) -> str:
+    """The field "prompt", if it is a text."""
+    prompt = row.get("prompt")
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _graded(row: dict[str, Any], verdict: Grade) -> dict[str, Any]:

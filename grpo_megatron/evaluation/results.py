@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,8 +75,8 @@ def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPoo
     problems = {problem.uid: problem for problem in selected.dataset.problems}
     prompts = {prompt.uid: prompt.text for prompt in selected.prompts.prompts}
     answers, entries = [problems[uid].answer for uid, _ in keys], [found[key] for key in keys]
-    opened = [opened_thought(prompts[uid]) for uid, _ in keys]
-    grades = [_grades(grader, answers, entries, opened, pool) for grader in selected.graders.values()]
+    rows, read = [problems[uid].row for uid, _ in keys], [prompts[uid] for uid, _ in keys]
+    grades = [_grades(grader, answers, entries, pool, rows=rows, prompts=read) for grader in selected.graders.values()]
     by_uid: dict[str, list[GradedSample]] = {}
     for number, key in enumerate(keys):
         sample = GradedSample(found[key], tuple(column[number] for column in grades))
@@ -85,13 +85,19 @@ def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPoo
 
 
 def _grades(
-    grader: str, answers: list[str], entries: list[LedgerEntry], opened: list[str], pool: RewardPool
+    grader: str,
+    answers: list[str],
+    entries: list[LedgerEntry],
+    pool: RewardPool,
+    *,
+    rows: list[Mapping[str, Any]],
+    prompts: list[str],
 ) -> list[Grade]:
-    """One grade per sample. `opened`: the `<think>` with which its prompt begins the response, if any."""
+    """One grade per sample. A `<think>` with which its prompt begins the response belongs to the response."""
     if grader == ENVIRONMENT:
         return [Grade(entry.reward >= 1.0, f"{entry.reward:g}") for entry in entries]
-    texts = [start + entry.text for start, entry in zip(opened, entries, strict=True)]
-    return grade(grader, answers, texts, pool=pool)
+    texts = [opened_thought(prompt) + entry.text for prompt, entry in zip(prompts, entries, strict=True)]
+    return grade(grader, answers, texts, pool=pool, rows=rows, prompts=prompts)
 
 
 def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:

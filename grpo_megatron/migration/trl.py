@@ -7,6 +7,8 @@ from typing import Any
 
 from grpo_megatron.migration.rules import OtherTrainer, Rule, Settings, none, same, unless
 
+OVERLONG = "get_soft_overlong_punishment"  # of the rewards that TRL's command knows by name
+
 BATCH = "per_device_train_batch_size x processes x gradient_accumulation_steps samples are one optimizer step"
 AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
@@ -124,6 +126,22 @@ def _reports(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"trainer.logger": ["console", "jsonl", *(name for name in known if name in names)]}
 
 
+def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Names as `trl grpo` reads them: functions of trl.rewards, or a dotted path. rewards/signature.py knows how to call them."""
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    if OVERLONG in names:
+        return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
+    functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]
+    paths = [f"{module}:{function}" for module, _, function in functions]
+    weights = settings.get("reward_weights")
+    if len(paths) == 1 and not weights:
+        return {"reward.function": paths[0]}
+    if not isinstance(weights, list) or len(weights) != len(paths):
+        weights = [1.0] * len(paths)
+    parts = zip(functions, paths, weights, strict=True)
+    return {"reward.components": [{"name": name, "function": path, "weight": w} for (_, _, name), path, w in parts]}
+
+
 TRL_RULES: dict[str, Rule] = {
     # model
     "model_name_or_path": same("model.path"),
@@ -180,7 +198,8 @@ TRL_RULES: dict[str, Rule] = {
     "use_bias_correction_kl": none("a trailing + of actor.kl_loss_type takes the gradient of k2"),
     "multi_objective_aggregation": none("rewards are summed, then normalised"),
     "reward_weights": none("the weights of reward.components"),
-    "reward_funcs": none("reward.function: module:function"),
+    "reward_funcs": Rule("reward.components", convert=_reward_funcs),
+    "reward_model_name_or_path": same("reward_model.path"),
     "sync_ref_model": none("algorithm.iteration_steps renews the reference every so many steps"),
     "ref_model_mixup_alpha": none("the reference is replaced, not mixed"),
     "ref_model_sync_steps": same("algorithm.iteration_steps"),

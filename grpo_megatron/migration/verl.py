@@ -50,10 +50,15 @@ def _recompute(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _reward_function(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """A file and a name; the folder of the YAML file is searched for modules, so that the file can lie beside it."""
+    """A file and a name; the folder of the YAML file is searched for modules, so that the file can lie beside it.
+
+    The function stays as it is: rewards/signature.py knows verl's.
+    """
     name = settings.get("custom_reward_function.name") or "compute_score"
     module = str(value).rpartition("/")[2].removesuffix(".py")
-    return {"reward.function": f"{module}:{name}"}
+    prefix = "custom_reward_function.reward_kwargs."
+    kwargs = {key.removeprefix(prefix): item for key, item in settings.items() if key.startswith(prefix)}
+    return {"reward.function": f"{module}:{name}", **{f"reward.kwargs.{key}": item for key, item in kwargs.items()}}
 
 
 def _overlong(value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -197,9 +202,10 @@ VERL_RULES: dict[str, Rule] = {
     # rewards
     "custom_reward_function.path": Rule("reward.function", convert=_reward_function),
     "custom_reward_function.name": none("see reward.function"),
+    "custom_reward_function.reward_kwargs": none("see reward.kwargs"),
     "reward_model.model.path": Rule("reward_model.path", convert=_reward_model),
     "reward_model.enable": none("a reward model is used where reward_model.path is set"),
-    "reward_model.reward_manager": none("the reward is reward.function, or the task's own"),
+    "reward_model.reward_manager": none("reward.function, which may take lists; its signature tells how it is called"),
     **{
         f"reward_model.{name}.{key}": rule
         for name in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")

@@ -1,6 +1,9 @@
-"""Rewards: plain functions `f(completion, answer, **kwargs) -> float | dict`, run in killable worker processes.
+"""Rewards: functions that take what they name and return a float or a dict, run in killable worker processes.
 
 reward.py                 the registry, and what a reward function may return
+item.py                   what is known of a completion
+signature.py bound.py     what a function gets, ours or verl's or TRL's; its call
+answer_form.py            how a response writes its answer
 gsm8k.py lm_eval.py       numeric answers: our grader, and lm-evaluation-harness' two
 math/                     the grader of MATH (`math/__init__.py` names what other packages may use)
 graded.py                 1 / 0.5 / 0.01, for numbers and other texts

@@ -16,7 +16,7 @@ def check_failures(what: str, samples: Sequence[Sample], max_failed_ratio: float
     not apply to a sample has not failed on it. `what` they are begins the message. Raises RankError on every rank.
     """
     samples = [sample for sample in samples if sample.prompt.reward != BY_MODEL]
-    failed = [sample for sample in samples if math.isnan(sample.reward) and sample.reward_metrics.get("ok") != 1.0]
+    failed = [sample for sample in samples if math.isnan(sample.reward) and not is_declined(sample)]
     reports = mesh.all_gather((len(samples), len(failed), failed[0].reward_failure if failed else ""))
     total, num_failed = sum(report[0] for report in reports), sum(report[1] for report in reports)
     problem = None
@@ -28,3 +28,8 @@ def check_failures(what: str, samples: Sequence[Sample], max_failed_ratio: float
             " correct the reward function, or raise reward.max_failed_ratio"
         )
     mesh.agree(problem)
+
+
+def is_declined(sample: Sample) -> bool:
+    """Whether the reward function has declined to score the sample (TRL's None). That is no failure."""
+    return math.isnan(sample.reward) and sample.reward_metrics.get("ok") == 1.0

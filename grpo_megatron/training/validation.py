@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_megatron.config import DataConfig, RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sampling.failures import is_declined
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.types import Prompt, Sample
 
@@ -67,7 +68,9 @@ class Validator:
         return summarize(rows, self.val.n)
 
     def _gather(self, samples: Sequence[Sample]) -> list[ValidationRow]:
-        local_rows = [self._row(sample) for sample in samples] if self.mesh.is_block_leader else []
+        local_rows = (
+            [self._row(sample) for sample in samples if not is_declined(sample)] if self.mesh.is_block_leader else []
+        )
         rows = [row for rows_of_rank in self.mesh.all_gather(local_rows) for row in rows_of_rank]
         return sorted(rows, key=lambda row: (row.prompt_index, row.index))
 

@@ -35,6 +35,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer.yaml' \
     actor_rollout_ref.rollout.n=5 \
     reward_model.overlong_buffer.enable=False reward_model.overlong_buffer.len=4096 \
     custom_reward_function.path=/home/me/my_reward.py custom_reward_function.name=score \
+    +custom_reward_function.reward_kwargs.bonus=2 \
     trainer.logger='["console","wandb","mlflow"]' trainer.experiment_name=qwen \
     trainer.n_gpus_per_node=8 trainer.colour=blue $@
 """
@@ -68,6 +69,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     assert config.actor.megatron.override_transformer_config == {"recompute_granularity": "full"}
     assert config.actor.megatron.offload_reference
     assert config.reward.function == "my_reward:score" and config.reward.overlong_buffer.len is None
+    assert config.reward.kwargs == {"bonus": 2}
     assert config.trainer.logger == ["jsonl", "console", "wandb", "mlflow"]
     assert (config.trainer.output_dir, config.trainer.experiment_name) == (Path("outputs/qwen"), "qwen")
     # What verl does where the script is silent.
@@ -116,6 +118,16 @@ def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     imported("trl", TRL_SCRIPT, ".py", tmp_path)
     with pytest.raises(ConfigError, match="exists; name another file"):
         imported("trl", TRL_SCRIPT, ".py", tmp_path)
+
+
+def test_reward_functions_of_trl(tmp_path: Path) -> None:
+    text = "reward_funcs: [accuracy_reward, my_lib.rewards.brief]\nreward_weights: [1.0, 0.5]\n"
+    config, _ = imported("trl", text, ".yaml", tmp_path)
+    found = [(part.name, part.function, part.weight) for part in config.reward.components]
+    assert found == [("accuracy_reward", "trl.rewards:accuracy_reward", 1.0), ("brief", "my_lib.rewards:brief", 0.5)]
+    (tmp_path / "ours.yaml").unlink()
+    config, _ = imported("trl", "reward_funcs: my_lib.brief\n", ".yaml", tmp_path)
+    assert config.reward.function == "my_lib:brief" and not config.reward.components
 
 
 @pytest.mark.parametrize(

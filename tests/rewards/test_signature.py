@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,3 +183,20 @@ def test_what_a_worker_is_sent() -> None:
     assert of(lambda completion, **others: 0).columns is None
     assert of(lambda solution_str, ground_truth, **others: 0) == Reads(frozenset(), frozenset({"reward_model"}))
     assert of(lambda completions, answer: 0) == Reads(frozenset({"is_chat", "answer"}), frozenset({"answer"}))
+
+
+def test_the_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    forms, returned = [], []
+    chat = {**SAMPLE, "completion": "it is 42", "columns": {**ROW, "max_words": 2}}
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(block, names)
+        (function,) = [value for value in names.values() if getattr(value, "__globals__", None) is names]
+        forms.append(read_signature(function).form)
+        returned.append(
+            called(function, monkeypatch, chat, chat) if forms[-1] == "TRL" else called(function, monkeypatch, chat)
+        )
+    assert forms == ["ours", "ours", "verl", "TRL"]
+    assert returned == [[{"score": 1.0, "acc": True}], [1.0], [{"score": 1.0, "acc": 1.0}], [0.0, 0.0]]

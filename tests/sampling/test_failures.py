@@ -111,3 +111,10 @@ def test_a_draw_stops_and_says_why(draw_id: int, what: str) -> None:
         else:
             drawn = generator.draw([prompt(1), prompt(2)], 2, draw_id=draw_id, **arguments)
             assert sorted(sample.reward_failure for sample in drawn) == ["", "", "", "reward 'm:f': KeyError: 'x'"]
+
+
+def test_a_sample_that_a_reward_has_declined_is_no_failure() -> None:
+    declined = samples(*[NAN] * 8)
+    for sample in declined:
+        sample.reward_metrics = {"ok": 1.0, "timeout": 0.0}
+    check_failures("step 0", [*declined, *samples(1.0)], 0.0, LoneMesh())

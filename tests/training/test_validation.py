@@ -107,6 +107,22 @@ def test_a_failed_score_is_a_dash(tmp_path: Path) -> None:
     assert "--- reward\nprediction: \\ud800 42\nreward 'm:f': KeyError\n--- reference answer\n" in text
 
 
+def test_a_declined_sample_is_left_out(tmp_path: Path) -> None:
+    generator = FakeGenerator(reward=lambda prompt, index, draw_id: 1.0 if index else math.nan)
+    draw = generator.draw
+
+    def declining(*args: Any, **kwargs: Any) -> list[Any]:
+        samples = draw(*args, **kwargs)
+        for sample in samples:
+            sample.reward_metrics["ok"] = 1.0
+        return samples
+
+    generator.draw = declining  # type: ignore[method-assign]
+    metrics = validator(tmp_path, generator).run(0, Metrics())
+    assert {value for name, value in metrics.items() if "/reward/mean@" in name} == {1.0}
+    assert {value for name, value in metrics.items() if "failed_ratio" in name} == {0.0}
+
+
 def test_trajectories_report_their_turns_and_their_environments_numbers(tmp_path: Path) -> None:
     class Player(FakeGenerator):
         def draw(self, *arguments: Any, **named: Any) -> list[Sample]:
