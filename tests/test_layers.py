@@ -61,6 +61,7 @@ ROOMS: dict[str, set[str]] = {
         *("types", "registry", "passthrough", "config", "storage", "rewards", "reading", "environments"),
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
     },
+    "planning": {"config", "storage", "algo", "parallel", "observability", "models", "checks"},
     "sampling": {
         *("types", "config", "workers", "rewards", "algo", "data"),
         *("parallel", "observability", "rollout", "trajectories"),
@@ -74,10 +75,11 @@ ROOMS: dict[str, set[str]] = {
         *("observability", "models", "checks", "sampling", "training"),
     },
     "migration": {"reading", "config", "storage"},
-    "starting": {"reading", "config", "storage", "data", "models", "checks"},
+    "starting": {"reading", "config", "storage", "data", "models", "checks", "planning"},
     "cli": {
         *("importing", "child", "reading", "config", "storage", "parallel", "rollout"),
-        *("convert", "evaluation", "checks", "training", "trainer", "migration", "curation", "starting"),
+        *("convert", "evaluation", "checks", "planning", "training", "trainer", "migration", "curation", "starting"),
+        "starting",
     },
     "__main__": {"cli"},
 }
@@ -118,7 +120,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "tokenizers": ("data.", "starting.random_model"),
     "pydantic": ("config", "cli.config_file", "data.task", "rollout."),
     "pydantic_core": ("config",),
-    "yaml": ("reading.yaml_text", "checks.dry_run", "training.config_record"),
+    "yaml": ("reading.yaml_text", "planning.resolved", "training.config_record"),
     "matplotlib": ("observability.curves",),
     "tqdm": ("observability.sinks", "training.validation", "evaluation.", "convert."),
     "latex2mathml": ("evaluation.formulas",),
@@ -136,6 +138,7 @@ TORCH_FREE = (
     "checks.passthrough",
     "checks.dry_run",
     "checks.resume",
+    "planning",
     "rewards",
     "data",
     "curation",

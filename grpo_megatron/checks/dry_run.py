@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
-
-import yaml
 
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.critic import critic_arch, critic_lines
 from grpo_megatron.checks.data_plan import counted, data_lines
 from grpo_megatron.checks.environment import environment_lines
+from grpo_megatron.checks.layout import data_parallel_size
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.memory import (
     DTYPE_BYTES,
@@ -22,7 +20,7 @@ from grpo_megatron.checks.memory import (
     memory_of_stages,
 )
 from grpo_megatron.checks.passes import pass_lines
-from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases, phase_problems, shortage
+from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases
 from grpo_megatron.checks.reward_call import reward_lines
 from grpo_megatron.checks.reward_model import reward_model_lines
 from grpo_megatron.checks.weight_sync import weight_sync_lines
@@ -32,11 +30,9 @@ from grpo_megatron.models.architecture import Architecture
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
-YAML_WIDTH = 60  # characters per line of the resolved configuration
-
 
 def describe_run(config: Config, checked: Checked, world_size: int, device_gib: float | None = None) -> str:
-    """The plan of a validated config: layout, step, lengths, model, memory, data, then every key. Several lines.
+    """The plan of a validated config: layout, step, lengths, model, memory, data. Several lines.
 
     `device_gib`: the memory of one device in GiB, to say which phases fit it.
     """
@@ -61,10 +57,7 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         sections[title] = _phase_lines(config, phases, device_gib)
     written = {title: [f"  {line}" for line in lines] for title, lines in sections.items()}
     parts = ["\n".join([title, *lines]) for title, lines in written.items() if lines]
-    resolved = yaml.safe_dump(
-        config.model_dump(mode="json"), sort_keys=False, width=YAML_WIDTH, default_flow_style=None
-    )
-    return "\n\n".join([*parts, f"Resolved configuration\n\n{resolved}"])
+    return "\n\n".join(parts)
 
 
 def _line(name: str, text: str) -> str:
@@ -80,7 +73,7 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
         yield _line("ranks", f"{world_size} (the config has {nodes} x {per_node})")
     tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
     pp, ep = megatron.pipeline_model_parallel_size, megatron.expert_model_parallel_size
-    sizes = [f"tp {tp}", f"pp {pp}", f"dp {_data_parallel_size(config, world_size)}"]
+    sizes = [f"tp {tp}", f"pp {pp}", f"dp {data_parallel_size(config, world_size)}"]
     if cp > 1:
         sizes.insert(1, f"cp {cp}")
     training = [" x ".join(sizes)]
@@ -96,19 +89,12 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
     yield from (_line(name, text) for name, text in device_lines(config))
 
 
-def _data_parallel_size(config: Config, world_size: int) -> int:
-    megatron = config.actor.megatron
-    return world_size // (
-        megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
-    )
-
-
 def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[str]:
     actor, batch = config.actor, config.data.train_batch_size
     n = _samples_of_prompt(config)
     samples_per_update = actor.mini_batch_size(batch) * n
     engines = world_size // config.rollout.tensor_model_parallel_size
-    dp = _data_parallel_size(config, world_size)
+    dp = data_parallel_size(config, world_size)
     if config.algorithm.source == "file":
         responses = "" if n == 1 else f" x {n} responses = {batch * n:,}"
         yield _line("samples", f"{counted(batch, 'row')}{responses}, read from files")
@@ -191,14 +177,6 @@ def count_models(
     return count_parameters(checked.arch, config, world_size, is_reward_model=is_scored), reward_models, critic
 
 
-def plan_problems(config: Config, checked: Checked, world_size: int, device_gib: float) -> list[str]:
-    """The phases of the plan that cannot fit a GPU of `device_gib` GiB. None on the CPU."""
-    if config.trainer.device == "cpu":
-        return []
-    phases = memory_phases(config, checked.arch, world_size, *count_models(config, checked, world_size))
-    return list(phase_problems(config, checked.arch, phases, device_gib * GIB))
-
-
 def _memory_lines(
     config: Config,
     world_size: int,
@@ -248,7 +226,7 @@ def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) 
         if config.draws:
             yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
         yield _cells("a device of", [f"{phase.smallest_device / GIB:.2f}" for phase in phases])
-        yield "--gpu-memory GIB marks the phases that do not fit a device of that size."
+        yield "--gpu NAME (or GIB) marks the phases that do not fit."
         return
     shares = [phase.utilization * device_gib for phase in phases]
     if config.draws:
@@ -256,9 +234,6 @@ def _phase_lines(config: Config, phases: list[Phase], device_gib: float | None) 
     yield _cells("together", [f"{p.total / GIB + share:.2f}" for p, share in zip(phases, shares, strict=True)])
     device = device_gib * GIB
     yield _cells(f"of {device_gib:g}", ["fits" if phase.fits(device) else "NO" for phase in phases])
-    for phase in phases:  # the others are errors
-        if not phase.fits(device) and not phase.is_impossible(device):
-            yield from textwrap.wrap(f"Estimated: {shortage(config, phase, device)}", 96, subsequent_indent="  ")
 
 
 def _cells(label: str, cells: list[str]) -> str:

@@ -120,6 +120,14 @@ def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None
     return min(layouts, key=distance)
 
 
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Of a valid layout."""
+    megatron = config.actor.megatron
+    return world_size // (
+        megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
+    )
+
+
 def divisors(number: int) -> list[int]:
     """In increasing order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]

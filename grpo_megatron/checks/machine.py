@@ -53,6 +53,11 @@ def device_problems(config: Config, world_size: int) -> Problems:
         )
 
 
+def is_for_this_machine(config: Config) -> bool:
+    """Whether the ranks can run here; `trainer.device=auto` is the CPU on a machine without CUDA devices."""
+    return config.trainer.device in ("cpu", "auto") or count_cuda_devices() > 0
+
+
 def device_lines(config: Config) -> Iterator[tuple[str, str]]:
     """For the plan, (name, text): whether it is a plan for this machine, and the kernels that a rank would use here."""
     device = config.trainer.device

@@ -211,8 +211,11 @@ def memory_phases(
     memories = memory_of_stages(config, world_size, policy, reward_models, critic)
     engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
     stages = [
-        list(_Rank(config, arch, world_size, number, parameters, memory, engine).phases())
-        for number, (parameters, memory) in enumerate(zip(policy, memories, strict=True))
+        list(_Rank(config, arch, world_size, number, policy[number], memories[number], engine).phases())
+        for number in range(len(policy))
+        # A middle stage that is like the one before needs no more: it keeps activations of fewer micro-batches.
+        if not 0 < number < len(policy) - 1
+        or (policy[number], memories[number]) != (policy[number - 1], memories[number - 1])
     ]
     return [max(same, key=lambda phase: phase.total) for same in zip(*stages, strict=True)]
 

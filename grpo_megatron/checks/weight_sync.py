@@ -7,6 +7,7 @@ and loading into the engine, which overlaps as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -75,27 +76,38 @@ def planned_sync(
     return PlannedSync(*plan_rounds(parameters, spans, grid, (bucket_megabytes << 20) // itemsize), itemsize)
 
 
-def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> Iterator[str]:
-    """Lines of the dry run, for a layout that has been checked."""
-    megatron, rollout = config.actor.megatron, config.rollout
-    layers = stage_layers(arch.num_layers, megatron)
-    assert layers is not None, "the layout was checked"
-    grid = Grid(
+def grid_of(config: Config, world_size: int) -> Grid:
+    megatron = config.actor.megatron
+    return Grid(
         world_size,
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.expert_model_parallel_size,
-        rollout.tensor_model_parallel_size,
+        config.rollout.tensor_model_parallel_size,
         min(config.trainer.n_gpus_per_node, world_size),
     )
-    planned = planned_sync(
+
+
+def planned_for(config: Config, arch: Architecture, world_size: int) -> PlannedSync:
+    """The sync of a run, for a layout that has been checked."""
+    layers = stage_layers(arch.num_layers, config.actor.megatron)
+    assert layers is not None, "the layout was checked"
+    return _last_planned(
         arch,
-        grid,
-        layers,
+        grid_of(config, world_size),
+        tuple(layers),
         itemsize=DTYPE_BYTES[config.model.dtype],
-        bucket_megabytes=rollout.update_weights_bucket_megabytes,
-        reads_shards=find_engine(rollout.engine).reads_shards,
+        bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
+        reads_shards=find_engine(config.rollout.engine).reads_shards,
     )
+
+
+_last_planned = functools.lru_cache(maxsize=1)(planned_sync)  # a page of a plan reads it twice
+
+
+def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> Iterator[str]:
+    """Lines of the dry run, for a layout that has been checked."""
+    planned = planned_for(config, arch, world_size)
     received, borders = (f"{sizes.max() / 1e9:,.4g} GB" for sizes in (planned.received, planned.over_borders))
     whole = arch.num_parameters() * planned.itemsize / 1e9
     messages = planned.operations(rank=0)

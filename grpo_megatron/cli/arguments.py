@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.cli.commands import COMMANDS
+from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 
-MAX_PLANNED_RANKS, MAX_GPU_GIB = 1 << 20, 1 << 20  # of --world-size and --gpu-memory
+MAX_PLANNED_RANKS = 1 << 20  # of --world-size
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
-    """The options of `train` or `train-reward`. A mistake ends the process with exit code 2."""
+    """The options of `train`, `train-reward` or `plan`. A mistake ends the process with exit code 2."""
     parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
@@ -27,23 +28,29 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     reward = commands.add_parser(
         "train-reward", help="train a reward model on pairs, or a process reward model on labelled steps", epilog=epilog
     )
-    for parser_of_run in (train, reward):
+    plan = commands.add_parser("plan", help="what a config needs and whether it fits; layouts that do", epilog=epilog)
+    parsers = {"train": train, "train-reward": reward, "plan": plan}
+    for parser_of_run in parsers.values():
         _add_train_arguments(parser_of_run)
+    _add_plan_arguments(plan)
     args, rest = parser.parse_known_args(argv)
-    train = reward if args.command == "train-reward" else train
+    train = parsers[args.command]
     for argument in rest:  # overrides after an option
         if argument.startswith("-"):
             train.error(f"unknown option {argument}")
         args.overrides.append(argument)
+    if args.command == "plan":
+        args.dry_run = True
+        _check_plan(plan, args)
     if args.world_size is not None and not (args.dry_run and 1 <= args.world_size <= MAX_PLANNED_RANKS):
         train.error(
             f"--world-size N needs --dry-run and 1 <= N <= {MAX_PLANNED_RANKS:,}; a run has trainer.nnodes x"
             " n_gpus_per_node ranks"
         )
-    if args.gpu_memory is not None and not (args.dry_run and 0 < args.gpu_memory <= MAX_GPU_GIB):  # not NaN either
-        train.error(
-            f"--gpu-memory GIB needs --dry-run and 0 < GIB <= {MAX_GPU_GIB:,}; a run reads the memory of its own GPU"
-        )
+    if args.gpu is not None and not args.dry_run:
+        train.error("--gpu needs --dry-run; a run reads the memory of its own GPU")
+    if args.resolved_config is not None and not args.dry_run:
+        train.error("--resolved-config needs --dry-run; a run writes its config to trainer.output_dir")
     if args.profile is not None and args.dry_run:
         train.error("--profile measures a run, and --dry-run starts none; leave one of them out")
     return args
@@ -74,6 +81,44 @@ class _ListKeys(argparse.Action):
         parser.exit()
 
 
+def _gpu(text: str) -> Gpu:
+    try:
+        return find_gpu(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _check_plan(plan: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Options of a search without one; then --nodes-of becomes the keys of the config that it stands for."""
+    for name in ("top", "mean_response"):
+        if getattr(args, name) is not None and not args.search:
+            plan.error(f"--{name.replace('_', '-')} needs --search")
+    if args.search and args.resolved_config is not None:
+        plan.error("--resolved-config writes one config, and --search lists many layouts; leave one of them out")
+    if args.nodes_of is not None:
+        args.overrides.append(f"trainer.n_gpus_per_node={args.nodes_of}")
+        if args.world_size is not None:
+            args.overrides.append(f"trainer.nnodes={-(-args.world_size // args.nodes_of)}")
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of at most 7 digits")
+    return int(text)
+
+
+def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--search", action="store_true", help="list the layouts that fit, the fastest first (estimated)")
+    plan.add_argument("--nodes-of", type=_count, metavar="N", help="GPUs per node; default: trainer.n_gpus_per_node")
+    plan.add_argument("--top", type=_count, metavar="N", help="layouts to list; default: 10")
+    plan.add_argument(
+        "--mean-response",
+        type=_count,
+        metavar="TOKENS",
+        help="mean length of a response; default: half of data.max_response_length",
+    )
+
+
 def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the file")
@@ -84,7 +129,13 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
     )
     train.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: which phases fit it (with --dry-run)"
+        *("--gpu", "--gpu-memory"),
+        type=_gpu,
+        metavar="NAME|GIB",
+        help=f"a verdict for this GPU: {', '.join(GPUS)}, or GiB of memory (with --dry-run)",
+    )
+    train.add_argument(
+        "--resolved-config", type=Path, metavar="FILE", help="write every key and its value there (with --dry-run)"
     )
     train.add_argument(
         "--profile",

@@ -79,6 +79,8 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     find_modules(args.config)
     is_reward = args.command == "train-reward"
     config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
+    if args.command == "plan" and args.search:
+        return _search(config, args)
     is_rank = "RANK" in os.environ
     if config.trainer.total_epochs is None:
         _check_profiled(args.profile, config.trainer.total_training_steps)
@@ -112,7 +114,7 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
         )
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            _print_plan(config, checked, world_size, args.gpu_memory)
+            _print_plan(config, checked, world_size, args)
         return 0
     if starts_ranks and config.trainer.nnodes > 1:
         raise ConfigError(_many_nodes(config, argv))
@@ -123,14 +125,26 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     return _run(config, checked, args.profile)
 
 
-def _print_plan(config: Config, checked: Checked, world_size: int, device_gib: float | None) -> None:
-    """Raises ConfigError, after the plan, if a phase cannot fit a device of `device_gib` GiB."""
-    from grpo_megatron.checks.dry_run import describe_run, plan_problems
+def _print_plan(config: Config, checked: Checked, world_size: int, args: argparse.Namespace) -> None:
+    """Raises ConfigError, after the plan, if a phase cannot fit the GPU."""
+    from grpo_megatron.planning.page import plan_page
+    from grpo_megatron.planning.resolved import write_resolved
 
-    print(describe_run(config, checked, world_size, device_gib))
-    problems = plan_problems(config, checked, world_size, device_gib) if device_gib is not None else []
-    if problems:
-        raise ConfigError("\n".join(problems))
+    if args.resolved_config is not None:
+        write_resolved(config, args.resolved_config)
+    page, problem = plan_page(config, checked, world_size, args.gpu, elsewhere=args.world_size is not None)
+    print(page, flush=True)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _search(config: Config, args: argparse.Namespace) -> int:
+    _quieten(is_rank=False, starts_ranks=False)
+    with large_imports():
+        from grpo_megatron.planning.search_page import search_page
+
+    print(search_page(config, args.world_size, args.gpu, top=args.top, mean_response=args.mean_response))
+    return 0
 
 
 def _check_profiled(profiled: range | None, steps: int) -> None:

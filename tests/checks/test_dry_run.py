@@ -118,14 +118,18 @@ def test_the_plan_says_which_passes_a_step_makes(run: Path, capsys: pytest.Captu
     assert "no reference model, as actor.kl_loss_coef=0\n" in text and "backward pass" not in text
 
 
-def test_the_plan_ends_with_a_config_that_can_be_run(
+def test_the_resolved_config_is_a_file_that_can_be_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = plan(run, capsys, "rollout.n=3", "sft.steps=2")
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(text.partition("Resolved configuration\n")[2])
+    text = plan(run, capsys, "rollout.n=3", "sft.steps=2", "--resolved-config", str(resolved))
     assert load_config(resolved) == load_config(run / "run.yaml", ["rollout.n=3", "sft.steps=2"])
     assert "5 rows; 2 steps x 32 = 12.80 epochs" in text
+    assert main.main(["train", str(run / "run.yaml"), "--dry-run", "--resolved-config", str(resolved)]) == 2
+    assert "resolved.yaml exists; name another file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main.main(["train", str(run / "run.yaml"), "--resolved-config", str(resolved)])
+    assert "--resolved-config needs --dry-run" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_anywhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,6 +209,10 @@ def test_each_column_is_of_the_fullest_stage() -> None:
     pipeline = {**OFFLOAD, "pipeline_model_parallel_size": 4, "override_transformer_config": {}}
     phases = phases_of(config_of(pipeline))
     assert (phases["update"].stage, phases["scoring"].stage, phases["load"].stage) == (0, 3, 3)
+    # Stages of 2 and 6 x 5 layers: of the equal middle stages, the first keeps most.
+    ends = {"num_layers_in_first_pipeline_stage": 2}
+    uneven = {**pipeline, "pipeline_model_parallel_size": 7, "override_transformer_config": ends}
+    assert phases_of(config_of(uneven), world_size=7)["update"].stage == 1
 
 
 def test_a_budget_without_room_for_a_cache_is_refused() -> None:
@@ -279,17 +283,18 @@ def test_the_plan_marks_phases_that_do_not_fit(run: Path, capsys: pytest.Capture
     assert rows["engine's share"] == ["-", "48.00", "-", "48.00", "-", "-", "-"]
     assert main.main([*command, "--gpu-memory", "2.5"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "fits       NO     fits       NO" in out and "Estimated: phase start does not fit a device of 2.50 GiB" in out
-    )
+    assert "fits       NO     fits       NO" in out and "- phase start does not fit a device of 2.50 GiB" in out
     assert max(map(len, out.splitlines())) <= 100
-    assert main.main([*command, "--gpu-memory", "0.001"]) == 2  # 1 MiB: not even the weights
-    assert "phase load does not fit a device of 0.00 GiB" in capsys.readouterr().err
+    assert out.splitlines()[-1].startswith("  DOES NOT FIT 2.5 GiB") and "by the estimated parts" in out
+    assert main.main([*command, "--gpu", "0.001"]) == 2  # 1 MiB: not even the weights
+    captured = capsys.readouterr()
+    assert "- phase load does not fit a device of 0.00 GiB" in captured.out
+    assert "the run does not fit a GPU of 0.00 GiB, even without the estimated parts (phase load" in captured.err
     assert main.main(command) == 0
     out = capsys.readouterr().out
-    assert "0.6 x" in out and "--gpu-memory GIB marks the phases" in out
+    assert "0.6 x" in out and "--gpu NAME (or GIB) marks the phases" in out
     assert main.main(["train", str(run / "run.yaml"), "--dry-run"]) == 0  # trainer.device=cpu
     assert "in each phase" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main.main(["train", str(run / "run.yaml"), "--gpu-memory", "80"])
-    assert "--gpu-memory GIB needs --dry-run" in capsys.readouterr().err
+    assert "--gpu needs --dry-run" in capsys.readouterr().err

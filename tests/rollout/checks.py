@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -307,3 +308,14 @@ def blocks_generate_independently(world: World) -> None:
         assert world.draw([]) == []
     assert world.push(2, 1) is world.models[2]  # a collective call still works
     world.assert_samples_from(world.models[2], requests(2 + world.mesh.rank))
+
+
+def the_cache_has_the_blocks_that_a_plan_counts(world: World) -> None:
+    """checks/engine_cache.py against the blocks that vLLM makes of so many bytes."""
+    from grpo_megatron.checks.engine_cache import EngineCache, kv_token_bytes
+    from grpo_megatron.models.families import read_architecture
+
+    real = world.engine._llm.llm_engine.vllm_config.cache_config
+    token_bytes = kv_token_bytes(read_architecture(Path(world.folder)), world.mesh.rollout_tp, itemsize=4)
+    planned = EngineCache(0.0, 0.0, real.kv_cache_memory_bytes, token_bytes, real.block_size)
+    assert planned.tokens == real.num_gpu_blocks * real.block_size

@@ -34,6 +34,7 @@ CORRECT = [
     checks.new_weights_change_the_samples,
     checks.reloads_of_the_same_weights_change_nothing,
     checks.a_push_forgets_cached_prefixes,
+    checks.the_cache_has_the_blocks_that_a_plan_counts,
 ]
 REFUSALS = [
     faults.stale_version_is_refused,

@@ -1,0 +1,65 @@
+"""The GPUs that a plan knows by name: usable memory, peaks and bandwidths of one of them, SXM parts on nodes of eight.
+
+`usable_gib` is the total memory that CUDA reports to a program (torch: "GPU 0 has a total capacity of ..."). It is less
+than the memory in the product's name. Drivers differ by 0.1 GiB; the smallest published report is taken:
+
+    h100-80   79.11   vllm-project/vllm issue 27508
+    h200     139.80   out-of-memory reports of several projects (139.80 and 139.81)
+    b200     178.35   pytorch/ao pull request 4002
+    a100-80   79.14   out-of-memory reports of several projects (79.14 to 79.33)
+    a100-40   39.38   out-of-memory reports of several projects (39.38 to 39.56)
+    h20-96    95.00   out-of-memory reports of several projects (95.00 and 95.22)
+
+Peaks are those of NVIDIA's data sheets, without sparsity. B200's memory bandwidth is the one that its driver reports
+(pytorch/ao pull request 4002). NVLink, host link and network are per GPU and direction; the network is that of the DGX
+systems: one card of 400 Gbit/s per GPU, for A100 200 Gbit/s.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+LARGEST_GIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device. Bytes and FLOP per second are peaks; planning/speeds.py has the fractions that are achieved."""
+
+    name: str
+    usable_gib: float
+    tflops: float  # bf16, dense
+    memory_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    host_bytes_per_s: float
+    network_bytes_per_s: float = 50e9
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.usable_gib * 2**30
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h100-80", 79.11, 989.0, 3.35e12, 450e9, 64e9),
+        Gpu("h200", 139.80, 989.0, 4.8e12, 450e9, 64e9),
+        Gpu("b200", 178.35, 2250.0, 7.67e12, 900e9, 64e9),
+        Gpu("a100-80", 79.14, 312.0, 2.039e12, 300e9, 32e9, 25e9),
+        Gpu("a100-40", 39.38, 312.0, 1.555e12, 300e9, 32e9, 25e9),
+        Gpu("h20-96", 95.00, 148.0, 4.0e12, 450e9, 64e9),
+    )
+}
+REFERENCE = "h100-80"  # whose peaks a device has that is given in GiB
+
+
+def find_gpu(text: str) -> Gpu:
+    """A GPU by name, or with so many GiB of memory and the peaks of REFERENCE. Raises ValueError."""
+    if text.lower() in GPUS:
+        return GPUS[text.lower()]
+    number = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?", text.strip(), re.IGNORECASE)
+    gib = float(text) if number else 0.0
+    if not 0 < gib <= LARGEST_GIB:
+        raise ValueError(f"{text!r} is neither one of {', '.join(GPUS)} nor GiB above 0 and up to {LARGEST_GIB:,}")
+    return replace(GPUS[REFERENCE], name=f"{gib:g} GiB", usable_gib=gib)

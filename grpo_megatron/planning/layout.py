@@ -1,0 +1,144 @@
+"""Layout: the keys of a config that a search may change, and the config with them changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from grpo_megatron.checks.activations import recomputes_all
+from grpo_megatron.checks.layout import FIRST, LAST
+from grpo_megatron.config import Config, MegatronConfig
+
+FULL_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OVERRIDES = "actor.megatron.override_transformer_config"
+LAYOUT_KEYS = {  # field of Layout -> key of the config
+    "tp": "actor.megatron.tensor_model_parallel_size",
+    "pp": "actor.megatron.pipeline_model_parallel_size",
+    "first_layers": OVERRIDES,
+    "ep": "actor.megatron.expert_model_parallel_size",
+    "rollout_tp": "rollout.tensor_model_parallel_size",
+    "tokens": "actor.ppo_max_token_len_per_gpu",
+    "recompute": OVERRIDES,
+    "offload_optimizer": "actor.megatron.offload_optimizer",
+    "offload_reference": "actor.megatron.offload_reference",
+    "distributed_optimizer": "actor.megatron.use_distributed_optimizer",
+    "utilization": "rollout.gpu_memory_utilization",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`recompute`: all of each layer's activations. `utilization`: the engine's share of the GPU.
+
+    `first_layers`: layers of the first pipeline stage; 0: as many as each other stage has.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    first_layers: int = 0
+    ep: int = 1
+    rollout_tp: int = 1
+    tokens: int = 16384
+    recompute: bool = False
+    offload_optimizer: bool = False
+    offload_reference: bool = False
+    distributed_optimizer: bool = True
+    utilization: float = 0.6
+
+    @classmethod
+    def of(cls, config: Config) -> Layout:
+        megatron = config.actor.megatron
+        return cls(
+            tp=megatron.tensor_model_parallel_size,
+            pp=megatron.pipeline_model_parallel_size,
+            first_layers=megatron.override_transformer_config.get(FIRST) or 0,
+            ep=megatron.expert_model_parallel_size,
+            rollout_tp=config.rollout.tensor_model_parallel_size,
+            tokens=config.actor.ppo_max_token_len_per_gpu,
+            recompute=recomputes_all(megatron),
+            offload_optimizer=megatron.offload_optimizer,
+            offload_reference=megatron.offload_reference,
+            distributed_optimizer=megatron.use_distributed_optimizer,
+            utilization=config.rollout.gpu_memory_utilization,
+        )
+
+    def applied(self, config: Config) -> Config:
+        """`config` in this layout. Its values are not validated again: `planning/candidates.py` makes valid ones."""
+        megatron = config.actor.megatron.model_copy(update=self._megatron(config.actor.megatron))
+        actor = config.actor.model_copy(update={"megatron": megatron, "ppo_max_token_len_per_gpu": self.tokens})
+        rollout = config.rollout.model_copy(
+            update={"tensor_model_parallel_size": self.rollout_tp, "gpu_memory_utilization": self.utilization}
+        )
+        return config.model_copy(update={"actor": actor, "rollout": rollout})
+
+    def _megatron(self, megatron: MegatronConfig) -> dict[str, Any]:
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "expert_model_parallel_size": self.ep,
+            "sequence_parallel": megatron.sequence_parallel if self.tp > 1 else None,
+            "use_distributed_optimizer": self.distributed_optimizer,
+            "offload_optimizer": self.offload_optimizer,
+            "offload_reference": self.offload_reference,
+            "override_transformer_config": self._overrides(megatron),
+        }
+
+    def _overrides(self, megatron: MegatronConfig) -> dict[str, Any]:
+        """The table with or without recomputation, and with this pipeline's first stage."""
+        table = dict(megatron.override_transformer_config)
+        pipeline = megatron.pipeline_model_parallel_size, table.get(FIRST) or 0
+        if (self.pp, self.first_layers) != pipeline:
+            table.pop(FIRST, None)
+            table.pop(LAST, None)
+            table |= {FIRST: self.first_layers} if self.first_layers else {}
+        if self.recompute != recomputes_all(megatron):
+            table = {key: value for key, value in table.items() if not key.startswith("recompute_")}
+            table |= FULL_RECOMPUTATION if self.recompute else {}
+        return table
+
+    def replicas(self, world_size: int) -> int:
+        """Ranks that hold the same parameters, but for experts."""
+        return world_size // (self.tp * self.pp)
+
+    def largest_stage(self, num_layers: int) -> float:
+        """Layers of the largest pipeline stage, as a multiple of the mean."""
+        if not self.first_layers or self.pp == 1:
+            return 1.0
+        others = (num_layers - self.first_layers) / (self.pp - 1)
+        return max(others, self.first_layers) * self.pp / num_layers
+
+    def changed(self, other: Layout) -> list[str]:
+        """The fields in which this layout differs from `other`."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
+
+    def distance(self, other: Layout) -> tuple[int, float]:
+        """(changed keys, levels): a level is a factor of two, a switch, or 0.1 of the engine's share."""
+        changed = self.changed(other)
+        return len(changed), sum(_levels(name, getattr(self, name), getattr(other, name)) for name in changed)
+
+    def overrides(self, config: Config) -> Iterator[str]:
+        """The arguments of the command line that change `config` to this layout."""
+        before, after = Layout.of(config), self.applied(config)
+        for name in self.changed(before):
+            if LAYOUT_KEYS[name] != OVERRIDES:
+                yield f"{LAYOUT_KEYS[name]}={_written(getattr(self, name))}"
+        table = after.actor.megatron.override_transformer_config
+        if table != config.actor.megatron.override_transformer_config:
+            yield f"{OVERRIDES}={{{', '.join(f'{key}: {_written(value)}' for key, value in table.items())}}}"
+        if after.actor.megatron.sequence_parallel != config.actor.megatron.sequence_parallel:
+            yield "actor.megatron.sequence_parallel=null"
+
+
+def _written(value: Any) -> str:
+    """As YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _levels(name: str, new: Any, old: Any) -> float:
+    if isinstance(new, bool) or name == "first_layers":
+        return 1.0
+    return abs(new - old) / 0.1 if name == "utilization" else abs(math.log2(new / old))

@@ -1,0 +1,96 @@
+"""The page of a plan: checks/dry_run.py's description of the run, node borders, estimated step, warnings, verdict."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from grpo_megatron.checks.dry_run import describe_run
+from grpo_megatron.checks.machine import is_for_this_machine
+from grpo_megatron.checks.phases import GIB
+from grpo_megatron.config import Config
+from grpo_megatron.planning.cost import step_seconds
+from grpo_megatron.planning.fit import Fit, fit
+from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
+from grpo_megatron.planning.machine import PlannedMachine
+from grpo_megatron.planning.models import PlannedModels
+from grpo_megatron.planning.plan_warnings import core_warning, plan_warnings
+from grpo_megatron.planning.traffic import border_traffic
+from grpo_megatron.planning.verdict import PAGE_WIDTH, misfit, verdict_lines, verdict_without_gpu
+from grpo_megatron.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from grpo_megatron.checks.validate import Checked
+
+
+def plan_page(
+    config: Config, checked: Checked, world_size: int, gpu: Gpu | None, *, elsewhere: bool = False
+) -> tuple[str, str | None]:
+    """The whole page of a valid config, and why the run cannot fit, if this is certain.
+
+    `gpu`: the one to fit. `elsewhere`: the plan is for other machines.
+    """
+    models = PlannedModels.of(config, checked)
+    work = Workload.of(config, models)
+    machine = PlannedMachine(gpu or GPUS[REFERENCE], world_size, min(config.trainer.n_gpus_per_node, world_size))
+    fits_gpu = gpu is not None and config.trainer.device != "cpu"
+    found = fit(config, models, world_size, machine.gpu.usable_bytes) if fits_gpu else None
+    warnings = list(plan_warnings(config, models, work, machine, found, checked))
+    if not elsewhere and is_for_this_machine(config):
+        warnings += core_warning(config, world_size)
+    sections = {
+        "Bytes over the borders of nodes in a step, at the largest lengths (~: estimated)": list(
+            _border_lines(config, models, work, world_size)
+        ),
+        "Rollout engine, per GPU": list(_cache_lines(config, found)) if found is not None else [],
+        f"Seconds of a step (estimated, at half of the largest lengths; {machine.gpu.name})": list(
+            _step_lines(work, machine, found)
+        ),
+        "Warnings": [line for warning in warnings for line in _wrapped(warning)],
+        "Verdict": list(
+            verdict_without_gpu(config, models, world_size)
+            if found is None
+            else verdict_lines(config, models, work, machine, found)
+        ),
+    }
+    parts = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items() if lines]
+    text = describe_run(config, checked, world_size, gpu.usable_gib if gpu is not None else None)
+    return "\n\n".join([text, *parts]), misfit(found) if found is not None else None
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, PAGE_WIDTH, initial_indent="- ", subsequent_indent="  ")
+
+
+def _border_lines(config: Config, models: PlannedModels, work: Workload, world_size: int) -> Iterator[str]:
+    traffic = border_traffic(config, models, work, world_size)
+    for item in traffic:
+        yield f"{item.name if item.is_exact else f'~ {item.name}':<18}{item.size / 1e9:>12,.1f} GB"
+    if traffic:
+        yield f"{'together':<18}{sum(item.size for item in traffic) / 1e9:>12,.1f} GB"
+
+
+def _cache_lines(config: Config, found: Fit) -> Iterator[str]:
+    cache = found.cache
+    if cache is None:
+        return
+    yield f"{'weights':<18}{cache.weights / GIB:>8.2f} GiB"
+    yield f"{'~ workspace':<18}{cache.workspace / GIB:>8.2f} GiB"
+    yield (
+        f"{'~ KV cache':<18}{max(0.0, cache.cache) / GIB:>8.2f} GiB = {cache.tokens:,} tokens of"
+        f" {cache.token_bytes / 1024:g} KiB"
+    )
+    yield (
+        f"{'':<18}{cache.sequences(found.length):>8,} sequences of {found.length:,} tokens at once"
+        f" (rollout.max_num_seqs={config.rollout.max_num_seqs})"
+    )
+
+
+def _step_lines(work: Workload, machine: PlannedMachine, found: Fit | None) -> Iterator[str]:
+    if found is None:
+        return
+    seconds = step_seconds(work, found.layout, machine, found.cache.tokens if found.cache is not None else 0)
+    parts = {"generate": seconds.generate, "score": seconds.score, "update": seconds.update, "sync": seconds.sync}
+    terms = " + ".join(f"{name} {value:.1f}" for name, value in parts.items() if value)
+    yield f"{seconds.step:.1f} = {terms}; {work.tokens / seconds.step / machine.world_size:,.0f} tokens/s per GPU"

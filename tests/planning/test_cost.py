@@ -1,0 +1,109 @@
+"""The cost model: one case by hand, and which way it moves.
+
+A model of one layer would hide its terms, so 70B is taken: N = 70.55e9 + 1.05e9 (embedding and head both count), 80 layers,
+h 8192. 1,024 samples of 1,000 + 1,000 tokens on 64 H100, tp 8 x pp 2 x dp 4, micro-batches of 4,000 tokens:
+
+    FLOP         6 N T + 6 x 128 x 64 x 80 x sum(s^2)
+    fraction     0.46 x 4,000 / 5,024
+    per rank     2,048,000 / 4 tokens = 512,000, in 128 micro-batches: bubble 129 / 128
+    tp           512,000 x 40 layers x 4 x 8,192 x 2 bytes x 7/8 over 0.75 x 450 GB/s, three times for an update
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from grpo_megatron.models.shape import model_shape
+from grpo_megatron.planning import speeds
+from grpo_megatron.planning.cost import step_seconds
+from grpo_megatron.planning.generation_cost import generation_seconds
+from grpo_megatron.planning.gpus import GPUS
+from grpo_megatron.planning.layout import Layout
+from grpo_megatron.planning.machine import PlannedMachine
+from grpo_megatron.planning.training_cost import pass_seconds, scoring_seconds, update_seconds
+from grpo_megatron.planning.workload import Workload
+from tests.planning import published
+
+H100 = PlannedMachine(GPUS["h100-80"], 64)
+WORK = Workload(
+    arch=published.architecture("Llama-3.1-70B"),
+    samples=1024,
+    samples_per_prompt=8,
+    prompt_tokens=1000,
+    response_tokens=1000,
+    longest_response=2000,
+    scoring_passes=1.0,
+)
+LAYOUT = Layout(tp=8, pp=2, rollout_tp=8, tokens=4000)
+
+
+def test_a_pass_by_hand() -> None:
+    active = model_shape(WORK.arch).active_parameters
+    assert active == pytest.approx(70.55e9, rel=0.001)
+    flops = 6 * active * 2_048_000 + 6 * 128 * 64 * 80 * 1024 * 2000**2
+    compute = flops / (64 * 989e12 * 0.46 * 4000 / 5024)
+    exchange = 512_000 * 40 * 4 * 8192 * 2 * 7 / 8 / (0.75 * 450e9)
+    expected = (compute + 3 * exchange) * 129 / 128
+    assert pass_seconds(WORK, LAYOUT, H100, backward=True) == pytest.approx(expected)
+    expected = (compute / 3 + exchange) * 129 / 128
+    assert pass_seconds(WORK, LAYOUT, H100, backward=False) == pytest.approx(expected)
+
+
+def test_decoding_by_hand() -> None:
+    """8 engines of 128 samples, all at once: 2,000 steps at 64 sequences on average. 40 KiB of cache per token and rank."""
+    weights = 2 * WORK.arch.num_parameters() / 8
+    cache = 64 * 1500 * 40960
+    memory = (weights + cache) / (0.7 * 3.35e12)
+    reduce = 160 * (speeds.REDUCE_S + 2 * 64 * 8192 * 2 * 7 / 8 / (0.75 * 450e9))
+    step = memory + reduce + speeds.ENGINE_STEP_S + 64 * speeds.SAMPLE_S
+    prompts = 2 * model_shape(WORK.arch).active_parameters * 16 * 1000 / (8 * 989e12 * 0.46)
+    assert generation_seconds(WORK, LAYOUT, H100, 1e9) == pytest.approx(2000 * step + prompts)
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "is_faster"),
+    [
+        (replace(LAYOUT, recompute=True), "update", False),
+        (replace(LAYOUT, offload_optimizer=True), "update", False),
+        (replace(LAYOUT, offload_reference=True), "score", False),
+        (replace(LAYOUT, tokens=16000), "update", True),
+        (replace(LAYOUT, tp=2), "update", True),  # fewer bytes between ranks
+        (replace(LAYOUT, rollout_tp=1), "sync", False),  # a whole model into each rank
+        (replace(LAYOUT, rollout_tp=16), "generate", False),  # over the network
+    ],
+)
+def test_a_layout_changes_its_part_of_the_step(layout: Layout, part: str, is_faster: bool) -> None:
+    before, after = (getattr(step_seconds(WORK, which, H100, 1e6), part) for which in (LAYOUT, layout))
+    assert (after < before) == is_faster and after != before
+
+
+def test_what_does_not_happen_costs_nothing() -> None:
+    none = replace(WORK, scoring_passes=0.0)
+    assert scoring_seconds(none, LAYOUT, H100) == 0
+    supervised = step_seconds(replace(none, draws=False), LAYOUT, H100, 0)
+    assert (supervised.generate, supervised.score, supervised.sync) == (0, 0, 0) and supervised.update > 0
+    assert supervised.step == supervised.update
+
+
+def test_gradients_hide_behind_the_backward_pass() -> None:
+    hidden = replace(WORK, overlaps_gradients=True)
+    assert update_seconds(hidden, LAYOUT, H100) < update_seconds(WORK, LAYOUT, H100)
+    critic = replace(WORK, critic_share=1.0)
+    assert update_seconds(critic, LAYOUT, H100) == pytest.approx(2 * update_seconds(WORK, LAYOUT, H100))
+
+
+def test_a_small_cache_makes_samples_wait() -> None:
+    wide, narrow = (generation_seconds(WORK, LAYOUT, H100, tokens) for tokens in (1e6, 1e4))
+    assert narrow > 2 * wide
+
+
+def test_experts_are_read_as_far_as_tokens_visit_them() -> None:
+    """8 of 128 experts: one token reads a sixteenth of them, and many tokens read nearly all."""
+    from grpo_megatron.planning.generation_cost import _visited_weights
+
+    arch = published.architecture("Qwen3-30B-A3B")
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert _visited_weights(arch, 1) == pytest.approx(arch.num_parameters() - experts * 15 / 16)
+    assert _visited_weights(arch, 500) == pytest.approx(arch.num_parameters())

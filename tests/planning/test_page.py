@@ -1,0 +1,203 @@
+"""The page of a plan: what it warns about, how it ends, and the command `plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from grpo_megatron.cli import main
+from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.planning.fit import fit
+from grpo_megatron.planning.gpus import find_gpu
+from grpo_megatron.planning.machine import PlannedMachine
+from grpo_megatron.planning.models import PlannedModels
+from grpo_megatron.planning.plan_warnings import plan_warnings
+from grpo_megatron.planning.workload import Workload
+from tests.runs import make_run
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = "examples/llama3_70b.yaml"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main.main(list(arguments)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def section(text: str, title: str) -> list[str]:
+    (part,) = [part for part in text.split("\n\n") if part.startswith(title)]
+    return part.splitlines()[1:]
+
+
+def warnings(text: str) -> str:
+    return " ".join(line.strip() for line in section(text, "Warnings")) if "\nWarnings\n" in text else ""
+
+
+def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [EXAMPLE, "--world-size", "64", "--gpu", "h100-80"]
+    text = page(capsys, "train", "--dry-run", *arguments)
+    assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 57.92 GiB)"
+    assert max(map(len, text.splitlines())) <= 110
+    assert page(capsys, "plan", *arguments) == text
+    engine = section(text, "Rollout engine")
+    assert engine[0].split() == ["weights", "16.43", "GiB"]
+    assert engine[-1].split()[:2] == ["187", "sequences"] and "rollout.max_num_seqs=256" in engine[-1]
+    assert "  pipeline               1,237.0 GB" in section(text, "Bytes over the borders")
+    assert not warnings(text)
+    seconds = section(text, "Seconds of a step")[0]
+    total, _, parts = seconds.partition(" = ")
+    terms = [float(term.split()[1]) for term in parts.partition(";")[0].split(" + ")]
+    assert sum(terms) == pytest.approx(float(total), abs=0.3)
+
+
+def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    pp = "actor.megatron.pipeline_model_parallel_size"
+    command = ["plan", EXAMPLE, "--world-size", "64", "--gpu", "a100-40"]
+    assert main.main(command) == 2
+    captured = capsys.readouterr()
+    text = captured.out
+    verdict = section(text, "Verdict")
+    assert verdict[-1].strip().startswith("DOES NOT FIT a100-40, 39.38 GiB usable (fullest phase: scoring, 49.02 GiB")
+    assert "- phase scoring does not fit" in verdict[0]
+    assert sum("fullest phase" in line and " s, " in line for line in verdict) == 3
+    assert f"        {pp}=8" in verdict
+    assert "does not fit a GPU of 39.38 GiB, even without the estimated parts (phase scoring, update)" in captured.err
+    config = load_config(EXAMPLE, [f"{pp}=8"])
+    assert fit(config, PlannedModels.read(config), 64, find_gpu("a100-40").usable_bytes).fits
+
+
+def test_without_a_gpu_the_verdict_names_those_that_fit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = page(capsys, "plan", EXAMPLE, "--world-size", "64").splitlines()[-1]
+    assert last == "  FITS h100-80, h200, b200, a100-80, h20-96; DOES NOT FIT a100-40"
+    on_cpu = page(capsys, "plan", str(run / "run.yaml"), "--gpu", "h200")
+    assert on_cpu.splitlines()[-1].startswith("  NO VERDICT for trainer.device=cpu")
+
+
+TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
+ENGINE = "rollout.tensor_model_parallel_size"
+CASES: list[tuple[list[str], str]] = [
+    ([f"{TP}=16", f"{PP}=4"], f"{TP}=16 spans nodes of 8: 4.92 MB per token and forward pass cross the network"),
+    ([f"{ENGINE}=16"], f"{ENGINE}=16 spans nodes of 8: 2.46 MB per token"),
+    ([f"{ENGINE}=16"], "16 and 8 key-value heads: each head is in the cache of 2 ranks"),
+    (["rollout.gpu_memory_utilization=0.25"], "the engine's cache holds 10 sequences of 4,096 tokens, and 256 are"),
+    (["rollout.gpu_memory_utilization=0.22"], "GiB of its 17.40 GiB for the cache, less than one sequence of 4,096"),
+    (
+        ["data.train_batch_size=9", "actor.ppo_mini_batch_size=9", "rollout.n=2"],
+        "18 samples of each optimizer step over 4 data-parallel ranks: 5 at most and 4.5 on average, so 10% of them are",
+    ),
+    (
+        ["data.train_batch_size=9", "actor.ppo_mini_batch_size=9", "rollout.n=2"],
+        "18 samples of a step over 8 engines: 3 at most and 2.25 on average, so 25% of them are idle",
+    ),
+    (
+        ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=4"],
+        "at most 4 micro-batches per optimizer step for 4 pipeline stages: 43% of the update is idle",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), CASES)
+def test_a_warning_has_its_numbers(overrides: list[str], expected: str) -> None:
+    config = load_config(EXAMPLE, overrides)
+    models = PlannedModels.read(config)
+    machine = PlannedMachine(find_gpu("h100-80"), 64)
+    found = fit(config, models, 64, machine.gpu.usable_bytes)
+    none: Any = SimpleNamespace(train_prompts=[], offline_groups=[], supervised_rows=[])
+    text = list(plan_warnings(config, models, Workload.of(config, models), machine, found, none))
+    assert any(expected in warning for warning in text), text
+
+
+def test_an_engine_without_a_cache_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", EXAMPLE, "--world-size", "64", "--gpu", "h100-80", "rollout.gpu_memory_utilization=0.22"]
+    text = page(capsys, *command)  # by the estimated workspace
+    assert "the engine's cache does not hold one sequence of 4,096 tokens" in " ".join(section(text, "Verdict"))
+    assert "DOES NOT FIT" in text.splitlines()[-1] and "by the estimated parts" in text.splitlines()[-1]
+    config = load_config(EXAMPLE, ["rollout.gpu_memory_utilization=0.2"])  # the weights alone have 16.43 of 15.82
+    assert fit(config, PlannedModels.read(config), 64, find_gpu("h100-80").usable_bytes).is_impossible
+
+
+def test_rows_and_cores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run has 9 rows, and 5 of the warm-up."""
+    config = str(run / "run.yaml")
+    assert not warnings(page(capsys, "plan", config))
+    keys = ["data.train_batch_size=12", "sft.steps=1", "sft.train_batch_size=10"]
+    with mock.patch.object(os, "cpu_count", return_value=1):
+        text = warnings(page(capsys, "plan", config, *keys))
+        assert "2 ranks on this machine's 1 cores: each gets 0.5 of one" in text
+        assert "cores" not in warnings(page(capsys, "plan", config, *keys, "--world-size", "2"))
+    assert "data.train_batch_size=12 and 9 rows: every step has each row 1.3 times on average" in text
+    assert "sft.train_batch_size=10 and 5 rows: every step has each row 2 times" in text
+
+
+def test_the_search_prints_arguments_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", EXAMPLE, "--world-size", "64", "--nodes-of", "8", "--gpu", "h100-80"]
+    text = page(capsys, *command, "--search", "--top", "3", "--mean-response", "400")
+    assert "64 x h100-80 (79.11 GiB), nodes of 8" in text and "responses of 400 tokens on average" in text
+    table = text.split("\n\n")[1].splitlines()
+    assert len(table) == 1 + 3 and max(map(len, table)) <= 130
+    arguments = [line.strip().strip("'") for line in text.partition("as arguments:\n")[2].splitlines()]
+    assert arguments
+    assert page(capsys, *command, *arguments).splitlines()[-1].startswith("  FITS h100-80")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--search", "trainer.device=cpu"], "plan --search is for GPUs, and trainer.device=cpu"),
+        (["--search", "--mean-response", "3073"], "--mean-response 3073 is more than data.max_response_length=3072"),
+        (["--search", "actor.megatron.context_parallel_size=2"], "does not vary actor.megatron.context_parallel_size"),
+    ],
+)
+def test_what_a_search_refuses(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan", EXAMPLE, *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--top", "3"], "--top needs --search"),
+        (["--mean-response", "3"], "--mean-response needs --search"),
+        (["--search", "--resolved-config", "x.yaml"], "leave one of them out"),
+        (["--gpu", "h300"], "'h300' is neither one of h100-80, h200"),
+        (["--nodes-of", "0"], "'0' is not a positive number"),
+        (["--profile", "3"], "--dry-run starts none"),
+    ],
+)
+def test_options_that_make_no_sense(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main.main(["plan", EXAMPLE, *arguments])
+    assert raised.value.code == 2 and expected in capsys.readouterr().err
+
+
+def test_a_search_counts_critic_and_reward_models(tmp_path: Path) -> None:
+    """They are read from their folders, as a run reads them."""
+    llama: dict[str, Any] = json.loads((ROOT / "examples/models/llama3_70b/config.json").read_text())
+    head = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**llama, **head}))
+    keys = [f"reward_model.path={tmp_path}", "algorithm.adv_estimator=gae", "actor.use_kl_loss=false"]
+    config = load_config(EXAMPLE, keys)
+    models = PlannedModels.read(config)
+    policy, rewards, critic = models.stages(config)
+    assert len(rewards) == 1 and critic is not None and [stage.layers for stage in rewards[0]] == [2, 2, 2, 2]
+    assert critic[-1].total < policy[-1].total  # no output head
+    work = Workload.of(config, models)
+    size = models.arch.num_parameters()
+    assert 0.9 < work.critic_share < 1
+    assert work.scoring_passes == pytest.approx(models.reward_archs[0].num_parameters() / size)

@@ -1,0 +1,107 @@
+"""Bytes over node borders: by hand for 70B, and against the bytes that real ranks send.
+
+Llama-3.1-70B, tp 4 x pp 4 x dp 4 on 8 nodes of 8, 2,048 samples of 4,096 tokens, h 8192, bfloat16. A stage has 16 ranks,
+two nodes. A group of 4 data-parallel ranks is on both.
+
+    pipeline    three borders between stages; forward and backward, and one pass of the reference:
+                3 x 3 x 2,048 x 4,096 x 8,192 x 2 bytes
+    gradients   a ring enters each of the 2 nodes once, with 3/4 of 4 + 2 bytes per parameter: 2 x 3/4 x 6 x (sum over
+                stages and tp ranks of what a rank holds)
+    samples     4 x (1,024 + 2 x 3,072) bytes, to 16 ranks of a replica, 7/8 of them on other nodes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.config import Config
+from grpo_megatron.models.families import architecture_of, read_architecture
+from grpo_megatron.planning.models import PlannedModels
+from grpo_megatron.planning.traffic import border_traffic
+from grpo_megatron.planning.workload import Workload
+from tests import tiny, worlds
+from tests.planning import published, traffic_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = [20, 32, 24, 28]  # tokens of each sample
+
+
+def sizes(config: Config, models: PlannedModels, world_size: int) -> dict[str, float]:
+    work = Workload.of(config, models)
+    return {item.name: item.size for item in border_traffic(config, models, work, world_size)}
+
+
+@pytest.fixture
+def config_70b(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.chdir(ROOT)
+    return load_config("examples/llama3_70b.yaml")
+
+
+def test_70b_by_hand(config_70b: Config) -> None:
+    models = PlannedModels.read(config_70b)
+    found = sizes(config_70b, models, 64)
+    assert set(found) == {"weight sync", "gradients", "pipeline", "samples"}
+    hidden = 2048 * 4096 * 8192 * 2
+    assert found["pipeline"] == 3 * 3 * hidden
+    assert found["samples"] == 2048 * 4 * (1024 + 2 * 3072) * 16 * 7 / 8
+    of_ranks = 4 * sum(stage.total for stage in models.stages(config_70b)[0])
+    assert found["gradients"] == pytest.approx(2 * 3 / 4 * 6 * of_ranks)
+    # Each node has one of four stages: about three quarters of 141.1 GB enter it.
+    assert found["weight sync"] == pytest.approx(8 * 141.1e9 * 3 / 4, rel=0.02)
+
+
+def test_one_node_has_no_borders(config_70b: Config) -> None:
+    assert sizes(config_70b, PlannedModels.read(config_70b), 8 * 2)  # two nodes
+    one = load_config("examples/llama3_70b.yaml", ["trainer.n_gpus_per_node=16"])
+    assert sizes(one, PlannedModels.read(one), 16) == {}
+
+
+def test_groups_over_nodes_are_counted() -> None:
+    """tp 16 over two nodes: a ring enters both, with 15/16 of a hidden state, 4 times per layer. ep 16: half is elsewhere."""
+    dense = PlannedModels(dataclasses.replace(published.architecture("Llama-3.1-70B"), num_layers=2))
+    config = Config.model_validate(
+        {"model": {"path": "x"}, "actor": {"megatron": {"tensor_model_parallel_size": 16}, "use_kl_loss": False}}
+    )
+    work = Workload.of(config, dense)
+    hidden = work.samples * (config.data.max_prompt_length + config.data.max_response_length) * 8192 * 2
+    found = {item.name: item.size for item in border_traffic(config, dense, work, 16)}
+    assert found["tensor"] == 4 * 2 * 2 * 15 / 16 * hidden * (1 + 2)
+    sparse = PlannedModels(dataclasses.replace(published.architecture("Qwen3-30B-A3B"), num_layers=2))
+    config = Config.model_validate(
+        {"model": {"path": "x"}, "actor": {"megatron": {"expert_model_parallel_size": 16}, "use_kl_loss": False}}
+    )
+    work = Workload.of(config, sparse)
+    found = {item.name: item.size for item in border_traffic(config, sparse, work, 16)}
+    assert found["experts"] == pytest.approx(2 * 8 * 2 / 2 * hidden / 4 * (1 + 1))  # h 2048
+
+
+@pytest.mark.slow
+def test_the_pipelines_bytes_are_what_real_ranks_send(tmp_path: Path) -> None:
+    """pp 2 in float32. Stage 0 sends the 64 hidden states of each token, and stage 1 as many gradients back."""
+    folder = tiny.make_model(tmp_path / "model", "qwen2")
+    ranks = worlds.run(traffic_ranks.sent, 2, folder=folder, lengths=LENGTHS)
+    arch = read_architecture(folder)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train_batch_size": 2, "max_prompt_length": 4, "max_response_length": 22},
+            "actor": {"megatron": {"pipeline_model_parallel_size": 2}, "use_kl_loss": False},
+            "rollout": {"n": 2},
+            "trainer": {"n_gpus_per_node": 1, "nnodes": 2},
+        }
+    )
+    assert sum(LENGTHS) == 4 * 26
+    assert ranks == [sum(LENGTHS) * arch.hidden_size * 4] * 2
+    assert sizes(config, PlannedModels(arch), 2)["pipeline"] == sum(ranks)
+
+
+def test_architectures_of_published_rows_are_the_real_sizes() -> None:
+    """Billions of parameters, from the names."""
+    for name, config in published.MODELS.items():
+        size = architecture_of(config).num_parameters() / 1e9
+        stated = float(name.split("-")[-1 if "Llama" in name or name == "Qwen2-7B" else 1].rstrip("B"))
+        assert size == pytest.approx(stated, rel=0.1), name
