@@ -26,6 +26,9 @@ class Prompt:
     `uid` never changes between runs (it seeds the sampling). `reward` names the reward function of its completions; "": an
     environment gives the rewards; BY_MODEL: only reward models do. `question` is what the data file asks: `text` without chat
     template and task prompt.
+
+    `columns`, `data_source` and `messages` are for reward functions only. They stay on the rank that made the prompt: no
+    exchange and no checkpoint has them.
     """
 
     uid: str
@@ -36,6 +39,11 @@ class Prompt:
     reward: str
     extra: Mapping[str, object] = field(default_factory=dict)
     question: str | list[dict[str, Any]] = field(default="", kw_only=True, compare=False)  # text or chat messages
+    columns: Mapping[str, object] = field(default_factory=dict, kw_only=True, compare=False)  # the row, as JSON values
+    data_source: str = field(default="", kw_only=True, compare=False)  # the row's "data_source"; "": it has none
+    messages: list[dict[str, Any]] | None = field(
+        default=None, kw_only=True, compare=False
+    )  # None: a plain text prompt
     pass_rate: float | None = field(default=None, kw_only=True)  # of data.sampling.pass_rates
     weight: float = field(default=1.0, kw_only=True)  # how often it is drawn, relative to the other prompts
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from grpo_megatron.checks.epochs import steps_of_epochs
+from grpo_megatron.checks.sources import sources_of
 from grpo_megatron.config import Config, TrainerConfig
+from grpo_megatron.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -21,12 +23,27 @@ def data_lines(config: Config, checked: Checked) -> Iterator[tuple[str, str]]:
     if trainer.total_training_steps:
         rows = len(checked.train_prompts) or len(checked.offline_groups)
         noun = "row" if config.algorithm.source == "file" else "prompt"
-        yield ("training", f"{_found(rows, noun)} of task {config.data.task}; {_duration(config, rows)}")
+        tasks = ", ".join(dict.fromkeys(source.data.task for source in sources_of(config)))
+        yield ("training", f"{_found(rows, noun)} of task {tasks}; {_duration(config, rows)}")
+        if isinstance(checked.train_prompts, Mixture):
+            yield from _source_lines(config, checked.train_prompts)
     if checked.val_prompts:
         yield ("validation", f"{counted(len(checked.val_prompts), 'prompt')}, {_validation_times(trainer)}")
     if checked.val_loss_groups:
         yield ("validation loss", f"{counted(len(checked.val_loss_groups), 'row')}, {_validation_times(trainer)}")
     yield ("output", str(trainer.output_dir))
+
+
+def _source_lines(config: Config, mixture: Mixture) -> Iterator[tuple[str, str]]:
+    """The share of each source, and how often each of its prompts is seen."""
+    total = sum(source.weight for source in mixture.sources)
+    tasks = {source.name: source.data.task for source in sources_of(config)}
+    trainer, batch = config.trainer, config.data.train_batch_size
+    steps = steps_of_epochs(config, len(mixture)) or trainer.total_training_steps
+    for source in mixture.sources:
+        share, count = source.weight / total, len(source.prompts)
+        drawn = f"{share:.1%} = {batch * share:.1f} per step = {steps * batch * share / count:.2f} epochs"
+        yield f"  {source.name}"[:17], f"{counted(count, 'prompt')} of task {tasks[source.name]}; {drawn}"
 
 
 def _duration(config: Config, rows: int) -> str:

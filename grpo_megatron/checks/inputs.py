@@ -7,35 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.checks.components import reward_name
-from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.problems import ProblemList, Problems
+from grpo_megatron.checks.prompt_inputs import check_rows, named_key
 from grpo_megatron.checks.scored_rows import read_scored_groups, trains_scores
 from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
-from grpo_megatron.data.prompts import (
-    OfflineGroup,
-    SupervisedExample,
-    load_offline_groups,
-    load_prompts,
-    load_supervised,
-)
-from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.dataset_folder import is_there
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import read_written
+from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample, load_offline_groups, load_supervised
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import check_hf
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.regular import special_file_in
-from grpo_megatron.types import BY_MODEL, Prompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -80,13 +70,17 @@ def only_present(config: Config) -> Config:
     """The config without the data files that this machine lacks. Used when the plan is for another machine."""
 
     def present(files: list[Path]) -> list[Path]:
-        return [file for file in files if file.exists()]
+        return [file for file in files if is_there(file)]
 
     data, sft = config.data, config.sft
     names = ("train_files", "val_files", "val_loss_files")
     files: dict[str, Any] = {name: present(getattr(data, name)) for name in names}
     if data.sampling.pass_rates is not None and not data.sampling.pass_rates.exists():
         files["sampling"] = SamplingConfig()
+    files["sources"] = [
+        source.model_copy(update={"files": present(source.files), "val_files": present(source.val_files)})
+        for source in data.sources
+    ]
     warmup = {"train_files": present(sft.train_files)}
     return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warmup)})
 
@@ -94,11 +88,11 @@ def only_present(config: Config) -> Config:
 def missing_keys(config: Config) -> Problems:
     """The keys of the data that this run needs are set."""
     trainer = config.trainer
-    if trainer.total_training_steps and not config.data.train_files:
-        yield f"trainer.total_training_steps={trainer.total_training_steps} needs prompts; set data.train_files"
     data = config.data
+    if trainer.total_training_steps and not data.train_files and not data.sources:
+        yield f"trainer.total_training_steps={trainer.total_training_steps} needs prompts; set data.train_files"
     if (trainer.val_before_train or trainer.test_freq > 0) and not (
-        data.val_files or data.val_tasks or data.val_loss_files
+        data.has_prompts_to_validate or data.val_loss_files
     ):
         yield (
             f"trainer.val_before_train={str(trainer.val_before_train).lower()}, trainer.test_freq={trainer.test_freq}:"
@@ -159,77 +153,23 @@ def _tokenizer_problems(tokenizer: Any, path: Path, data: DataConfig, arch: Arch
         )
 
 
-def read_train_prompts(
-    config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None
-) -> list[Prompt]:
-    """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one."""
-    if not config.trainer.total_training_steps or config.algorithm.source == "file":
-        return []
-    files = config.data.train_files
-    reward = reward_name(config.reward) if config.has_rule else BY_MODEL
-    prompts = _read_prompts(config, "data.train_files", files, tokenizer, None, environment, reward)
-    if config.data.sampling.pass_rates is None:
-        return prompts
-    if not prompts:  # there is no tokenizer, or no file on this machine
-        read_pass_rates(config.data.sampling.pass_rates)
-        return prompts
-    return select_prompts(prompts, config.data.sampling)
-
-
-def read_val_prompts(
-    config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None
-) -> list[Prompt]:
-    """The prompts of `data.val_files`. `environment` is that of the rollouts, if there is one."""
-    data = config.data
-    reward, most = reward_name(config.reward), data.val_max_samples
-    return _read_prompts(config, "data.val_files", data.val_files, tokenizer, most, environment, reward)
-
-
-def _read_prompts(
-    config: Config,
-    key: str,
-    files: Sequence[Path],
-    tokenizer: Any | None,
-    max_samples: int | None,
-    environment: CheckedEnvironment | None,
-    reward: str | None,
-) -> list[Prompt]:
-    """If the tokenizer could not be read, the files are checked and no prompt is made."""
-    if not files:
-        return []
-    task = get_task(config.data.task)
-    read_row = task.read_unanswered if reward == BY_MODEL else task.read_row
-    if tokenizer is None:
-        _check_rows(key, files, read_row)
-        return []
-    renderer = environment.renderer if environment else None
-    reward = "" if environment and environment.gives_rewards else reward
-    try:
-        return load_prompts(config.data, files, tokenizer, reward, max_samples=max_samples, renderer=renderer)
-    except ConfigError as error:
-        _check_rows(key, files, read_row)  # reports every wrong file; load_prompts stops at the first
-        raise ConfigError(f"{key}: {error}") from error
-
-
 def read_supervised(
     config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
-) -> list[SupervisedExample]:
+) -> Sequence[SupervisedExample]:
     """The rows of the supervised warmup, as token ids. `renderer` is that of the rollouts, if they have several turns."""
     key, files = "sft.train_files", config.sft.train_files
     if not config.sft.steps or not files:
         return []
     if tokenizer is None:
-        _check_rows(key, files, lambda row: read_written(row, ["response"]))
+        check_rows(key, files, lambda row: read_written(row, ["response"]))
         return []
-    try:
+    with named_key(key):
         return load_supervised(config.data, files, tokenizer, renderer)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 def read_offline_groups(
     config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
-) -> list[OfflineGroup]:
+) -> Sequence[OfflineGroup]:
     """The rows of algorithm.source=file: a prompt with its response, or with a chosen and a rejected one for DPO.
 
     `renderer` is that of the rollouts, if they have several turns.
@@ -241,14 +181,14 @@ def read_offline_groups(
 
 def read_val_loss_groups(
     config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
-) -> list[OfflineGroup]:
+) -> Sequence[OfflineGroup]:
     """The rows of `data.val_loss_files`, of the kind that `read_offline_groups` reads for the same loss."""
     return _read_written(config, "data.val_loss_files", config.data.val_loss_files, tokenizer, renderer)
 
 
 def _read_written(
     config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, renderer: TurnRenderer | None
-) -> list[OfflineGroup]:
+) -> Sequence[OfflineGroup]:
     """If the tokenizer could not be read, the files are checked and there are no groups."""
     if not files:
         return []
@@ -257,21 +197,10 @@ def _read_written(
     pairs = policy_losses.facts(config.actor.loss_mode).paired
     fields = {"chosen": 1.0, "rejected": 0.0} if pairs else {"response": 1.0}
     if tokenizer is None:
-        _check_rows(key, files, lambda row: read_written(row, list(fields)))
+        check_rows(key, files, lambda row: read_written(row, list(fields)))
         return []
     try:
         return load_offline_groups(config.data, files, tokenizer, fields, renderer)
     except ConfigError as error:
         wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"} or {"messages"}'
         raise ConfigError(f"{key}: {error} (actor.loss_mode={config.actor.loss_mode} reads rows {wanted})") from error
-
-
-def _check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:
-    """Raise one ConfigError for all files that cannot be read or have wrong rows."""
-    problems = ProblemList()
-    for file in files:
-        try:
-            read_rows(file, parse)
-        except ConfigError as error:
-            problems.add([f"{key}: {error}"])
-    problems.raise_if_any()

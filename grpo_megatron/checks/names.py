@@ -12,6 +12,7 @@ from grpo_megatron.checks.components import component_problems, judge_problems, 
 from grpo_megatron.checks.critic import has_critic
 from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.problems import Problems
+from grpo_megatron.checks.sources import SourceFiles, reward_names_of, sources_of
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.registry import Registry
@@ -49,34 +50,42 @@ def name_problems(config: Config) -> Problems:
     if config.reward.components:
         yield from component_problems(config)
         return
-    name = config.reward.function or get_task(config.data.task).reward or ""
-    if name == COMPOSITE:
-        yield f"reward.function={name!r} is the sum of reward.components; set those, and leave reward.function out"
-        return
-    try:
-        check_reward(name, config.reward.kwargs)
-    except ValueError as error:
-        yield f"reward.function: {error}"
-    yield from (f"reward.kwargs: {problem}" for problem in judge_problems(name, config.reward.kwargs, config.reward))
+    named = [pair for source in sources_of(config) for pair in reward_names_of(source, config.reward.function)]
+    for key, name in dict.fromkeys(named):
+        if name == COMPOSITE:
+            yield f"{key}={name!r} is the sum of reward.components; set those, and leave reward.function out"
+            continue
+        try:
+            check_reward(name, config.reward.kwargs)
+        except ValueError as error:
+            yield f"{key}: {error}"
+        yield from (
+            f"reward.kwargs: {problem}" for problem in judge_problems(name, config.reward.kwargs, config.reward)
+        )
 
 
 def task_problem(config: Config) -> str | None:
-    """Why `data.task` cannot be used. None: it can, and something gives rewards for what the run draws."""
+    """Why a task of the data cannot be used. None: all can, and something gives rewards for what the run draws."""
+    return next(filter(None, (_problem_of_task(config, source) for source in sources_of(config))), None)
+
+
+def _problem_of_task(config: Config, source: SourceFiles) -> str | None:
+    key = "data.task" if source.name is None else f"{source.key}: task"
+    name = source.data.task
     try:
-        task = get_task(config.data.task)
+        task = get_task(name)
         if not config.draws:
             return None
         if task.multi_turn.environment and not config.rollout.multi_turn.environment:
             return (
-                f"data.task={config.data.task!r} plays an environment in the scripted evaluation, and"
+                f"{key}={name!r} plays an environment in the scripted evaluation, and"
                 " rollout.multi_turn.environment is not set; set rollout.multi_turn to the task's multi_turn"
             )
-        if task.reward is None and reward_name(config.reward) is None and not grades_itself(config):
-            return f"data.task={config.data.task!r} has no reward of its own; set reward.function"
+        given = source.reward or reward_name(config.reward)
+        if not task.reward_names and given is None and not grades_itself(config):
+            return f"{key}={name!r} has no reward of its own; set reward.function"
     except ValueError as error:
-        return f"data.task: {error}"
+        return f"{key}: {error}"
     except Exception as error:  # whatever the user's module raises while it is imported
-        return (
-            f"data.task={config.data.task!r}: importing it raised {type(error).__name__}: {error}; correct the module"
-        )
+        return f"{key}={name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
     return None

@@ -29,7 +29,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("model", "path tokenizer_path family dtype", FIXED),
     **_keys("ref", "path", FIXED),
     # A checkpoint holds a position in the prompts. These decide which prompts there are, and their order.
-    **_keys("data", "task train_files shuffle seed", FIXED),
+    **_keys("data", "task train_files sources shuffle seed", FIXED),
     **_keys("data.sampling", "pass_rates weight uniform_share", FIXED),
     **_keys("data.sampling", "min_pass_rate max_pass_rate default_pass_rate", FIXED),
     **_keys("data", "max_prompt_length filter_overlong_prompts", FIXED),

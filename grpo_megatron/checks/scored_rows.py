@@ -10,9 +10,9 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.prompts import OfflineGroup
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.scored import PAIR_ROWS, STEP_ROWS, load_pairs, load_steps, read_pairs, read_steps
+from grpo_megatron.data.written_groups import OfflineGroup
 from grpo_megatron.models.families import read_config
 
 
@@ -23,7 +23,7 @@ def trains_scores(config: Config) -> bool:
 
 def read_scored_groups(
     config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, renderer: TurnRenderer | None
-) -> list[OfflineGroup]:
+) -> Sequence[OfflineGroup]:
     """The rows of `files` for the loss. If the tokenizer could not be read, the files are checked and there are no groups."""
     separator, of_steps = (
         config.reward_model.step_separator,

@@ -32,6 +32,7 @@ from grpo_megatron.checks.passes import sharing_problems
 from grpo_megatron.checks.passthrough import transformer_problems
 from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
+from grpo_megatron.checks.prompt_inputs import read_train_prompts, read_val_prompts
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_call import RewardCall, call_rewards
 from grpo_megatron.checks.reward_model import (
@@ -44,8 +45,10 @@ from grpo_megatron.checks.reward_model import (
 )
 from grpo_megatron.checks.score_head import read_scored_model, score_head_problems
 from grpo_megatron.checks.scored_rows import trains_scores
-from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
+from grpo_megatron.checks.sources import source_problems, with_recognised_tasks
+from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.data.item_table import one_of_each
+from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.evaluation.validation import read_task_prompts
@@ -63,21 +66,26 @@ class Checked:
     arch: Architecture
     has_weights: bool  # false only in a dry run
     tokenizer: Any  # None only in a dry run for another machine
-    train_prompts: list[Prompt]
+    train_prompts: Sequence[Prompt]  # made when they are read (data/item_table.py)
     val_prompts: list[Prompt]
-    supervised_rows: list[SupervisedExample]
-    offline_groups: list[OfflineGroup] = field(default_factory=list)  # algorithm.source=file: instead of train_prompts
+    supervised_rows: Sequence[SupervisedExample]
+    offline_groups: Sequence[OfflineGroup] = field(
+        default_factory=list
+    )  # algorithm.source=file: instead of train_prompts
     reward_folder: RewardFolder | None = None  # reward_model.path
     reward_folders: dict[str, RewardFolder] = field(default_factory=dict)  # reward_models
     scored_folder: RewardFolder | None = field(default=None, kw_only=True)  # model.path, where a scalar head is trained
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     first_messages: list[ChatMessage] = field(default_factory=list)  # of that environment, if it was to be called
     reward_calls: list[RewardCall] = field(default_factory=list)  # on real rows, if the rewards were to be called
-    val_loss_groups: list[OfflineGroup] = field(default_factory=list)  # data.val_loss_files
+    val_loss_groups: Sequence[OfflineGroup] = field(default_factory=list)  # data.val_loss_files
     critic_folder: RewardFolder | None = None  # critic.path
+    data: DataConfig | None = field(default=None, kw_only=True)  # with the tasks that were recognised
 
     def resolved(self, config: Config) -> Config:
-        """The config with the training steps that `trainer.total_epochs` means."""
+        """The config with the training steps that `trainer.total_epochs` means, and the tasks that were recognised."""
+        if self.data is not None:
+            config = config.model_copy(update={"data": self.data})
         return with_total_steps(config, len(self.train_prompts or self.offline_groups))
 
     @property
@@ -101,6 +109,8 @@ def validate(
     on a row of the data, in a worker process; one process of a run is enough.
     """
     problems = ProblemList()
+    config = with_recognised_tasks(config)
+    data = config.data
     scored_folder = None
     if trains_scores(config):
         scored_folder = problems.attempt(read_scored_model, config)
@@ -122,6 +132,7 @@ def validate(
     problems.add(sampling_problems(config))
     problems.add(stop_problems(config.rollout, arch))
     problems.add(name_problems(config))
+    problems.add(source_problems(config) if task_problem(config) is None else [])
     problems.add(score_head_problems(config))
     problems.add(curation_problems(config))
     problems.add(sharing_problems(config, arch))
@@ -164,9 +175,9 @@ def validate(
     train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = val_loss_groups = None
     if task_problem(config) is None:  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer, environment)
+        train_prompts = problems.attempt(read_train_prompts, config, tokenizer, environment, is_plan=dry_run)
         offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer, renderer)
-        val_prompts = problems.attempt(inputs.read_val_prompts, config, tokenizer, environment)
+        val_prompts = problems.attempt(read_val_prompts, config, tokenizer, environment)
         if config.data.val_tasks:
             task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
         supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
@@ -183,9 +194,9 @@ def validate(
     assert arch is not None
     messages = calls = None
     if rehearsed:
-        prompts = [*(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
+        prompts = [*one_of_each(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
         calls = problems.attempt(call_rewards, config, prompts)
-        messages = problems.attempt(rehearse, config, [*(train_prompts or []), *(val_prompts or [])])
+        messages = problems.attempt(rehearse, config, [*one_of_each(train_prompts or []), *(val_prompts or [])])
         problems.raise_if_any()
     if not dry_run:
         problems.add(phase_shortages(config, world_size, arch, reward_folders, critic_folder))
@@ -206,6 +217,7 @@ def validate(
         val_loss_groups or [],
         scored_folder=scored_folder,
         critic_folder=critic_folder,
+        data=data,
     )
 
 

@@ -102,8 +102,9 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     checked = validate(
         config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
     )
-    if config.trainer.total_epochs is not None:
-        config = checked.resolved(config)
+    by_epochs = config.trainer.total_epochs is not None
+    config = checked.resolved(config)
+    if by_epochs:
         _check_profiled(args.profile, config.trainer.total_training_steps)
         if not args.dry_run and _has_nothing_to_do(config):
             return 0

@@ -17,7 +17,7 @@ from grpo_megatron.config.algorithm import (
     RolloutCorrection,
 )
 from grpo_megatron.config.critic import CriticConfig
-from grpo_megatron.config.data import DataConfig, SamplingConfig, SftConfig
+from grpo_megatron.config.data import DataConfig, DataSource, SamplingConfig, SftConfig
 from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
 from grpo_megatron.config.reward_model import RewardModelConfig, ScoringModel
@@ -37,6 +37,7 @@ __all__ = [
     "ConfigError",
     "CriticConfig",
     "DataConfig",
+    "DataSource",
     "FilterGroups",
     "Fp8Config",
     "Gate",
@@ -106,4 +107,4 @@ class Config(Section):
         data, trainer = self.data, self.trainer
         validates = trainer.val_before_train or trainer.test_freq > 0
         trains_on_drawn = trainer.total_training_steps > 0 and self.algorithm.source != "file"
-        return trains_on_drawn or (validates and bool(data.val_files or data.val_tasks))
+        return trains_on_drawn or (validates and data.has_prompts_to_validate)

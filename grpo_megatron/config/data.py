@@ -26,9 +26,27 @@ class SamplingConfig(Section):
     default_pass_rate: float | None = Field(None, ge=0, le=1)  # of prompts that the file lacks; null: an error
 
 
+class DataSource(Section):
+    """One of several data sets of a run. Draws follow the weights exactly: data/mixture.py."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")  # in metrics and uids
+    files: Files  # to train on, as data.train_files
+    val_files: Files = []  # as data.val_files
+    weight: float | None = Field(
+        None, gt=0, le=1e9
+    )  # its share of the prompts, relative to the others; null: its number of rows
+    task: str | None = None  # null: data.task
+    reward: str | None = None  # null: reward.function or reward.components; else the task's
+    system_prompt: str | None = None  # null: data.system_prompt
+
+
 class DataConfig(Section):
-    task: str = "gsm8k"  # how rows become prompts: a built-in task, a task file, or module:function (data/tasks.py)
-    train_files: Files = []  # .jsonl, .json or .csv, read in this order; a path, a pattern (data/*.jsonl), or a list of them
+    # How rows become prompts: a built-in task, a task file, or module:function (data/tasks.py). Where it is not set, rows in
+    # verl's and TRL's form are recognised.
+    task: str = "gsm8k"
+    # .jsonl, .json, .csv, .parquet, .arrow or a folder of Hugging Face `datasets`, in this order: a path, a pattern or a list
+    train_files: Files = []
+    sources: list[DataSource] = []  # several data sets, with weights; instead of train_files
     val_files: Files = []
     train_batch_size: Count = 512
     gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
@@ -45,6 +63,10 @@ class DataConfig(Section):
     apply_chat_template: bool = True  # false: the task's plain text prompt
     chat_template: Path | None = None  # Jinja file; null: the tokenizer's template
     system_prompt: str | None = None  # null: the task's system prompt
+
+    @property
+    def has_prompts_to_validate(self) -> bool:
+        return bool(self.val_files or self.val_tasks or any(source.val_files for source in self.sources))
 
 
 class SftConfig(Section):

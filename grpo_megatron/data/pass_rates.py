@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError, SamplingConfig
 from grpo_megatron.data.questions import problem_digest
+from grpo_megatron.data.row_prompt import RowPrompt
 from grpo_megatron.data.rows import missing_field, read_question, read_rows, text_field, type_name
 from grpo_megatron.types import Prompt
 
@@ -69,6 +70,7 @@ def select_prompts(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[
     Raises ConfigError: an unreadable file, prompts that it lacks, no prompt in the range, or no weight above 0.
     """
     assert sampling.pass_rates is not None
+    prompts = list(prompts)
     key = f"data.sampling.pass_rates={str(sampling.pass_rates)!r}"
     measured = _measured(prompts, sampling, key)
     low, high = sampling.min_pass_rate, sampling.max_pass_rate
@@ -88,9 +90,15 @@ def select_prompts(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[
         )
     share = sampling.uniform_share
     return [
-        replace(prompt, pass_rate=one.rate, weight=(1 - share) * weight / mean + share)
+        _with_rate(prompt, one.rate, (1 - share) * weight / mean + share)
         for (prompt, one), weight in zip(kept, weights, strict=True)
     ]
+
+
+def _with_rate(prompt: Prompt, rate: float, weight: float) -> Prompt:
+    if isinstance(prompt, RowPrompt):
+        return prompt.with_rate(rate, weight)
+    return replace(prompt, pass_rate=rate, weight=weight)
 
 
 def _measured(prompts: Sequence[Prompt], sampling: SamplingConfig, key: str) -> list[Measured]:

@@ -1,31 +1,42 @@
-"""Prompts: rows of a task's files -> token ids, through the tokenizer's chat template or as plain text.
+"""Prompts: rows of a task's files -> prompts, through the tokenizer's chat template or as plain text.
 
-The supervised warmup renders its rows in the same way, so both phases see the same prompts.
+All rows are checked, and the lengths of all prompts are measured, before the run (survey.py). A prompt itself is made when
+it is read (item_table.py). Rows with responses are rendered in the same way (written_groups.py), so the supervised warmup
+sees the same prompts.
 """
 
 from __future__ import annotations
 
 import logging
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.data.item_table import ITEM_BITS, ItemTable, kept_items
 from grpo_megatron.data.rendering import encode_prompts, render_chat
-from grpo_megatron.data.rows import Question, read_rows
+from grpo_megatron.data.row_prompt import RowPrompt
+from grpo_megatron.data.row_set import RowSet
+from grpo_megatron.data.rows import Messages, Question
+from grpo_megatron.data.survey import Numbers, Survey
+from grpo_megatron.data.survey_key import survey_key
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
-from grpo_megatron.data.written import Written, WrittenResponse, read_written, render_written
 from grpo_megatron.types import BY_MODEL, Prompt
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
-WrittenGroup = tuple[Question, list[Written], Sequence[Any]]  # a question, its responses, a reward (or labels) of each
-OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
+SAMPLED_FROM = 200_000  # rows from which on a plan measures a sample
+SAMPLED_PER_CHUNK = 8  # prompts of each chunk of the survey
+UNMEASURED = -1
+
+ParsedRow = tuple[Question, str, str, dict[str, Any]]  # question, answer, reward, row
 
 
 def load_prompts(
@@ -35,116 +46,120 @@ def load_prompts(
     reward_override: str | None = None,
     max_samples: int | None = None,
     renderer: TurnRenderer | None = None,
-) -> list[Prompt]:
+    *,
+    source: str | None = None,
+    is_plan: bool = False,
+) -> ItemTable[Prompt]:
     """The prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
     A prompt longer than data.max_prompt_length tokens is dropped and counted. With data.filter_overlong_prompts=false it
-    is an error. `uid` is "source/file stem/row number"; row numbers start at 0 and count dropped rows. Only the first
+    is an error. `uid` is "source/file/row number"; row numbers start at 0 and count dropped rows. Only the first
     `max_samples` rows over all files are used. Raises ConfigError.
 
     `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
     the task's chat as "messages". `reward_override=""`: no reward function scores them. BY_MODEL: nor have they an answer.
+    `source`: the name in data.sources, instead of the task's. `is_plan`: nothing is drawn, so of SAMPLED_FROM rows and more
+    only a sample of the lengths is measured, and no prompt is dropped.
     """
     task = get_task(data.task)
-    reward = task.reward if reward_override is None else reward_override
-    if reward is None:
+    if reward_override is None and task.reward is None and not task.rewards:
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
-    read = task.read_unanswered if reward == BY_MODEL else task.read_row
-    rows = _read_files(files, task, lambda row: (*read(row), row))[:max_samples]
-    tools = renderer.tools if renderer else ()
-    texts = [render_prompt(data, task, question, tokenizer, uid, tools) for uid, (question, _, _) in rows]
-    encoded = _encode_and_check(data, texts, tokenizer)
-    prompts = [
-        Prompt(
-            uid,
-            tuple(ids),
-            text,
-            answer,
-            task.name,
-            reward,
-            _extra(data, task, question, row) if renderer else {},
-            question=question,
-        )
-        for (uid, (question, answer, row)), text, ids in zip(rows, texts, encoded, strict=True)
-    ]
-    fits = [len(prompt.prompt_ids) <= data.max_prompt_length for prompt in prompts]
+    rows = RowSet(files, source or task.name)
+    used = min(len(rows), max_samples or len(rows))
+    per_chunk = SAMPLED_PER_CHUNK if is_plan and len(rows) >= SAMPLED_FROM else None
+    reader = PromptReader(data, task, rows, tokenizer, reward_override, renderer, source, used, per_chunk)
+    kind = ["prompts", reward_override, used, per_chunk]
+    key = survey_key(kind, rows.paths, task, data, tokenizer, renderer)
+    lengths, kinds = Survey(rows, reader.parse, reader.measure, key).run()[:used].T
+    measured = int((lengths != UNMEASURED).sum())
     what = f"prompts are longer than {data.max_prompt_length} tokens"
-    return _drop_overlong(data, prompts, fits, what, [prompt.uid for prompt in prompts])
+    kept = kept_items(data, lengths <= data.max_prompt_length, what, rows.uid, measured)
+    if kept is None or per_chunk is not None:
+        return ItemTable(rows, reader.make, None, used, first_of_each(kinds))
+    return ItemTable(rows, reader.make, kept << ITEM_BITS, len(kept), first_of_each(kinds[kept]))
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Makes the prompts of a RowSet: the arguments of `load_prompts`, with what was read for them."""
+
+    data: DataConfig
+    task: Task
+    rows: RowSet
+    tokenizer: Any
+    reward: str | None
+    renderer: TurnRenderer | None
+    source: str | None
+    used: int  # rows of which prompts are made; all are checked
+    per_chunk: int | None  # prompts of a chunk that are measured; None: all
+
+    def parse(self, row: dict[str, Any]) -> ParsedRow:
+        """Raises ValueError for a row that the task cannot read, or that no reward can grade."""
+        return parsed_row(self.task, self.reward, row)
+
+    def measure(self, parsed: list[tuple[int, ParsedRow]]) -> Numbers:
+        """[rows, 2]: the prompt's length in tokens, or UNMEASURED; the number of its reward."""
+        numbers = np.full((len(parsed), 2), UNMEASURED, np.int32)
+        names = self.task.reward_names
+        numbers[:, 1] = [names.index(reward) if reward in names else 0 for _, (_, _, reward, _) in parsed]
+        measured = [(number, row[0]) for number, row in parsed[: self.per_chunk] if number < self.used]
+        texts = [self.text(number, question) for number, question in measured]
+        if measured and measured[0][0] == 0:
+            check_round_trip(texts[0], self.tokenizer)
+        encoded = encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
+        numbers[: len(encoded), 0] = [len(ids) for ids in encoded]
+        return numbers
+
+    def make(self, number: int, row: dict[str, Any], item: int) -> Prompt:
+        question, answer, reward, row = self.parse(row)
+        named = source_of_row(row) if self.task.rewards else ""
+        return RowPrompt.of(
+            partial(self.text, number, question),
+            self.encode,
+            uid=self.rows.uid(number),
+            answer=answer,
+            source=self.source or named or self.task.name,
+            reward=reward,
+            extra=_extra(self.data, self.task, question, row) if self.renderer else {},
+            question=question,
+            columns=row,
+            data_source=source_of_row(row),
+            messages=chat_of(self.data, self.task, question),
+        )
+
+    def text(self, number: int, question: Question) -> str:
+        tools = self.renderer.tools if self.renderer else ()
+        return render_prompt(self.data, self.task, question, self.tokenizer, self.rows.uid(number), tools)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(encode_prompts([text], self.tokenizer, is_chat=self.data.apply_chat_template)[0])
+
+
+def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow:
+    """`reward` replaces that of the task. Raises ValueError."""
+    question, answer = task.read_unanswered(row) if reward == BY_MODEL else task.read_row(row)
+    return question, answer, task.reward_of(row, answer) if reward is None else reward, row
+
+
+def first_of_each(kinds: Numbers) -> list[int]:
+    """The place of the first of each number, in order."""
+    return sorted(np.unique(kinds, return_index=True)[1].tolist())
+
+
+def chat_of(data: DataConfig, task: Task, question: Question) -> Messages | None:
+    """The messages that the chat template renders; None for a plain text prompt."""
+    return task.messages(question, system_prompt=data.system_prompt) if data.apply_chat_template else None
+
+
+def source_of_row(row: Mapping[str, Any]) -> str:
+    """The row's "data_source", verl's name of the data set; "" where it has none."""
+    source = row.get("data_source")
+    return source if isinstance(source, str) else ""
 
 
 def _extra(data: DataConfig, task: Task, question: Question, row: dict[str, Any]) -> dict[str, Any]:
     """What an environment's reset reads."""
     return {"row": {**row, "messages": task.messages(question, system_prompt=data.system_prompt)}}
-
-
-def load_supervised(
-    data: DataConfig, files: Sequence[Path], tokenizer: Any, renderer: TurnRenderer | None = None
-) -> list[SupervisedExample]:
-    """(prompt ids, response) of rows {"prompt", "response"} or {"messages"}, in order.
-
-    Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
-    `renderer` is that of the rollouts, if they have several turns. Raises ConfigError.
-    """
-    groups = load_offline_groups(data, files, tokenizer, {"response": 1.0}, renderer)
-    return [(list(prompt.prompt_ids), responses[0]) for prompt, responses, _ in groups]
-
-
-def load_offline_groups(
-    data: DataConfig,
-    files: Sequence[Path],
-    tokenizer: Any,
-    fields: Mapping[str, float],
-    renderer: TurnRenderer | None = None,
-) -> list[OfflineGroup]:
-    """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
-
-    `fields` is {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
-    `load_supervised`.
-    """
-    rewards = list(fields.values())
-    return load_written_groups(
-        data, files, tokenizer, lambda row: [(*read_written(row, list(fields)), rewards)], None, renderer
-    )
-
-
-def load_written_groups(
-    data: DataConfig,
-    files: Sequence[Path],
-    tokenizer: Any,
-    read: Callable[[dict[str, Any]], list[WrittenGroup]],
-    label: Callable[[WrittenResponse, Any], WrittenResponse] | None,
-    renderer: TurnRenderer | None = None,
-) -> list[OfflineGroup]:
-    """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
-
-    `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
-    """
-    task = get_task(data.task)
-    per_row = _read_files(files, task, read)
-    rows = [(uid, group) for uid, row_groups in per_row for group in row_groups]
-    tools = renderer.tools if renderer else ()
-    texts = [render_prompt(data, task, question, tokenizer, f"row {uid}", tools) for uid, (question, _, _) in rows]
-    encoded = _encode_and_check(data, texts, tokenizer)
-    responses = iter(
-        _render_responses([one for _, (_, written, _) in rows for one in written], data, tokenizer, renderer)
-    )
-    groups: list[OfflineGroup] = []
-    for (uid, (_, written, rewards)), text, ids in zip(rows, texts, encoded, strict=True):
-        row_responses = [next(responses) for _ in written]
-        if label is not None:
-            try:
-                row_responses = [label(one, reward) for one, reward in zip(row_responses, rewards, strict=True)]
-            except ValueError as error:
-                raise ConfigError(f"row {uid}: {error}") from error
-            rewards = [sum(value for _, value in one.labels) / len(one.labels) for one in row_responses]
-        groups.append((Prompt(uid, tuple(ids), text, "", task.name, ""), row_responses, list(rewards)))
-    fits = [
-        len(prompt.prompt_ids) <= data.max_prompt_length
-        and all(len(response) <= data.max_response_length for response in row_responses)
-        for prompt, row_responses, _ in groups
-    ]
-    what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"
-    return _drop_overlong(data, groups, fits, what, [f"row {number}" for number in range(len(groups))])
 
 
 def render_prompt(
@@ -180,76 +195,8 @@ def render_prompt(
         raise ConfigError(f'{error} (a template without system turns: set data.system_prompt="")') from error
 
 
-def _read_files(files: Sequence[Path], task: Task, parse: Callable[[dict[str, Any]], T]) -> list[tuple[str, T]]:
-    """(uid, parsed row) of all files, in order."""
-    _check_files(files)
-    rows: list[tuple[str, T]] = []
-    for file in map(Path, files):
-        rows += [(f"{task.name}/{file.stem}/{number}", row) for number, row in enumerate(read_rows(file, parse))]
-    return rows
-
-
-def _render_responses(
-    written: list[Written], data: DataConfig, tokenizer: Any, renderer: TurnRenderer | None
-) -> list[WrittenResponse]:
-    """The responses in order. Texts end with the end-of-sequence token, turns with the template's end of turn."""
-    eos = tokenizer.eos_token_id
-    texts = [one for one in written if isinstance(one, str)]
-    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-    if len(texts) < len(written):
-        if not data.apply_chat_template:
-            raise ConfigError(
-                "responses of several turns are rendered by a chat template; set data.apply_chat_template=true"
-            )
-        renderer = renderer or TurnRenderer(tokenizer, where="rows with messages")
-        roles = {message["role"] for one in written if not isinstance(one, str) for message in one}
-        for role in sorted(roles - {"assistant"}):
-            renderer.check(role)
-    responses = []
-    for one in written:
-        if isinstance(one, str):
-            ids = next(encoded)
-            responses.append(WrittenResponse(ids if ids[-1:] == [eos] else [*ids, eos]))
-        else:
-            assert renderer is not None
-            responses.append(render_written(one, renderer))
-    return responses
-
-
-def _check_files(files: Sequence[Path]) -> None:
-    if not files:
-        raise ConfigError("no data files; set data.train_files (data.val_files, sft.train_files)")
-    stems: dict[str, Path] = {}
-    for file in map(Path, files):
-        if file.stem in stems:
-            raise ConfigError(
-                f"data files {str(stems[file.stem])!r} and {str(file)!r} have the same name without extension, and a"
-                " prompt's uid is made of it; rename one"
-            )
-        stems[file.stem] = file
-
-
-def _encode_and_check(data: DataConfig, texts: list[str], tokenizer: Any) -> list[list[int]]:
-    if texts:
-        _check_round_trip(texts[0], tokenizer)
-    return encode_prompts(texts, tokenizer, is_chat=data.apply_chat_template)
-
-
-def _check_round_trip(text: str, tokenizer: Any) -> None:
+def check_round_trip(text: str, tokenizer: Any) -> None:
     """Warn when the tokenizer loses text. A tokenizer class that does not fit its files loses some without an error."""
     back = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
     if "".join(unicodedata.normalize("NFKC", back).split()) != "".join(unicodedata.normalize("NFKC", text).split()):
         logger.warning("the tokenizer (%s) turns %r into %r", type(tokenizer).__name__, text[:120], back[:120])
-
-
-def _drop_overlong(data: DataConfig, items: list[Any], fits: list[bool], what: str, names: list[str]) -> list[Any]:
-    dropped = fits.count(False)
-    if not dropped:
-        return items
-    message = f"{dropped} of {len(items)} {what} (the first: {names[fits.index(False)]})"
-    if dropped == len(items):
-        raise ConfigError(f"{message}: nothing is left; raise data.max_prompt_length")
-    if not data.filter_overlong_prompts:
-        raise ConfigError(f"{message}; raise data.max_prompt_length, or set data.filter_overlong_prompts=true")
-    logger.warning("%s and are dropped (data.filter_overlong_prompts)", message)
-    return [item for item, keep in zip(items, fits, strict=True) if keep]

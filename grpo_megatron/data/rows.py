@@ -1,10 +1,11 @@
-"""Rows of a data file: .jsonl (one object per line), .json (a list of objects) or .csv (a header, then texts).
+"""Rows of a data file: .jsonl (one object per line), .json (a list of objects), .csv (a header, then texts), .parquet, .arrow.
 
-One error names all mistakes of a file.
+One error names all mistakes of a file. `read_rows` holds all rows of a file; row_file.py reads them by number.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.arrow_rows import open_arrow
+from grpo_megatron.data.dataset_folder import files_of_split
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import cut, shown, surrogate_problem
 from grpo_megatron.reading.json_text import parse_json
@@ -96,17 +99,38 @@ def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
 
 
 def raw_rows(path: Path) -> Iterator[tuple[str, bytes | None, Any]]:
-    """(place, line, row or ValueError) of every row. `line` is None except in .jsonl files. Raises ConfigError."""
+    """(place, line, row or ValueError) of every row of a file or of a folder (dataset_folder.py), in order.
+
+    `line` is None except in .jsonl files. Raises ConfigError.
+    """
+    with named_failures(path):
+        for file in files_of_split(path):
+            yield from reader_of(file)(file)
+
+
+def reader_of(path: Path) -> Callable[[Path], Iterator[tuple[str, bytes | None, Any]]]:
+    """What reads a file of this name. Raises ConfigError: no format has this name, or it is a pattern without a match."""
     if path.suffix not in READERS:
         raise ConfigError(f"data file {str(path)!r}: the name must end with {' or '.join(READERS)}")
     if glob.has_magic(str(path)) and not path.exists():
         raise ConfigError(f"data file {shown(str(path))}: no file matches this pattern")
+    return READERS[path.suffix]
+
+
+@contextlib.contextmanager
+def named_failures(path: Path) -> Iterator[None]:
+    """An unreadable file is a ConfigError that names it."""
     try:
-        yield from READERS[path.suffix](path)
+        yield
     except OSError as error:
         raise ConfigError(f"cannot read data file {shown(str(path))}: {error.strerror}") from error
     except ReadError as error:
         raise ConfigError(f"data file {shown(str(path))} {error}") from error
+
+
+def _rows_of_arrow(path: Path) -> Iterator[tuple[str, None, Any]]:
+    rows = open_arrow(path)
+    yield from ((f"row {number}", None, row) for number, row in enumerate(rows.rows(0, len(rows))))
 
 
 def _rows_of_list(path: Path) -> Iterator[tuple[str, None, Any]]:
@@ -123,7 +147,7 @@ def _rows_of_lines(path: Path) -> Iterator[tuple[str, bytes, Any]]:
             continue
         line = line.removeprefix(BOM) if number == 1 else line
         if line.strip():
-            yield f"line {number}", line, _parsed(line)
+            yield f"line {number}", line, parsed_line(line)
 
 
 def _rows_of_table(path: Path) -> Iterator[tuple[str, None, Any]]:
@@ -152,10 +176,12 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[str, bytes | None, Any]]]] = 
     ".jsonl": _rows_of_lines,
     ".json": _rows_of_list,
     ".csv": _rows_of_table,
+    ".parquet": _rows_of_arrow,
+    ".arrow": _rows_of_arrow,
 }
 
 
-def _parsed(line: bytes) -> Any:
+def parsed_line(line: bytes) -> Any:
     """The JSON value, or a ReadError. It is returned, not raised, so that the rows after it are read too."""
     try:
         return parse_json(line)

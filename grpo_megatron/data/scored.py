@@ -17,10 +17,10 @@ from typing import Any
 
 from grpo_megatron.config import DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.prompts import OfflineGroup, WrittenGroup, load_written_groups
 from grpo_megatron.data.rows import Question, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.steps import step_labels
 from grpo_megatron.data.written import Written, WrittenResponse, read_written
+from grpo_megatron.data.written_groups import OfflineGroup, WrittenGroup, load_written_groups
 from grpo_megatron.reading.bounds import shown
 
 PAIR_ROWS = '{"prompt", "chosen", "rejected"[, "margin"]}'
@@ -34,7 +34,7 @@ def load_pairs(
     tokenizer: Any,
     pad_token_id: int | None,
     renderer: TurnRenderer | None = None,
-) -> list[OfflineGroup]:
+) -> Sequence[OfflineGroup]:
     """One group per pair: chosen with reward 1 + margin, rejected with 0. `pad_token_id` is the model's. Raises ConfigError."""
 
     def label(response: WrittenResponse, reward: float) -> WrittenResponse:
@@ -45,10 +45,10 @@ def load_pairs(
             )
         return replace(response, labels=[(ends[-1], reward)])
 
-    return load_written_groups(data, files, tokenizer, read_pairs, label, renderer)
+    return load_written_groups(data, files, tokenizer, read_pairs, label, renderer, kind=["pairs", pad_token_id])
 
 
-def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separator: str) -> list[OfflineGroup]:
+def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separator: str) -> Sequence[OfflineGroup]:
     """One group per response, whose reward is the share of right steps. Raises ConfigError."""
 
     def decode(ids: Sequence[int]) -> str:
@@ -57,7 +57,9 @@ def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separato
     def label(response: WrittenResponse, labels: Sequence[bool]) -> WrittenResponse:
         return replace(response, labels=step_labels(response.ids, labels, decode, separator))
 
-    return load_written_groups(data, files, tokenizer, lambda row: [read_steps(row, separator)], label)
+    return load_written_groups(
+        data, files, tokenizer, lambda row: [read_steps(row, separator)], label, kind=["steps", separator]
+    )
 
 
 def read_pairs(row: dict[str, Any]) -> list[WrittenGroup]:

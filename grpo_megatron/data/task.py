@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
@@ -19,6 +20,8 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import MultiTurnConfig, Section
 from grpo_megatron.data.rows import Messages, Question
+from grpo_megatron.reading.bounds import shown
+from grpo_megatron.rewards import extractors
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
 
@@ -85,6 +88,7 @@ class Task:
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]  # the label in uids, metric names and result files
     read_row: ReadRow
     reward: str | None = None  # None: reward.function must be set
+    rewards: dict[str, str] = field(default_factory=dict)  # "data_source" of a row (a pattern) -> its reward
     system_prompt: str | None = None  # data.system_prompt and --system-prompt override it
     user_prompt: str | None = "{question}"  # template of the user's turn; None: plain text only
     text: TextFormat = TextFormat()
@@ -111,6 +115,23 @@ class Task:
     def read_unanswered(self, row: dict[str, Any]) -> tuple[Question, str]:
         """(question, "") of a row that needs no reference answer. Raises ValueError when the row is wrong."""
         return (self.read_question(row) if self.read_question else self.read_row(row)[0]), ""
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The rewards of the task's rows."""
+        return sorted({*self.rewards.values(), *([self.reward] if self.reward else [])})
+
+    def reward_of(self, row: Mapping[str, Any], answer: str) -> str:
+        """The reward of a row. Raises ValueError: none is for its source, or it cannot read the reference answer."""
+        if not self.rewards:
+            return self.reward or ""
+        source = row.get("data_source")
+        name = next((self.rewards[known] for known in self.rewards if fnmatch(str(source), known)), self.reward)
+        if name is None:
+            raise ValueError(f"data_source {shown(source)} has no reward here; set reward.function")
+        if name in extractors.names():
+            extractors.get(name).read_answer(answer)
+        return name
 
     def labels(self, row: Mapping[str, Any]) -> tuple[str | None, str | None]:
         """(subject, level) of a row; None where it has none."""

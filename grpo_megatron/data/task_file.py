@@ -8,7 +8,9 @@ bytes, with those of the extended file, is printed with every result. Only resul
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -31,7 +33,7 @@ FOLDER = Path(__file__).parent / "tasks"
 SET_HERE = ("read_row", "read_question", "sha256")  # fields of Task that a file may not set
 OWN_KEYS = ("name", "version", "title")  # never taken from the extended file
 
-AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list"]
+AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list", "any"]
 
 
 class AnswerField(Section):
@@ -39,10 +41,10 @@ class AnswerField(Section):
 
     `hashes`: after the last ####. `boxed`: in the last \\boxed{}. `unboxed`: text, or what its last \\boxed{} holds.
     `text`: text or a number. `verbatim`: text as it stands, possibly empty. `number`, `integer`: of JSON or as text.
-    `list`: texts or numbers, each with or without $...$, joined by commas.
+    `list`: texts or numbers, each with or without $...$, joined by commas. `any`: text as it stands, other values as JSON.
     """
 
-    field: str
+    field: str  # "a.b": field b of the object a
     rule: AnswerRule = "text"
 
 
@@ -51,14 +53,18 @@ class RowFormat(Section):
 
     question: list[str] = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
     answer: list[AnswerField] = Field(min_length=1)  # the first whose field is there
+    answer_is_optional: bool = False  # a row without any of the fields has the answer ""
     missing_answers: dict[str, str] = Field({})  # beginning of a question whose row holds no answer -> the answer
 
     def read(self, row: dict[str, Any]) -> tuple[Question, str]:
         """(question, reference answer). Raises ValueError."""
         question = self.read_question(row)
         place = self._answer_field(row)
-        answer = ANSWER_RULES[place.rule](row, place.field)
-        if answer or place.rule == "verbatim":
+        if place is None:
+            return question, ""
+        holder, field = _holder_of(row, place.field)
+        answer = ANSWER_RULES[place.rule](holder, field)
+        if answer or place.rule in ("verbatim", "any"):
             return question, answer
         for beginning, known in self.missing_answers.items():
             if isinstance(question, str) and question.startswith(beginning):
@@ -69,16 +75,19 @@ class RowFormat(Section):
         """The question of a row, with an answer or without. Raises ValueError."""
         for is_there in (_has_content, _has_field):
             for template in self.question:
-                fields = PLACEHOLDER.findall(template)
+                fields = _fields_of(template)
                 if all(is_there(row, field) for field in fields):
                     return _filled_question(template, fields, row)
         raise missing_field([field for template in self.question for field in PLACEHOLDER.findall(template)], row)
 
-    def _answer_field(self, row: dict[str, Any]) -> AnswerField:
-        there = [place for place in self.answer if _has_field(row, place.field)]
+    def _answer_field(self, row: dict[str, Any]) -> AnswerField | None:
+        there = [place for place in self.answer if _has_field(*_holder_of(row, place.field))]
+        if self.answer_is_optional:
+            there = [place for place in there if row[place.field] is not None]
+            return there[0] if there else None
         if not there:
             raise missing_field([place.field for place in self.answer], row)
-        return next((place for place in there if row[place.field] is not None), there[0])
+        return next((place for place in there if _value(row, place.field) is not None), there[0])
 
 
 KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses.fields(Task))} - set(SET_HERE))
@@ -153,6 +162,11 @@ def _mistakes(error: ValidationError) -> list[str]:
     return messages
 
 
+@functools.cache  # it is called for each row
+def _fields_of(template: str) -> list[str]:
+    return PLACEHOLDER.findall(template)
+
+
 def _checked_row(rows: RowFormat, rewards: Sequence[str], row: dict[str, Any]) -> tuple[Question, str]:
     """As `RowFormat.read`; also refuses a reference answer that one of the rewards cannot read."""
     question, answer = rows.read(row)
@@ -160,6 +174,19 @@ def _checked_row(rows: RowFormat, rewards: Sequence[str], row: dict[str, Any]) -
         if name in extractors.names():
             extractors.get(name).read_answer(answer)
     return question, answer
+
+
+def _holder_of(row: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
+    """The object that holds a field, and its name there: "a.b" is b of the object a."""
+    if field in row:
+        return row, field
+    outer, _, inner = field.partition(".")
+    return (row[outer], inner) if inner and isinstance(row.get(outer), dict) else (row, field)
+
+
+def _value(row: dict[str, Any], field: str) -> Any:
+    holder, name = _holder_of(row, field)
+    return holder.get(name)
 
 
 def _has_field(row: dict[str, Any], field: str) -> bool:
@@ -234,6 +261,10 @@ def _joined_answer(row: dict[str, Any], field: str) -> str:
     return ", ".join(_number_text(part) if _is_number(part) else _without_dollars(part) for part in parts)
 
 
+def _any_answer(row: dict[str, Any], field: str) -> str:
+    return text_field(row, field, empty=True) if isinstance(row[field], str) else json.dumps(row[field])
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -259,4 +290,5 @@ ANSWER_RULES: dict[str, Callable[[dict[str, Any], str], str]] = {
     "number": _number_answer,
     "integer": _integer_answer,
     "list": _joined_answer,
+    "any": _any_answer,
 }

@@ -30,14 +30,9 @@ class WeightedSampler(Sampler[T]):
         super().__init__(items, batch_size, shuffle=True, seed=seed)
         self.weights = integer_weights(weights)
         assert len(self.weights) == len(items)
-        self._orders: dict[int, list[int]] = {}  # epoch -> the indices of its items, in order
 
-    def _item(self, cursor: int) -> T:
-        epoch, place = divmod(cursor, len(self.items))
-        if epoch not in self._orders:
-            recent = {e: order for e, order in self._orders.items() if e == epoch - 1}  # a batch may span two epochs
-            self._orders = {**recent, epoch: _draw_epoch(self.weights, self.seed, epoch)}
-        return self.items[self._orders[epoch][place]]
+    def _order_of(self, epoch: int) -> list[int]:
+        return _draw_epoch(self.weights, self.seed, epoch)
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
@@ -63,7 +58,7 @@ def systematic_counts(weights: Sequence[int], start: int) -> list[int]:
     return counts
 
 
-def _draw_epoch(weights: Sequence[int], seed: int, epoch: int) -> list[int]:
+def _draw_epoch(weights: Sequence[int], seed: int | str, epoch: int) -> list[int]:
     # Of Python's random numbers, only the sequence of random() after seed(str) is promised to stay over versions
     keys = random.Random(f"{seed}/{epoch}/weighted")
     line = [index for _, index in sorted((keys.random(), index) for index in range(len(weights)))]

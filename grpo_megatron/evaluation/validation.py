@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.prompts import render_prompt
+from grpo_megatron.data.prompts import chat_of, render_prompt, source_of_row
 from grpo_megatron.data.rendering import encode_prompts
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
@@ -71,7 +71,17 @@ def _load_prompts(dataset: Dataset, data: DataConfig, tokenizer: Any) -> list[Pr
     texts = [render_prompt(data, task, problem.question, tokenizer, problem.uid) for problem in problems]
     encoded = encode_prompts(texts, tokenizer, is_chat=data.apply_chat_template)
     prompts = [
-        Prompt(problem.uid, tuple(ids), text, problem.answer, task.name, task.reward or "")
+        Prompt(
+            problem.uid,
+            tuple(ids),
+            text,
+            problem.answer,
+            task.name,
+            task.reward or "",
+            columns=problem.row,
+            data_source=source_of_row(problem.row),
+            messages=chat_of(data, task, problem.question),
+        )
         for problem, text, ids in zip(problems, texts, encoded, strict=True)
     ]
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))

@@ -142,7 +142,9 @@ TRL_RULES: dict[str, Rule] = {
     "max_tool_calling_iterations": none("rollout.multi_turn.max_assistant_turns: turns, one more than calls"),
     "shuffle_dataset": same("data.shuffle"),
     "data_seed": same("data.seed"),
-    "dataset_name": none("data.train_files: your own files"),
+    "dataset_name": none(
+        "data.train_files: the folder of `hf download NAME --repo-type dataset --local-dir FOLDER`, as FOLDER/train"
+    ),
     "remove_unused_columns": none("rewards see the whole row"),
     # generation
     "temperature": same("rollout.temperature"),
@@ -234,4 +236,4 @@ TRL_DEFAULTS: dict[str, Any] = {
     "save_steps": 500,
 }
 
-TRL = OtherTrainer("trl", TRL_RULES, TRL_DEFAULTS, implied={"actor.clip_ratio_c": None})
+TRL = OtherTrainer("trl", TRL_RULES, TRL_DEFAULTS, implied={"actor.clip_ratio_c": None, "data.task": "trl"})

@@ -100,12 +100,15 @@ VERL_RULES: dict[str, Rule] = {
     "data.tokenizer": same("model.tokenizer_path"),
     "data.truncation": none("prompts above data.max_prompt_length are dropped, or an error; none is cut"),
     "data.val_batch_size": none("all validation prompts are one batch of the engine"),
-    **{f"data.{key}": none("the columns are the task's: data.task") for key in ("prompt_key", "reward_fn_key")},
+    **{
+        f"data.{key}": none("data.task=verl reads verl's columns; a task file names other ones")
+        for key in ("prompt_key", "reward_fn_key")
+    },
     "data.return_raw_chat": none("chat messages are rendered by the chat template: data.apply_chat_template"),
     "data.return_raw_input_ids": none("not needed"),
     "data.return_full_prompt": none("not needed"),
     "data.filter_overlong_prompts_workers": none("not needed"),
-    "data.dataloader_num_workers": none("prompts are tokenised before the run"),
+    "data.dataloader_num_workers": none("prompts are tokenised when they are drawn"),
     "data.trust_remote_code": none("remote code is never run"),
     "data.tool_config_path": none("tools are rollout.multi_turn.tools: [module:function]"),
     "data.custom_cls": none("data.task: module:task reads your rows"),
@@ -255,4 +258,6 @@ VERL_DEFAULTS: dict[str, Any] = {
     "trainer.max_actor_ckpt_to_keep": None,
 }
 
-VERL = OtherTrainer("verl", VERL_RULES, VERL_DEFAULTS, prefixes=("actor_rollout_ref.", ""))
+VERL = OtherTrainer(
+    "verl", VERL_RULES, VERL_DEFAULTS, prefixes=("actor_rollout_ref.", ""), implied={"data.task": "verl"}
+)

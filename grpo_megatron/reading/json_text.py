@@ -21,7 +21,9 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON) -> Any:
 def parse_json(content: bytes | str) -> Any:
     """The JSON value. NaN and Infinity are accepted, as Python writes them. Raises ReadError."""
     try:
-        return json.loads(content, object_pairs_hook=_object, parse_int=_integer)
+        if isinstance(content, bytes):
+            content = content.decode(json.detect_encoding(content), "surrogatepass")
+        return _DECODER.decode(content)
     except UnicodeDecodeError:
         raise ReadError("is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -43,3 +45,6 @@ def _integer(digits: str) -> int:
     if len(digits) > MAX_NUMBER:
         raise ReadError(f"has an integer of {len(digits):,} digits; at most {MAX_NUMBER} are read")
     return int(digits)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)  # json.loads would make one for each text

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.config import AlgorithmConfig, DataConfig, RolloutConfig
-from grpo_megatron.data.prompts import OfflineGroup
+from grpo_megatron.data.mixture import MixedSampler, Mixture
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.weighted_sampler import WeightedSampler
+from grpo_megatron.data.written_groups import OfflineGroup
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import (
@@ -64,7 +65,9 @@ def build_collector(
 
 
 def prompt_sampler(prompts: Sequence[Prompt], data: DataConfig) -> Sampler[Prompt]:
-    """Every prompt once per epoch; with weights, in proportion to them."""
+    """Every prompt once per epoch; with weights of prompts or sources, in proportion to them."""
+    if isinstance(prompts, Mixture):
+        return MixedSampler(prompts, data.train_batch_size, data.shuffle, data.seed)
     if data.sampling.weight == "uniform":
         return Sampler(prompts, data.train_batch_size, data.shuffle, data.seed)
     return WeightedSampler(prompts, [prompt.weight for prompt in prompts], data.train_batch_size, data.seed)

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from grpo_megatron.algo.advantages import informative_groups
 from grpo_megatron.config import ConfigError, DataConfig, RolloutConfig
-from grpo_megatron.data.prompts import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.data.written_groups import OfflineGroup
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
@@ -176,9 +176,10 @@ class FileCollector:
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         groups = [Group(step, []) for _ in range(count)]
-        for index, (prompt, responses, rewards) in enumerate(self.entries.items_from(self.cursor, count)):
+        for index in range(count):
             if index % self.mesh.num_rollout_blocks != self.mesh.rollout_block:
                 continue
+            prompt, responses, rewards = self.entries.items[self.entries.index_at(self.cursor + index)]
             groups[index].samples.extend(
                 Sample(
                     prompt,

@@ -8,6 +8,7 @@ the others are still drawn.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,3 +148,15 @@ def record_reward_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
                 metrics.mean("reward/timeout_ratio", value, 1)
             else:
                 metrics.mean(f"reward/{name}/mean", value, 1)
+
+
+def record_source_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    """For each source: the mean reward, the number of samples, the mean length of responses in tokens."""
+    for sample in samples:
+        if sample.index == GREEDY:
+            continue
+        source = sample.prompt.source
+        metrics.sum(f"data/source/{source}/samples", 1)
+        metrics.mean(f"response_length/source/{source}/mean", len(sample.response_ids), 1)
+        if not math.isnan(sample.reward):
+            metrics.mean(f"reward/source/{source}/mean", sample.reward, 1)

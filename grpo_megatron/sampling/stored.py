@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ def _pack_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 def pack_sample(sample: Sample) -> dict[str, Any]:
     """Long columns are stored as base64: JSON numbers would take several times the space."""
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-    packed["prompt"] = asdict(sample.prompt)
+    packed["prompt"] = asdict(replace(sample.prompt, columns={}, messages=None))  # the sample has its reward already
     packed["turns"] = [asdict(turn) for turn in sample.turns]
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))
     packed["rollout_logprobs"] = _to_base64(np.asarray(sample.rollout_logprobs, dtype="<f8"))

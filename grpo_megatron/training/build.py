@@ -12,6 +12,7 @@ from grpo_megatron.algo.needs import has_kl_loss
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
+from grpo_megatron.data.item_table import rewards_of
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.build import build_pool
 from grpo_megatron.models.build import DTYPES
@@ -192,7 +193,7 @@ def build_reward_pool(config: Config, checked: Checked, opened: contextlib.ExitS
     reward = config.reward
     pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, resolved_components(config))
     opened.callback(pool.close)
-    pool.self_test(sorted({prompt.reward for prompt in (*checked.train_prompts, *checked.val_prompts)} - {BY_MODEL}))
+    pool.self_test(sorted({*rewards_of(checked.train_prompts), *rewards_of(checked.val_prompts)} - {BY_MODEL}))
     return pool
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ActorConfig, DataConfig
+from grpo_megatron.data.tasks import get_task
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import num_padding_tokens
 from grpo_megatron.models.prefix_tree import packed_lengths
@@ -13,7 +14,7 @@ from grpo_megatron.observability.flops import ModelShape, mfu_metrics
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics, throughput
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sampling.generator import record_reward_metrics
+from grpo_megatron.sampling.generator import record_reward_metrics, record_source_metrics
 from grpo_megatron.sampling.trajectory_metrics import record_trajectory_metrics
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.rollout_files import RolloutWriter
@@ -42,6 +43,7 @@ class StepReport:
         self.guards, self.has_finite_weights, self.rollouts = guards, has_finite_weights, rollouts
         self.shape, self.peaks, self.multiple = shape, peaks, multiple
         self.max_response_length, self.num_epochs = data.max_response_length, actor.ppo_epochs
+        self.has_sources = bool(data.sources or get_task(data.task).rewards)
         self.kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
 
     def log(
@@ -62,6 +64,8 @@ class StepReport:
         self.rollouts.write(step, metrics, samples, table, plan)
         self._record_batch(metrics.when(self.mesh.is_first_replica_rank), batch)
         record_reward_metrics(metrics.when(self.mesh.is_block_leader), samples)
+        if self.has_sources:
+            record_source_metrics(metrics.when(self.mesh.is_block_leader), samples)
         record_trajectory_metrics(metrics.when(self.mesh.is_block_leader), samples)
         group_table_metrics(metrics, table, self.max_response_length)
         for name, value in {**plan.metrics, **self.device.memory_gib()}.items():

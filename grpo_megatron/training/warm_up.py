@@ -7,15 +7,16 @@ that ends within the warm-up goes on from the warm-up's newest checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
-from grpo_megatron.data.prompts import OfflineGroup
+from grpo_megatron.data.item_table import MappedTable
 from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.sinks import build_sinks
@@ -124,12 +125,14 @@ def warm_up(
     save_hf(config.trainer.output_dir / WARMUP_FOLDER)
 
 
-def _groups(checked: Checked) -> list[OfflineGroup]:
+def _groups(checked: Checked) -> Sequence[OfflineGroup]:
     """The rows of the warm-up as rows of a file source."""
-    return [
-        (Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0])
-        for number, (prompt, response) in enumerate(checked.supervised_rows)
-    ]
+    return MappedTable(checked.supervised_rows, _group)
+
+
+def _group(number: int, row: SupervisedExample) -> OfflineGroup:
+    prompt, response = row
+    return Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0]
 
 
 def _resume(

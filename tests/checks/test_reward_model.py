@@ -12,6 +12,7 @@ import yaml
 
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.problems import ProblemList
+from grpo_megatron.checks.prompt_inputs import read_train_prompts
 from grpo_megatron.checks.reward_model import (
     check_reward_folder,
     read_reward_model,
@@ -144,11 +145,11 @@ def test_rows_need_no_answer_without_a_rule(run: Path, tmp_path: Path) -> None:
     rows = runs.write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n} + 1 ="} for n in range(9)])
     config = load_config(run / "run.yaml", [f"data.train_files=[{rows}]", "reward_models={a: {path: x}}"])
     tokenizer = inputs.read_tokenizer(config, None)
-    prompts = inputs.read_train_prompts(config, tokenizer)
+    prompts = read_train_prompts(config, tokenizer)
     assert len(prompts) == 9 and {(prompt.answer, prompt.reward) for prompt in prompts} == {("", BY_MODEL)}
     with_rule = load_config(run / "run.yaml", [f"data.train_files=[{rows}]"])
     with pytest.raises(ConfigError, match="none of the fields .*answer|field 'answer' is missing"):
-        inputs.read_train_prompts(with_rule, tokenizer)
+        read_train_prompts(with_rule, tokenizer)
 
 
 def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:

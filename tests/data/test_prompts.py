@@ -11,8 +11,9 @@ import pytest
 
 from grpo_megatron.config import DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
-from grpo_megatron.data.prompts import load_prompts, load_supervised
+from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.written_groups import load_supervised
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -50,6 +51,21 @@ def test_fields_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
     assert prompt.reward == "my.module:score"
 
 
+def test_what_reward_functions_may_read_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"prompt": "1+1", "answer": "2", "data_source": "sums", "extra_info": {"level": 3}, "hints": ["two"]}
+    file = _write(tmp_path / "a.jsonl", [row, {"prompt": "2", "answer": "2"}])
+    first, second = load_prompts(PLAIN, [file], tokenizer)
+    assert (first.columns, first.data_source, first.messages) == (row, "sums", None)
+    assert second.data_source == ""
+    tokenizer.chat_template = TEMPLATE
+    try:
+        data = DataConfig(task="jsonl", system_prompt="9")
+        chat = load_prompts(data, [file], tokenizer, "gsm8k")[0].messages
+    finally:
+        tokenizer.chat_template = None
+    assert chat == [{"role": "system", "content": "9"}, {"role": "user", "content": "1+1"}]
+
+
 def test_overlong_prompts_are_dropped_counted_and_keep_the_others_uids(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,8 +86,13 @@ def test_several_files_and_a_maximum(tmp_path: Path, tokenizer: Any) -> None:
     prompts = load_prompts(PLAIN, files, tokenizer, max_samples=3)
     assert [prompt.uid for prompt in prompts] == ["arithmetic/a/0", "arithmetic/a/1", "arithmetic/b/0"]
     (tmp_path / "other").mkdir()
-    with pytest.raises(ValueError, match="have the same name without extension"):
-        load_prompts(PLAIN, [files[0], _sums(tmp_path / "other" / "a.jsonl", [1])], tokenizer)
+    same_names = load_prompts(PLAIN, [files[0], _sums(tmp_path / "other" / "a.jsonl", [1])], tokenizer)
+    here = tmp_path.name
+    assert [prompt.uid for prompt in same_names] == [
+        *(f"arithmetic/{here}.a/0", f"arithmetic/{here}.a/1", "arithmetic/other.a/0"),
+    ]
+    with pytest.raises(ValueError, match="a.jsonl' is named twice; name it once"):
+        load_prompts(PLAIN, [files[0], files[0]], tokenizer)
     with pytest.raises(ValueError, match="no data files; set data.train_files"):
         load_prompts(PLAIN, [], tokenizer)
 

@@ -98,6 +98,8 @@ def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
         "products",
         "two_hops",
         "jsonl",
+        "verl",
+        "trl",
     } == set(task_names())
     for task in get_tasks(task_names()):
         assert task.name in task_names() and len(task.sha256) == 64 and task.title
@@ -223,7 +225,10 @@ def test_a_variant_extends_a_built_in_task(tmp_path: Path) -> None:
         ("extends: gsm9k\n", "extends 'gsm9k' is not a built-in task; set one of aime"),
         ("extends: svamp\n", "extends 'svamp', which extends 'gsm8k'; set extends to the latter"),
         ("name: x\nextends: math\nversion: 1\ntitle: t\nread_row: 5\n", "read_row: not a key of a task file"),
-        ("name: x\nextends: math\nversion: 1\ntitle: t\nchat: {}\n", "chat: unknown key .known: answer, extends"),
+        (
+            "name: x\nextends: math\nversion: 1\ntitle: t\nchat: {}\n",
+            "chat: unknown key .known: answer, answer_is_optional, extends",
+        ),
         ("name: x\nextends: math\nversion: 1\ntitle: t\ntext: {problm: ''}\n", "text.problm: Extra inputs"),
     ],
 )

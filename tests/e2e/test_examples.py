@@ -153,17 +153,43 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def verl_file(source: Path, target: Path) -> Path:
+    """What verl's examples/data_preprocess/gsm8k.py writes: its columns, its instruction, its types."""
+    pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+    import pyarrow.parquet as pq
+
+    instruction = 'Let\'s think step by step and output the final answer after "####".'
+    table = []
+    for index, row in enumerate(map(json.loads, source.read_text().splitlines())):
+        question, answer = row["question"], row["answer"]
+        table.append(
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": [{"role": "user", "content": f"{question} {instruction}"}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": answer.rpartition("#### ")[2].replace(",", "")},
+                "extra_info": {"split": "train", "index": index, "answer": answer, "question": question},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(table), target)
+    return target
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason=f"real GSM8K and Qwen2 tokenizer not there: {SHARED}")
 def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
     """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged.
 
-    PP2; tests/e2e/test_recipes.py has runs with DP2, tests/slurm/test_jobs.py one with TP2 x PP2.
+    Two sources: the rows as they are published, and in a Parquet file of verl's form. PP2; tests/e2e/test_recipes.py has
+    runs with DP2, tests/slurm/test_jobs.py one with TP2 x PP2.
     """
     out = tmp_path / "run"
+    verl = verl_file(gsm8k / "gsm8k" / "train.jsonl", tmp_path / "train.parquet")
     overrides = [
         f"model.path={gsm8k}/model",
-        f"data.train_files=[{gsm8k}/gsm8k/train.jsonl]",
+        "data.train_files=[]",
+        f"data.sources=[{{name: verl, files: {verl}, task: verl, weight: 1}},"
+        f" {{name: published, files: {gsm8k}/gsm8k/train.jsonl, weight: 3}}]",
         "data.val_files=[]",  # the problems as a task of the scripted evaluation
         "data.val_tasks=[gsm8k]",
         f"data.val_data={gsm8k}",
@@ -187,5 +213,8 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
         assert row["training/rollout_logp_diff_mean"] < 1e-6
         assert row["prompt_length/mean"] > 60  # chat template and a real question
         assert row["actor/grad_norm"] >= 0 and "actor/kl_loss" in row and "timing_s/ref" in row
+        for source, share in (("verl", 1), ("published", 3)):  # of 4 prompts, with 3 samples each
+            assert row[f"data/source/{source}/samples"] == 3 * share
+            assert row[f"reward/source/{source}/mean"] == 0.0 and row[f"response_length/source/{source}/mean"] > 0
     assert first["actor/kl_loss"] < 1e-6  # the reference is the model that the policy starts from
     assert "val-core/gsm8k/acc/mean@1" in last

@@ -13,7 +13,8 @@ from grpo_megatron.types import Prompt, Sample, Turn
 
 @pytest.mark.parametrize("mask", [[], [1], [0], [1, 0, 1, 1, 0, 0, 0, 1, 0], [1] * 16, [0] * 17])
 def test_a_sample_survives_packing(mask: list[int]) -> None:
-    prompt = Prompt("u", (1, 2), "text", "42", "s", "r", {"level": 3})
+    row = {"taken": object()}  # no JSON: a row stays out of checkpoints
+    prompt = Prompt("u", (1, 2), "text", "42", "s", "r", {"level": 3}, columns=row, messages=[{"role": "user"}])
     n = len(mask)
     sample = Sample(
         prompt,
@@ -33,6 +34,7 @@ def test_a_sample_survives_packing(mask: list[int]) -> None:
     sample.status, sample.turn_rewards, sample.trajectory_metrics = "turn_limit", [(n - 2, 0.5)], {"tool_calls": 2.0}
     packed = json.loads(json.dumps(pack_sample(sample)))
     assert unpack_sample(packed) == sample
+    assert not {"columns", "messages"} & {name for name, value in packed["prompt"].items() if value}
     assert len(base64.b64decode(packed["loss_mask"])) == -(-n // 8)
 
 

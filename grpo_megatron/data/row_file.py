@@ -1,0 +1,235 @@
+"""RowFile: the rows of one data file by number, without holding them. `open_rows` opens any format.
+
+    LineFile     .jsonl             the offset of each row: 8 bytes per row
+    TableFile    .csv               the same
+    ListFile     .json              parsed as a whole, up to MAX_FILE bytes
+    ArrowRows    .parquet, .arrow   record batches, memory-mapped (arrow_rows.py)
+    Shards       a folder           the files of one split, one after the other (dataset_folder.py)
+
+A row that cannot be parsed is returned as a ValueError, so that a check can report all of them. A file that changes while
+it is open raises ConfigError: its offsets would point into other rows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.data.arrow_rows import ARROW_SUFFIXES, open_arrow
+from grpo_megatron.data.dataset_folder import files_of_split
+from grpo_megatron.data.rows import BOM, MAX_ROW, named_failures, parsed_line, raw_rows, reader_of
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.regular import check_regular
+
+BLOCK = 1 << 22  # bytes that are scanned at once
+MAY_BE_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c" + BOM[:1]))  # by the first byte of a line
+
+Offsets = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class RowFile(Protocol):
+    def __len__(self) -> int: ...
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        """The values of rows [start, stop) in order; a ValueError for a row that cannot be parsed. Raises ConfigError."""
+
+    def place(self, number: int) -> str:
+        """Where a row stands, for messages: "line 17"."""
+
+
+def open_rows(path: Path) -> RowFile:
+    """The rows of a file, or of a folder with one split. Raises ConfigError: not there, unreadable, without rows."""
+    with named_failures(path):
+        opened = [_open(file) for file in files_of_split(path)]
+    rows = opened[0] if len(opened) == 1 else Shards(opened)
+    if not len(rows):
+        raise ConfigError(f"data file {str(path)!r} has no rows")
+    return rows
+
+
+def _open(path: Path) -> RowFile:
+    reader_of(path)
+    if path.suffix in ARROW_SUFFIXES:
+        return open_arrow(path)
+    check_regular(path)
+    kinds: dict[str, type[LineFile | TableFile | ListFile]] = {".jsonl": LineFile, ".csv": TableFile}
+    return kinds.get(path.suffix, ListFile)(path)
+
+
+class _OffsetFile:
+    """Rows that begin at known offsets of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._identity = path, _identity(os.stat(path))
+        self._starts = self._find_starts()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def _find_starts(self) -> Offsets:
+        raise NotImplementedError
+
+    def _open_at(self, number: int) -> Any:
+        file = self.path.open("rb")
+        if _identity(os.fstat(file.fileno())) != self._identity:
+            file.close()
+            raise ConfigError(f"data file {str(self.path)!r} was changed while it was in use; start again")
+        file.seek(int(self._starts[number]))
+        return file
+
+    def _lines_before(self, offset: int) -> int:
+        count = 0
+        with self.path.open("rb") as file:
+            while block := file.read(min(BLOCK, offset)):
+                count, offset = count + block.count(b"\n"), offset - len(block)
+        return count
+
+
+class LineFile(_OffsetFile):
+    """One JSON value per line. Blank lines are no rows."""
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        if start >= stop:
+            return
+        with self._open_at(start) as file:
+            for number in range(start, stop):
+                line = file.readline(MAX_ROW + 2)
+                while not line.strip():
+                    line = file.readline(MAX_ROW + 2)
+                if len(line.removesuffix(b"\n")) > MAX_ROW:
+                    length = len(line)
+                    while not line.endswith(b"\n") and (line := file.readline(MAX_ROW)):
+                        length += len(line)
+                    yield ReadError(f"has {length:,} bytes; at most {MAX_ROW:,} are read")
+                else:
+                    yield parsed_line(line.removeprefix(BOM) if number == 0 else line)
+
+    def place(self, number: int) -> str:
+        return f"line {self._lines_before(int(self._starts[number])) + 1}"
+
+    def _find_starts(self) -> Offsets:
+        found, suspects, base, begins_line = [], [], 0, True
+        with self.path.open("rb") as file:
+            while block := file.read(BLOCK):
+                data = np.frombuffer(block, np.uint8)
+                starts = np.flatnonzero(data[:-1] == ord("\n")) + 1
+                if begins_line:
+                    starts = np.concatenate([[0], starts])
+                found.append(starts + base)
+                suspects.append(starts[MAY_BE_BLANK[data[starts]]] + base)
+                base, begins_line = base + len(block), block.endswith(b"\n")
+            if not found:
+                return np.zeros(0, np.int64)
+            blank = [offset for offset in np.concatenate(suspects).tolist() if self._is_blank(file, offset)]
+        every = np.concatenate(found)
+        return np.delete(every, np.searchsorted(every, blank)) if blank else every
+
+    @staticmethod
+    def _is_blank(file: Any, offset: int) -> bool:
+        file.seek(offset)
+        line: bytes = file.readline()
+        return not (line.removeprefix(BOM) if offset == 0 else line).strip()
+
+
+class TableFile(_OffsetFile):
+    """A table with a header (RFC 4180), whose values are all texts."""
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        if start >= stop:
+            return
+        with self._open_at(start) as file:
+            records = (cells for cells in csv.reader(map(_decoded, file), strict=True) if cells)
+            for cells in itertools.islice(records, stop - start):
+                if len(cells) == len(self.header):
+                    yield dict(zip(self.header, cells, strict=True))
+                else:
+                    yield ReadError(f"has {len(cells)} cells, and the header has {len(self.header)}")
+
+    def place(self, number: int) -> str:
+        with self._open_at(number) as file:
+            reader = csv.reader(map(_decoded, file))
+            next(reader)
+            return f"line {self._lines_before(int(self._starts[number])) + reader.line_num}"
+
+    def _find_starts(self) -> Offsets:
+        csv.field_size_limit(MAX_ROW)
+        end, starts = 0, []
+
+        def lines() -> Iterator[str]:
+            nonlocal end
+            for line in file:
+                text = _decoded(line.removeprefix(BOM) if end == 0 else line)
+                end += len(line)
+                yield text
+
+        with self.path.open("rb") as file:
+            reader = csv.reader(lines(), strict=True)
+            try:
+                self.header = next(reader, [])
+                if len(set(self.header)) < len(self.header):
+                    raise ReadError(f"has a column twice in its header: {', '.join(map(repr, self.header))}")
+                start = end
+                for cells in reader:
+                    if cells:
+                        starts.append(start)
+                    start = end
+            except csv.Error as error:
+                raise ReadError(f"is no CSV ({error} at line {reader.line_num})") from None
+        return np.array(starts, np.int64)
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        raise ReadError("is not UTF-8") from None
+
+
+class ListFile:
+    """A list of objects, in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._rows = [row for _, _, row in raw_rows(path)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        return iter(self._rows[start:stop])
+
+    def place(self, number: int) -> str:
+        return f"row {number}"
+
+
+class Shards:
+    """Several files as one."""
+
+    def __init__(self, files: Sequence[RowFile]) -> None:
+        self.files = files
+        self._ends = list(itertools.accumulate(map(len, files)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        for file, end in zip(self.files, self._ends, strict=True):
+            first = end - len(file)
+            if first < stop and start < end:
+                yield from file.rows(max(start - first, 0), min(stop - first, len(file)))
+
+    def place(self, number: int) -> str:
+        shard = bisect.bisect_right(self._ends, number)
+        first = self._ends[shard] - len(self.files[shard])
+        return f"shard {shard}, {self.files[shard].place(number - first)}"
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
