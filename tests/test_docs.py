@@ -104,7 +104,13 @@ def commands(text: str) -> Iterator[list[str]]:
                 command = line.strip().removeprefix("$ ")
                 if command.startswith(prefix):
                     words = shlex.split(command.removeprefix(prefix), comments=True)
-                    yield [word for word in words if word != "..."]
+                    yield [word for word in map(without_brackets, words) if word != "..."]
+
+
+def without_brackets(word: str) -> str:
+    """Of `[section.key=value ...]`, which need not be there."""
+    word = word.removeprefix("[")
+    return word.removesuffix("]") if word.count("]") > word.count("[") else word
 
 
 def check_command(words: list[str]) -> None:

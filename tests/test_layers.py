@@ -81,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
         *("observability", "models", "checks", "sampling", "training"),
     },
     "migration": {"reading", "config", "storage"},
-    "starting": {"reading", "config", "storage", "data", "models", "checks"},
+    "starting": {"reading", "config", "storage", "data", "models", "checks", "planning"},
     "cli": {
         *("importing", "child", "reading", "config", "storage", "parallel", "rollout", "convert"),
         *("evaluation", "checks", "training", "trainer", "migration", "curation", "starting"),

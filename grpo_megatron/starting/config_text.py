@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.starting.suggestion import Machine, Suggestion
+from grpo_megatron.planning.layout import FULL_RECOMPUTATION
+from grpo_megatron.planning.nearest import PlannedLayout
+from grpo_megatron.starting.suggestion import Machine
 
 COLUMN = 36  # of the comments
 CPU_BATCH, GPU_BATCH = 8, 64  # prompts per step
@@ -32,14 +34,15 @@ class NewRun:
     output_dir: Path
 
 
-def config_text(run: NewRun, machine: Machine, suggestion: Suggestion) -> str:
+def config_text(run: NewRun, machine: Machine, planned: PlannedLayout | None = None) -> str:
+    """`planned` None: on the CPU, or without a layout, to plan one."""
     sections = [
         _header(run, machine),
         _model(run, machine),
         _data(run, machine),
         _reward(run),
-        _actor(run, machine, suggestion),
-        _rollout(machine, suggestion),
+        _actor(run, machine, planned),
+        _rollout(machine, planned),
         iter(["algorithm:", _line("  adv_estimator: grpo", "(reward - mean of the group) / its standard deviation")]),
         _trainer(run, machine),
     ]
@@ -53,8 +56,8 @@ def _line(text: str, comment: str) -> str:
 def _header(run: NewRun, machine: Machine) -> Iterator[str]:
     arch = run.arch
     where = f"{machine.ranks} ranks on a CPU"
-    if machine.device_gib is not None:
-        where = f"{machine.nodes} x {machine.per_node} GPUs of {machine.device_gib:g} GiB"
+    if machine.gpu is not None:
+        where = f"{machine.nodes} x {machine.per_node} GPUs, {machine.gpu.name}"
     yield f"# GRPO on the task {run.task}."
     yield f"# Model: {arch.family}, {_count(arch.num_parameters())} parameters, {arch.num_layers} layers. Machine: {where}."
     yield "# Only what matters most is here: `grpo-megatron keys SECTION` lists every key with its default."
@@ -63,14 +66,14 @@ def _header(run: NewRun, machine: Machine) -> Iterator[str]:
 def _model(run: NewRun, machine: Machine) -> Iterator[str]:
     yield "model:"
     yield f"  path: {_text(run.model)}"
-    if machine.device_gib is None:
+    if machine.gpu is None:
         yield _line("  dtype: float32", "on a CPU; engine and policy then agree to six digits")
     else:
         yield _line("  dtype: bfloat16", "Adam keeps a copy of the weights in float32")
 
 
 def _data(run: NewRun, machine: Machine) -> Iterator[str]:
-    batch, group = (CPU_BATCH, CPU_GROUP) if machine.device_gib is None else (GPU_BATCH, GPU_GROUP)
+    batch, group = (CPU_BATCH, CPU_GROUP) if machine.gpu is None else (GPU_BATCH, GPU_GROUP)
     yield "data:"
     yield f"  task: {_text(run.task)}"
     yield f"  train_files: {_texts(run.train)}"
@@ -91,9 +94,10 @@ def _reward(run: NewRun) -> Iterator[str]:
         yield _line(f"  function: {run.reward}", "looked for in the current folder and beside this file")
 
 
-def _actor(run: NewRun, machine: Machine, suggestion: Suggestion) -> Iterator[str]:
-    on_cpu = machine.device_gib is None
+def _actor(run: NewRun, machine: Machine, planned: PlannedLayout | None) -> Iterator[str]:
+    on_cpu = machine.gpu is None
     tokens = max(CPU_TOKENS if on_cpu else GPU_TOKENS, run.max_prompt + run.max_response)
+    tokens = tokens if planned is None else planned.layout.tokens
     yield "actor:"
     yield _line("  use_kl_loss: false", "true: a reference model holds the policy near its start (kl_loss_coef)")
     yield "  clip_ratio_low: 0.2"
@@ -101,44 +105,45 @@ def _actor(run: NewRun, machine: Machine, suggestion: Suggestion) -> Iterator[st
     yield _line(f"  ppo_max_token_len_per_gpu: {tokens}", "tokens of a micro-batch; only memory and speed depend on it")
     rate = "1.0e-5" if on_cpu else "1.0e-6"
     yield _line(f"  optim: {{lr: {rate}}}", "the first key to change if the reward does not rise")
-    if not on_cpu:
-        yield from _megatron(machine, suggestion)
+    if planned is not None:
+        yield from _megatron(machine, planned)
 
 
-def _megatron(machine: Machine, suggestion: Suggestion) -> Iterator[str]:
-    choice = suggestion.choice
+def _megatron(machine: Machine, planned: PlannedLayout) -> Iterator[str]:
+    layout, (phase, size) = planned.layout, planned.fit.fullest
+    assert machine.gpu is not None
     yield "  megatron:"
-    copies = machine.ranks // (choice.tp * choice.pp)
-    yield f"    # One copy of the model is on {choice.tp} x {choice.pp} GPUs, and {copies} copies share a batch."
-    if suggestion.fullest is not None:
-        needed = f"phase {suggestion.fullest.name} needs {suggestion.gib:.0f} of {machine.device_gib:g} GiB (estimated)"
-        yield f"    # It is the smallest layout that fits: {needed}."
-    yield _line(f"    tensor_model_parallel_size: {choice.tp}", "matrices are cut; stays within a node")
-    yield _line(f"    pipeline_model_parallel_size: {choice.pp}", "layers are cut; may cross nodes")
-    if choice.ep > 1:
-        yield _line(f"    expert_model_parallel_size: {choice.ep}", "experts are divided over so many copies")
+    copies, gib, seconds = machine.ranks // (layout.tp * layout.pp), size / 2**30, planned.seconds.step
+    yield f"    # A copy of the model is on tp {layout.tp} x pp {layout.pp} GPUs; {copies} copies share a batch. Estimated: of"
+    yield f"    # all layouts that fit, this has the shortest step, {seconds:.0f} s; phase {phase} needs most memory, {gib:.0f}"
+    yield f"    # of {machine.gpu.usable_gib:g} GiB. `grpo-megatron plan CONFIG --search` lists the others."
+    yield _line(f"    tensor_model_parallel_size: {layout.tp}", "matrices are cut; stays within a node")
+    yield _line(f"    pipeline_model_parallel_size: {layout.pp}", "layers are cut; may cross nodes")
+    if layout.ep > 1:
+        yield _line(f"    expert_model_parallel_size: {layout.ep}", "experts are divided over so many copies")
     yield _line("    use_distributed_optimizer: true", "Adam's state is divided over the copies")
-    if choice.offload:
+    if layout.offload_optimizer:
         yield _line("    offload_optimizer: true", "gradients and Adam's state are on the host during rollouts")
+    if layout.offload_reference:
         yield _line("    offload_reference: true", "and so is the reference model, if there is one")
-    if choice.recompute:
-        yield "    # Activations do not fit: they are computed again in the backward pass, a third more work of an update."
-        table = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
-        yield f"    override_transformer_config: {table}"
+    if layout.recompute:
+        yield "    # Activations are computed again in the backward pass: less memory, a third more work of an update."
+        table = ", ".join(f"{key}: {value}" for key, value in FULL_RECOMPUTATION.items())
+        yield f"    override_transformer_config: {{{table}}}"
 
 
-def _rollout(machine: Machine, suggestion: Suggestion) -> Iterator[str]:
-    on_cpu = machine.device_gib is None
+def _rollout(machine: Machine, planned: PlannedLayout | None) -> Iterator[str]:
+    on_cpu = machine.gpu is None
     yield "rollout:"
     yield _line(f"  n: {CPU_GROUP if on_cpu else GPU_GROUP}", "samples per prompt: the group of GRPO")
     if on_cpu:
         yield _line("  enforce_eager: true", "no compilation, which takes longer than a short run")
-        return
-    size = suggestion.choice.rollout_tp
-    yield _line(
-        f"  tensor_model_parallel_size: {size}", "GPUs of an engine: its weights take at most half of its memory"
-    )
-    yield _line("  gpu_memory_utilization: 0.6", "the engine's share of a GPU while it generates")
+    if planned is not None:
+        layout = planned.layout
+        yield _line(f"  tensor_model_parallel_size: {layout.rollout_tp}", "GPUs of one engine")
+        yield _line(
+            f"  gpu_memory_utilization: {layout.utilization:g}", "the engine's share of a GPU while it generates"
+        )
 
 
 def _trainer(run: NewRun, machine: Machine) -> Iterator[str]:
@@ -152,7 +157,7 @@ def _trainer(run: NewRun, machine: Machine) -> Iterator[str]:
     yield _line("  save_freq: 20", "steps between checkpoints; a stopped run goes on from the newest")
     yield f"  nnodes: {machine.nodes}"
     yield f"  n_gpus_per_node: {machine.per_node}"
-    if machine.device_gib is None:
+    if machine.gpu is None:
         yield "  device: cpu"
     yield f"  output_dir: {_text(run.output_dir)}"
     yield "  logger: [console, jsonl, tensorboard]"

@@ -10,17 +10,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.tasks import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.planning.gpus import GPUS, REFERENCE, find_gpu
 from grpo_megatron.reading.yaml_text import parse_yaml
 from grpo_megatron.starting.config_text import NewRun, config_text
-from grpo_megatron.starting.suggestion import Choice, Machine, Suggestion, suggest
+from grpo_megatron.starting.suggestion import Machine, suggest
 from grpo_megatron.storage.atomic import write_file
 
-DEVICE_GIB = 79.0  # what a program sees of an 80 GB H100 or A100
 PER_NODE = 8
 CPU_RANKS = 2
 
@@ -34,13 +35,10 @@ def main(argv: list[str]) -> int:
     machine = _machine(args)
     run = _new_run(args, arch, machine)
 
-    def config_of(choice: Choice) -> Config:
-        raw: Any = parse_yaml(config_text(run, machine, Suggestion(choice)))
-        return Config.model_validate(raw)
-
-    suggestion = suggest(config_of, arch, machine)
-    text = config_text(run, machine, suggestion)
-    _check(config_of(suggestion.choice), machine)
+    text = config_text(run, machine)
+    if machine.gpu is not None:
+        text = config_text(run, machine, suggest(_config(text), arch, machine))
+    validate(_config(text), machine.ranks, dry_run=True, rehearsed=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_file(args.output, text)
     print(f"wrote {args.output}. Read its comments, then:")
@@ -66,7 +64,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--gpus-per-node", type=_positive, default=PER_NODE, metavar="N", help=f"default {PER_NODE}, or all if fewer"
     )
     parser.add_argument(
-        "--gpu-memory", type=float, default=DEVICE_GIB, metavar="GIB", help=f"of one GPU (default {DEVICE_GIB:g})"
+        *("--gpu", "--gpu-memory"),
+        default=REFERENCE,
+        metavar="NAME|GIB",
+        help=f"{', '.join(GPUS)}, or GiB of memory (default {REFERENCE})",
     )
     parser.add_argument("--output", type=Path, default=Path("grpo.yaml"), metavar="YAML", help="default grpo.yaml")
     return parser.parse_args(argv)
@@ -91,16 +92,18 @@ def _machine(args: argparse.Namespace) -> Machine:
     per_node = min(args.gpus, args.gpus_per_node)
     if args.gpus % per_node:
         raise ConfigError(f"--gpus {args.gpus} is no multiple of --gpus-per-node {per_node}")
-    if not 0 < args.gpu_memory <= 1 << 20:
-        raise ConfigError(f"--gpu-memory {args.gpu_memory:g} is not a size in GiB, such as {DEVICE_GIB:g}")
-    return Machine(args.gpus // per_node, per_node, args.gpu_memory)
+    try:
+        gpu = find_gpu(args.gpu)
+    except ValueError as error:
+        raise ConfigError(f"--gpu {error}") from error
+    return Machine(args.gpus // per_node, per_node, gpu)
 
 
 def _new_run(args: argparse.Namespace, arch: Architecture, machine: Machine) -> NewRun:
     task = get_task(args.task)
     if args.reward is None and not task.graders:
         raise ConfigError(f"task {args.task} does not grade answers; name your function with --reward my_module:reward")
-    on_cpu, room = machine.device_gib is None, arch.max_position_embeddings
+    on_cpu, room = machine.gpu is None, arch.max_position_embeddings
     max_response = min(256 if on_cpu else 2048, room // 2)
     return NewRun(
         args.model,
@@ -116,7 +119,6 @@ def _new_run(args: argparse.Namespace, arch: Architecture, machine: Machine) -> 
     )
 
 
-def _check(config: Config, machine: Machine) -> None:
-    from grpo_megatron.checks.validate import validate
-
-    validate(config, machine.ranks, dry_run=True, rehearsed=True)
+def _config(text: str) -> Config:
+    raw: Any = parse_yaml(text)
+    return Config.model_validate(raw)

@@ -180,8 +180,8 @@ def verl_file(source: Path, target: Path) -> Path:
 def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
     """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged.
 
-    Two sources: the rows as they are published, and in a Parquet file of verl's form. PP2; tests/e2e/test_recipes.py has runs
-    with DP2, tests/slurm/test_jobs.py one with TP2 x PP2.
+    Two sources: the rows as they are published, and in a Parquet file of verl's form. PP2; tests/e2e/test_recipes.py has
+    runs with DP2, tests/slurm/test_jobs.py one with TP2 x PP2.
     """
     out = tmp_path / "run"
     verl = verl_file(gsm8k / "gsm8k" / "train.jsonl", tmp_path / "train.parquet")

@@ -7,21 +7,23 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.memory import parameters_from_table
 from grpo_megatron.checks.phases import GIB, memory_phases
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
+from grpo_megatron.planning.gpus import find_gpu
+from grpo_megatron.planning.layout import Layout
+from grpo_megatron.planning.models import PlannedModels
+from grpo_megatron.planning.nearest import PlannedLayout
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.reading.yaml_text import parse_yaml
 from grpo_megatron.starting.config_text import NewRun, config_text
 from grpo_megatron.starting.new_config import main
-from grpo_megatron.starting.suggestion import Choice, Machine, Suggestion, suggest
+from grpo_megatron.starting.suggestion import Machine, suggest
 from tests.runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ROOT / "examples" / "models"
+MODEL = ROOT / "examples" / "models" / "llama3_70b"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,8 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--train", "missing.jsonl"], "missing.jsonl"),
         (["--task", "jsonl"], "does not grade answers; name your function with --reward"),
         (["--gpus", "12"], "no multiple of --gpus-per-node 8"),
-        (["--gpus", "2", "--gpu-memory", "1"], "no layout fits. The nearest"),
+        (["--gpus", "2", "--gpu", "1"], "no layout fits"),
+        (["--gpu", "h101"], "'h101' is neither one of h100-80"),
     ):
         with pytest.raises(ConfigError, match=message):
             main(arguments(run, output, *more))
@@ -73,41 +76,30 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def suggested(folder: str, machine: Machine) -> tuple[Suggestion, Config, Architecture]:
-    arch = architecture_of(read_json(MODELS / folder / "config.json"))
-    about = NewRun(MODELS / folder, arch, True, "math", ["t.jsonl"], [], None, 1024, 2048, Path("outputs/x"))
+def suggested(machine: Machine) -> tuple[PlannedLayout, Config]:
+    """For Llama-70B: the layout, and the config that is written with it."""
+    arch = architecture_of(read_json(MODEL / "config.json"))
+    about = NewRun(MODEL, arch, True, "math", ["t.jsonl"], [], None, 1024, 2048, Path("outputs/x"))
 
-    def config_of(choice: Choice) -> Config:
-        raw: Any = parse_yaml(config_text(about, machine, Suggestion(choice)))
+    def config_of(planned: PlannedLayout | None) -> Config:
+        raw: Any = parse_yaml(config_text(about, machine, planned))
         return Config.model_validate(raw)
 
-    suggestion = suggest(config_of, arch, machine)
-    raw: Any = parse_yaml(config_text(about, machine, suggestion))
-    assert config_of(suggestion.choice) == Config.model_validate(raw)  # comments change no value
-    return suggestion, config_of(suggestion.choice), arch
+    planned = suggest(config_of(None), arch, machine)
+    return planned, config_of(planned)
 
 
-def test_a_70b_model_gets_the_smallest_layout_that_fits() -> None:
-    """On 64 GPUs of 79 GiB. Over 4 GPUs, weights of 2 and gradients of 4 bytes alone are 70.55e9 x 6 / 4 = 98.6 GiB."""
-    machine = Machine(8, 8, 79.0)
-    suggestion, config, arch = suggested("llama3_70b", machine)
-
-    def fits(tp: int, pp: int) -> bool:
-        sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-        megatron = config.actor.megatron.model_copy(update=sizes)
-        changed = config.model_copy(update={"actor": config.actor.model_copy(update={"megatron": megatron})})
-        phases = memory_phases(changed, arch, 64, parameters_from_table(arch, megatron), [], None)
-        return all(phase.fits(79 * GIB) for phase in phases)
-
-    choice = suggestion.choice
-    assert fits(choice.tp, choice.pp) and choice.tp <= 8 and choice.tp * choice.pp == 8
-    assert not any(fits(tp, 4 // tp) for tp in (1, 2, 4))
-    # bfloat16 weights of the engine, 70.55e9 x 2 bytes / 8 = 16.4 GiB, of 0.6 x 79 = 47.4; over 4 it would be 32.9
-    assert choice.rollout_tp == 8 and 0.6 * 79 < suggestion.gib <= 79
+def test_a_70b_model_gets_a_layout_that_fits() -> None:
+    """The text says what was planned. Over 4 GPUs, weights of 2 and gradients of 4 bytes alone are 70.55e9 x 6 / 4 = 98.6 GiB."""
+    planned, config = suggested(Machine(8, 8, find_gpu("h100-80")))
+    assert Layout.of(config) == planned.layout and planned.fit.fits
+    assert planned.layout.tp <= 8 <= planned.layout.tp * planned.layout.pp
+    phases = memory_phases(config, PlannedModels.read(config).arch, 64, *PlannedModels.read(config).stages(config))
+    assert all(phase.fits(79.11 * GIB) for phase in phases)
 
 
-def test_a_model_that_fits_nowhere_is_refused_with_the_nearest_layout() -> None:
+def test_a_model_that_fits_nowhere_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"70\.55e9 parameters on 8 GPUs of 79 GiB: no layout fits\. The nearest, tp \d"
+        ConfigError, match=r"70\.55e9 parameters on 8 GPUs of 39\.38 GiB: no layout fits; give more --gpus"
     ):
-        suggested("llama3_70b", Machine(1, 8, 79.0))
+        suggested(Machine(1, 8, find_gpu("a100-40")))
