@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "importing": set(),
     "child": set(),
     "extensions": set(),
+    "onednn": set(),
     "reading": set(),
     "config": {"reading"},
     "storage": set(),
@@ -66,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
         *("parallel", "observability", "rollout", "trajectories"),
     },
     "training": {
-        *("types", "config", "storage", "rewards", "environments", "algo", "data"),
+        *("types", "onednn", "config", "storage", "rewards", "environments", "algo", "data"),
         *("device", "parallel", "sync", "observability", "models", "rollout", "trajectories", "checks", "sampling"),
     },
     "trainer": {
@@ -112,7 +113,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "vllm": ("rollout.vllm",),
     "safetensors": ("models.", "convert.", "training.dump"),
     "sentencepiece": ("convert.",),
-    "transformers": ("data.",),
+    "transformers": ("data.", "rollout.transformers_model"),
     "tokenizers": ("data.",),
     "pydantic": ("config", "cli.config_file", "data.task", "rollout."),
     "pydantic_core": ("config",),

@@ -1,6 +1,6 @@
 """One rank of this project's side of `tools/benchmark.py step`: `train` with a clock. torchrun starts it.
 
-    torchrun --nproc-per-node 2 tools/benchmark_step_own.py TIMES.json CONFIG.yaml section.key=value ...
+torchrun --nproc-per-node 2 tools/benchmark_step_own.py TIMES.json CONFIG.yaml section.key=value ...
 """
 
 from __future__ import annotations

@@ -88,12 +88,14 @@ def main() -> None:
     if trainer.accelerator.is_main_process:
         logs = [row for row in trainer.state.log_history if "completions/mean_length" in row]
         args.times.write_text(
-            json.dumps({
-                "ends": ends,
-                "mean_length": sum(row["completions/mean_length"] for row in logs) / len(logs),
-                "tokens": logs[-1]["num_tokens"],
-                "last": {key: value for key, value in logs[-1].items() if isinstance(value, (int, float))},
-            })
+            json.dumps(
+                {
+                    "ends": ends,
+                    "mean_length": sum(row["completions/mean_length"] for row in logs) / len(logs),
+                    "tokens": logs[-1]["num_tokens"],
+                    "last": {key: value for key, value in logs[-1].items() if isinstance(value, (int, float))},
+                }
+            )
         )
 
 

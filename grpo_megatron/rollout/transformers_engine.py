@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -78,7 +77,9 @@ class TransformersEngine(RolloutEngine):
         tensors: EngineTensors,
     ) -> None:
         if device.is_cuda:
-            raise ConfigError("rollout.engine=transformers has no GPU path; set rollout.engine=vllm or trainer.device=cpu")
+            raise ConfigError(
+                "rollout.engine=transformers has no GPU path; set rollout.engine=vllm or trainer.device=cpu"
+            )
         self._mesh, self._tensors, self._max_model_len = mesh, tensors, max_model_len
         with device.preserve_rng():  # transformers draws initial weights
             self._model = RowModel(model_path, dtype)

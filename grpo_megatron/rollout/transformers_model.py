@@ -98,7 +98,13 @@ class RowModel:
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' own function copies the heads that a group shares; torch's reads them where they are."""
     output = torch.nn.functional.scaled_dot_product_attention(
