@@ -34,6 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "importing": set(),
     "child": set(),
     "extensions": set(),
+    "onednn": set(),
     "reading": set(),
     "config": {"reading"},
     "storage": set(),
@@ -73,7 +74,7 @@ ROOMS: dict[str, set[str]] = {
         *("parallel", "observability", "rollout", "trajectories"),
     },
     "training": {
-        *("types", "config", "storage", "rewards", "environments", "algo", "data"),
+        *("types", "onednn", "config", "storage", "rewards", "environments", "algo", "data"),
         *("device", "parallel", "sync", "observability", "models", "rollout", "trajectories", "checks", "sampling"),
     },
     "trainer": {
@@ -123,7 +124,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "vllm": ("rollout.vllm",),
     "safetensors": ("models.", "convert.", "training.dump"),
     "sentencepiece": ("convert.",),
-    "transformers": ("data.", "starting.random_model"),
+    "transformers": ("data.", "starting.random_model", "rollout.transformers_model"),
     "tokenizers": ("data.", "starting.random_model"),
     "pydantic": ("config", "cli.partial_config", "data.task", "rollout."),
     "pydantic_core": ("config",),

@@ -9,6 +9,7 @@ The local spec runs anywhere, also on the CPU. The Transformer Engine spec and t
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,11 +129,11 @@ def engine_gradients(kernels: Kernels) -> Iterator[None]:
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention over packed sequences, one fused kernel call per sequence. Values may have another size than keys.
+    """Causal attention over packed sequences, one fused kernel call per run of neighbours of equal length.
 
     torch's scaled_dot_product_attention never materialises the [S, S] attention scores. Each sequence is computed alone, so
-    nothing is computed between two sequences or for padding between them. Megatron's DotProductAttention materialises the
-    scores, computes padding and refuses packed sequences.
+    nothing is computed between two sequences or for padding between them. Values may have another size than keys.
+    Megatron's DotProductAttention materialises the scores, computes padding and refuses packed sequences.
     """
 
     def __init__(
@@ -161,13 +162,15 @@ class PackedAttention(torch.nn.Module):
             return tree_attention(query, key, value, tree.branches)
         cuts = packed_seq_params.cu_seqlens_q
         lengths = (cuts[1:] - cuts[:-1]).tolist()
+        runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+        sizes = [length * count for length, count in runs]
         out = []
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        for q, k, v in parts:
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or G, s, d]
+        parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True)
+        for q, k, v, (length, count) in parts:
+            q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # [n, H or G, s, d]
             shared = q.shape[1] != k.shape[1]
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared, scale=self.softmax_scale)
-            out.append(o.squeeze(0).transpose(0, 1))  # [s, H, v]
+            out.append(o.transpose(1, 2).flatten(0, 1))  # [n * s, H, v]
         return torch.cat(out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -30,29 +31,46 @@ class TreeParams(PackedSeqParams):
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, branches: list[Branch]) -> Tensor:
-    """Causal attention of every branch over its prefix and itself: query [t, H, d], key [t, G, d], value [t, G, v]."""
+    """Causal attention of every branch over its prefix and itself: query [t, H, d], key [t, G, d], value [t, G, v].
+
+    Neighbours of equal length with one prefix share their kernel calls.
+    """
     out = []
     shared = query.shape[1] != key.shape[1]
-    for branch in branches:
-        prefix = slice(branch.prefix_start, branch.prefix_end)
-        size, length = branch.end - branch.start, branch.prefix_end - branch.prefix_start
-        own = slice(branch.start, branch.end)
+    for (size, prefix_start, prefix_end), neighbours in itertools.groupby(branches, _shape):
+        run = list(neighbours)
+        start, count = run[0].start, len(run)
+        own, prefix = slice(start, start + count * size), slice(prefix_start, prefix_end)
+        length = prefix_end - prefix_start
         if not length:
-            q, k, v = (_heads_first(x[own]) for x in (query, key, value))
-            out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared))
+            q, k, v = (_heads_first(x[own], count) for x in (query, key, value))
+            out.append(_flat(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)))
             continue
-        k, v = (_heads_first(torch.cat([x[prefix], x[own]])) for x in (key, value))
-        q = _heads_first(query[own])
-        for start in range(0, size, QUERY_BLOCK):
-            end = min(start + QUERY_BLOCK, size)
-            seen = length + end
-            mask = torch.ones(end - start, seen, dtype=torch.bool, device=q.device).tril(length + start)
-            block = q[:, :, start:end]
-            out.append(
+        k, v = (
+            torch.cat([_heads_first(x[prefix], 1).expand(count, -1, -1, -1), _heads_first(x[own], count)], dim=2)
+            for x in (key, value)
+        )
+        q = _heads_first(query[own], count)
+        blocks = []
+        for first in range(0, size, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, size)
+            seen = length + last
+            mask = torch.ones(last - first, seen, dtype=torch.bool, device=q.device).tril(length + first)
+            block = q[:, :, first:last]
+            blocks.append(
                 F.scaled_dot_product_attention(block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, enable_gqa=shared)
             )
-    return torch.cat(out, dim=2).squeeze(0).transpose(0, 1)  # [t, H, v]
+        out.append(_flat(torch.cat(blocks, dim=2)))
+    return torch.cat(out)  # [t, H, v]
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).unsqueeze(0)  # [1, H or G, s, d]
+def _shape(branch: Branch) -> tuple[int, int, int]:
+    return branch.end - branch.start, branch.prefix_start, branch.prefix_end
+
+
+def _heads_first(x: Tensor, count: int) -> Tensor:
+    return x.view(count, -1, *x.shape[1:]).transpose(1, 2)  # [n * s, H, d] -> [n, H, s, d]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)  # [n, H, s, d] -> [n * s, H, d]

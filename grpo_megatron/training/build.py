@@ -30,6 +30,7 @@ from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import Sinks
+from grpo_megatron.onednn import use_onednn
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.build import build_engine, find_engine
@@ -68,6 +69,8 @@ def join_world(config: Config, device: Device) -> Mesh:
         timeout_s=config.trainer.timeout_s,
     )
     device.seed(config.trainer.seed, mesh.rank)
+    if config.trainer.cpu_matmul == "onednn" and not device.is_cuda:
+        use_onednn()
     return mesh
 
 

@@ -59,7 +59,7 @@ def test_multiply_adds_are_within_two_percent_of_the_bound(prompt: int, response
 
     def count(q: Any, k: Any, v: Any, *, is_causal: bool = False, **_: Any) -> torch.Tensor:
         nonlocal pairs
-        pairs += q.shape[2] * k.shape[2] / (2 if is_causal else 1)
+        pairs += len(q) * q.shape[2] * k.shape[2] / (2 if is_causal else 1)
         return torch.empty_like(q)
 
     with mock.patch.object(F, "scaled_dot_product_attention", count):

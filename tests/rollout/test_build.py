@@ -71,7 +71,7 @@ def test_vllms_options_are_checked_by_the_same_path() -> None:
     [problem] = engine_problems(RolloutConfig(engine_kwargs={"load_format": "auto"}))
     assert problem.startswith("rollout.engine_kwargs.load_format='auto' cannot be set here")
     assert read_options(find_engine("vllm"), {}) == VllmOptions()
-    assert engines.names() == ["vllm"]
+    assert engines.names() == ["transformers", "vllm"]
 
 
 @pytest.mark.parametrize(
