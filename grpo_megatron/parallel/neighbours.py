@@ -128,7 +128,8 @@ def _swap(message: Hop, group: Any, first: int) -> Any:
         dist.recv(size, first + message.source, group)
         buffer = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(buffer, first + message.source, group)
-        received = pickle.loads(buffer.numpy())
+        received = pickle.loads(buffer.numpy().data)
     for work in works:
+        assert work is not None, "this rank is in the group"
         work.wait()
     return received
