@@ -18,8 +18,6 @@ from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
-from grpo_megatron.models.export import save_hf
-from grpo_megatron.models.scalar_head import ScalarPolicy
 from grpo_megatron.models.shape import sequence_cost
 from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics
@@ -34,6 +32,7 @@ from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.storage.step_folders import on_disk, steps_of
 from grpo_megatron.training.build import (
     build_colocation,
+    build_export,
     build_generator,
     build_loss,
     build_policy,
@@ -94,6 +93,7 @@ class Trainer:
         # device memory comes after it: gradient buffers, optimizer, reward model, reference (see checks/phases.py).
         with awaited(f"loading the weights of {config.model.path}", self.mesh.rank == 0):
             self.policy = build_policy(config, checked, self.mesh, self.device)
+        self._save_hf = build_export(config, checked, self.policy)
         self.colocation = build_colocation(config, checked, self.policy)
         generator = build_generator(config, checked, self.colocation, opened)
 
@@ -138,7 +138,7 @@ class Trainer:
         self.metrics = Metrics(self.device.synchronize)
         self.metrics.within = self.heartbeat.phase
         self.report = build_report(config, checked, self.policy, self.sinks, self.guards)
-        self.summary = Summary(self.output_dir)
+        self.summary = Summary(self.output_dir, config if checked.scored_folder is None else None)
         self.stopping = Stopping(trainer, self.mesh)
         if checkpoint is not None:
             self._restore_run(checkpoint)
@@ -286,13 +286,6 @@ class Trainer:
         """Release the engine and leave the process groups. Collective."""
         self.colocation.close()
         destroy_mesh()
-
-    def _save_hf(self, target: Path) -> None:
-        if isinstance(self.policy, ScalarPolicy):
-            self.policy.save_hf(target, self.tokenizer_path)
-            return
-        stream = self.policy.hf_weights(self.config.rollout.update_weights_bucket_megabytes)
-        save_hf(stream, self.config.model.path, self.tokenizer_path, target, self.mesh)
 
     def _sync_initial_model(self, step: int, metrics: Metrics) -> None:
         """The engine draws from the model that the run, or its outer iteration, started from. Collective."""

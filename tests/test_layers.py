@@ -55,8 +55,12 @@ ROOMS: dict[str, set[str]] = {
     "trajectories": {"types", "config", "workers", "data", "environments", "parallel", "rollout"},
     "convert": {"reading", "storage", "models"},
     "evaluation": {
-        *("types", "reading", "config", "storage", "rewards", "environments", "data"),
+        *("types", "reading", "config", "storage", "report", "rewards", "environments", "data"),
         *("device", "parallel", "models", "rollout", "trajectories", "convert"),
+    },
+    "generation": {
+        *("types", "reading", "config", "storage", "data", "device", "parallel", "models", "rollout"),
+        *("convert", "evaluation"),
     },
     "checks": {
         *("types", "registry", "passthrough", "config", "storage", "rewards", "reading", "environments"),
@@ -77,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
     "migration": {"reading", "config", "storage"},
     "cli": {
         *("importing", "child", "reading", "config", "storage", "report", "parallel", "rollout"),
-        *("convert", "evaluation", "checks", "training", "trainer", "migration", "curation"),
+        *("convert", "evaluation", "generation", "checks", "training", "trainer", "migration", "curation"),
     },
     "__main__": {"cli"},
 }

@@ -172,7 +172,10 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
     if checked.tokenizer is None:
         yield _line("tokenizer", "NOT FOUND, so neither it nor the lengths of prompts were checked")
     else:
-        yield _line("tokenizer", f"{len(checked.tokenizer):,} tokens, ends with {checked.tokenizer.eos_token!r}")
+        yield _line("tokenizer", f"{len(checked.tokenizer):,} tokens")
+        assert checked.end_tokens is not None
+        for number, text in enumerate(checked.end_tokens.lines(checked.tokenizer)):
+            yield _line("" if number else "answers end with", text)
     reward_models = reward_model_lines(config, checked.reward_folder, checked.reward_folders)
     yield from (_line("reward model", text) for text in reward_models)
     yield from (_line("critic", text) for text in critic_lines(config, checked.critic_folder))

@@ -106,12 +106,16 @@ def environment_lines(config: Config, messages: Sequence[ChatMessage]) -> Iterat
         yield f"message {number}", f"{message['role']}: {text[:SHOWN]}{'...' if len(text) > SHOWN else ''}"
 
 
-def check_environment(config: Config, tokenizer: Any) -> CheckedEnvironment:
+def check_environment(config: Config, tokenizer: Any, end_token_ids: Sequence[int] = ()) -> CheckedEnvironment:
     """An instance can be made, and the chat template can render its turns. Raises ConfigError."""
     rollout = config.rollout
     environment = make_environment(rollout.multi_turn)
     renderer = TurnRenderer(
-        tokenizer, environment.tools(), where="rollout.multi_turn", stop_token_ids=rollout.stop_token_ids
+        tokenizer,
+        environment.tools(),
+        where="rollout.multi_turn",
+        stop_token_ids=rollout.stop_token_ids,
+        end_token_ids=end_token_ids,
     )
     renderer.check()
     return CheckedEnvironment(renderer, environment.gives_rewards)

@@ -212,9 +212,12 @@ def _read_prompts(
 
 
 def read_supervised(
-    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None, end_token_ids: Sequence[int] = ()
 ) -> list[SupervisedExample]:
-    """The rows of the supervised warmup, as token ids. `renderer` is that of the rollouts, if they have several turns."""
+    """The rows of the supervised warmup, as token ids. `renderer` is that of the rollouts, if they have several turns.
+
+    `end_token_ids`: those of `EndTokens`.
+    """
     key, files = "sft.train_files", config.sft.train_files
     if not config.sft.steps or not files:
         return []
@@ -222,32 +225,38 @@ def read_supervised(
         _check_rows(key, files, lambda row: read_written(row, ["response"]))
         return []
     try:
-        return load_supervised(config.data, files, tokenizer, renderer)
+        return load_supervised(config.data, files, tokenizer, renderer, end_token_ids)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 
 
 def read_offline_groups(
-    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None, end_token_ids: Sequence[int] = ()
 ) -> list[OfflineGroup]:
     """The rows of algorithm.source=file: a prompt with its response, or with a chosen and a rejected one for DPO.
 
-    `renderer` is that of the rollouts, if they have several turns.
+    `renderer` and `end_token_ids` as in `read_supervised`.
     """
     if not config.trainer.total_training_steps or config.algorithm.source != "file":
         return []
-    return _read_written(config, "data.train_files", config.data.train_files, tokenizer, renderer)
+    return _read_written(config, "data.train_files", config.data.train_files, tokenizer, renderer, end_token_ids)
 
 
 def read_val_loss_groups(
-    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None
+    config: Config, tokenizer: Any | None, renderer: TurnRenderer | None = None, end_token_ids: Sequence[int] = ()
 ) -> list[OfflineGroup]:
     """The rows of `data.val_loss_files`, of the kind that `read_offline_groups` reads for the same loss."""
-    return _read_written(config, "data.val_loss_files", config.data.val_loss_files, tokenizer, renderer)
+    files = config.data.val_loss_files
+    return _read_written(config, "data.val_loss_files", files, tokenizer, renderer, end_token_ids)
 
 
 def _read_written(
-    config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, renderer: TurnRenderer | None
+    config: Config,
+    key: str,
+    files: Sequence[Path],
+    tokenizer: Any | None,
+    renderer: TurnRenderer | None,
+    end_token_ids: Sequence[int],
 ) -> list[OfflineGroup]:
     """If the tokenizer could not be read, the files are checked and there are no groups."""
     if not files:
@@ -260,7 +269,7 @@ def _read_written(
         _check_rows(key, files, lambda row: read_written(row, list(fields)))
         return []
     try:
-        return load_offline_groups(config.data, files, tokenizer, fields, renderer)
+        return load_offline_groups(config.data, files, tokenizer, fields, renderer, end_token_ids)
     except ConfigError as error:
         wanted = '{"prompt", "chosen", "rejected"}' if pairs else '{"prompt", "response"} or {"messages"}'
         raise ConfigError(f"{key}: {error} (actor.loss_mode={config.actor.loss_mode} reads rows {wanted})") from error

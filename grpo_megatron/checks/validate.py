@@ -43,6 +43,7 @@ from grpo_megatron.checks.reward_model import (
 from grpo_megatron.checks.score_head import read_scored_model, score_head_problems
 from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.config import Config
+from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
 from grpo_megatron.data.prompts import OfflineGroup, SupervisedExample
 from grpo_megatron.device import device_bytes
 from grpo_megatron.environments.environment import ChatMessage
@@ -73,6 +74,7 @@ class Checked:
     reward_calls: list[RewardCall] = field(default_factory=list)  # on real rows, if the rewards were to be called
     val_loss_groups: list[OfflineGroup] = field(default_factory=list)  # data.val_loss_files
     critic_folder: RewardFolder | None = None  # critic.path
+    end_tokens: EndTokens | None = None  # None only where `tokenizer` is
 
     def resolved(self, config: Config) -> Config:
         """The config with the training steps that `trainer.total_epochs` means."""
@@ -155,20 +157,24 @@ def validate(
     folder_is_missing = arch is None and config.model.tokenizer_path is None  # reported above
     if not folder_is_missing and (inputs.has_tokenizer(config) or not elsewhere):
         tokenizer = problems.attempt(inputs.read_tokenizer, config, arch)
+    end_tokens = None
+    if tokenizer is not None:
+        end_tokens = problems.attempt(read_end_tokens, tokenizer, config.model.path, arch.vocab_size if arch else None)
+    ends = end_tokens.ids if end_tokens else []
     environment = None
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
-        environment = problems.attempt(check_environment, config, tokenizer)
+        environment = problems.attempt(check_environment, config, tokenizer, ends)
     renderer = environment.renderer if environment else None
     train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = val_loss_groups = None
     if task_problem(config) is None:  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
         train_prompts = problems.attempt(inputs.read_train_prompts, config, tokenizer, environment)
-        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer, renderer)
+        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer, renderer, ends)
         val_prompts = problems.attempt(inputs.read_val_prompts, config, tokenizer, environment)
         if config.data.val_tasks:
             task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
-        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer)
-        val_loss_groups = problems.attempt(inputs.read_val_loss_groups, config, tokenizer, renderer)
+        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer, ends)
+        val_loss_groups = problems.attempt(inputs.read_val_loss_groups, config, tokenizer, renderer, ends)
 
     num_rows = len(train_prompts or offline_groups or [])
     problems.add(epoch_problems(config, num_rows))
@@ -204,6 +210,7 @@ def validate(
         val_loss_groups or [],
         scored_folder=scored_folder,
         critic_folder=critic_folder,
+        end_tokens=end_tokens,
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from grpo_megatron.cli.commands import COMMANDS
+from grpo_megatron.cli.commands import COMMANDS, STARTS_RANKS
 
 MAX_PLANNED_RANKS, MAX_GPU_GIB = 1 << 20, 1 << 20  # of --world-size and --gpu-memory
 
@@ -17,9 +17,8 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.help, add_help=False)
-    commands.add_parser(
-        "evaluate", help="draw answers to GSM8K, MATH and others, grade and report them", add_help=False
-    )
+    for name, line in STARTS_RANKS.items():
+        commands.add_parser(name, help=line, add_help=False)
     epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
     train = commands.add_parser("train", help="train with the settings of a YAML file", epilog=epilog)
     reward = commands.add_parser(

@@ -1,6 +1,6 @@
 """Commands with options of their own. Each is imported only when it runs.
 
-`train` and `train-reward` are in arguments.py; `evaluate` also starts ranks (main.py).
+`train` and `train-reward` are in arguments.py. The commands of STARTS_RANKS are run by main.py.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ def _watch(argv: list[str]) -> int:
     return watch_main(argv)
 
 
+STARTS_RANKS = {  # name: line in --help
+    "evaluate": "draw answers to GSM8K, MATH and others, grade and report them",
+    "generate": "answers of a model to your prompts, or a chat",
+}
 COMMANDS = {
     "convert": Command("Hugging Face <-> Megatron-Core checkpoints", _convert),
     "curate": Command("pass rates per prompt, filtered data, rows for SFT and DPO", _curate),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.arguments import parse_command
-from grpo_megatron.cli.commands import COMMANDS
+from grpo_megatron.cli.commands import COMMANDS, STARTS_RANKS
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.cli.reward_defaults import reward_defaults
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else vLLM prints a NUMA remark per rank
     if argv[:1] == ["convert"]:  # it reports its own failures
         return COMMANDS["convert"].run(argv[1:])
-    has_own_options = argv[:1] in ([name] for name in ("evaluate", *COMMANDS))
+    has_own_options = argv[:1] in ([name] for name in (*STARTS_RANKS, *COMMANDS))
     args = None if has_own_options else parse_command(argv)
     try:
         code = _train(args, argv) if args is not None else _other(argv)
@@ -202,23 +202,27 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
 
 
 def _other(argv: list[str]) -> int:
-    """`evaluate`, or a command of COMMANDS."""
-    if argv[0] == "evaluate":
-        return _evaluate(argv)
+    """A command of STARTS_RANKS or of COMMANDS."""
+    if argv[0] in STARTS_RANKS:
+        return _with_ranks(argv)
     _quieten(is_rank=False, starts_ranks=False)
     return COMMANDS[argv[0]].run(argv[1:])
 
 
-def _evaluate(argv: list[str]) -> int:
-    """`evaluate ...`: it parses its own options, and shares the start of ranks and the report of failures with `train`."""
+def _with_ranks(argv: list[str]) -> int:
+    """`evaluate ...`, `generate ...`: they parse their own options, and start ranks and report failures as `train` does."""
     is_rank = "RANK" in os.environ
     _quieten(is_rank, starts_ranks=False)
     if is_rank:
         ranks.join_launcher()
         failures.mark_started()
+    start_ranks = functools.partial(ranks.start_ranks, main)
+    if argv[0] == "generate":
+        from grpo_megatron.generation.cli import main as generate
+
+        return generate(argv[1:], start_ranks, is_rank)
     from grpo_megatron.evaluation.cli import main as evaluate
 
-    start_ranks = functools.partial(ranks.start_ranks, main)
     return evaluate(argv[1:], start_ranks, is_child=ranks.LAUNCHER_PID in os.environ)
 
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from grpo_megatron.convert.archive import archive_frame
 from grpo_megatron.convert.hf import HFFolder
 from grpo_megatron.convert.keys import extra_state_keys, whole_shape, written_places
+from grpo_megatron.convert.load_layout import common_state
 from grpo_megatron.convert.output import Output
 from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.rows import hf_runs
@@ -120,7 +121,7 @@ def write_chunks(source: HFFolder, folder: Path, dtype: torch.dtype, progress: P
                     length = output.tell() - start
                     results[-1].append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
     FileSystemWriter(folder, sync_files=False).finish(metadata, results)  # fsync comes before the folder's rename
-    torch.save({}, folder / "common.pt")
+    torch.save(common_state(source.arch), folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(CHECKPOINT_FORMAT))
     return output.hashes
 

@@ -6,6 +6,7 @@ Exit codes: 0; 1 verify has found a difference; 2 an error; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -48,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("b", type=Path, metavar="B")
     verify.add_argument("--allow-pickle", action="store_true", help=PICKLE_HELP)
     verify.add_argument("--no-hashes", action="store_true", help="compare tensors only")
+    verify.add_argument("--dtype", choices=FLOATS, help="round both to this dtype first (default: compare bits)")
+    verify.add_argument(
+        "--tolerance", type=_tolerance, metavar="X", help="the largest difference of two elements that counts as none"
+    )
     _add_hf(verify)
     inspect = commands.add_parser("inspect", help="family, sizes, layout, dtype, parameters, hashes")
     inspect.add_argument("source", type=Path, metavar="X")
@@ -85,6 +90,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
 def _run(args: argparse.Namespace) -> int:
     """Run the chosen command. Returns the exit code; errors are printed."""
     try:
@@ -115,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
         elif args.action == "verify":
             given = {"hf": args.hf, "allow_pickle": args.allow_pickle, "family": args.family}
             sources = [open_source(path, **given) for path in (args.a, args.b)]
-            return _verify(sources[0], sources[1], not args.no_hashes, args.quiet)
+            return _verify(sources[0], sources[1], args)
         else:
             source = open_source(args.source, hf=args.hf, allow_pickle=args.allow_pickle, family=args.family)
             check_model_layout(source.arch, args.tp, args.pp, args.ep)
@@ -129,18 +144,19 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(a: Source, b: Source, hashes: bool, quiet: bool) -> int:
-    settings = different_settings(a, b)
+def _verify(a: Source, b: Source, args: argparse.Namespace) -> int:
+    settings, hashes = different_settings(a, b), not args.no_hashes
     with a.checked(hashes), b.checked(hashes):
-        tensors, structure = compare_models(a, b, quiet)
+        tensors, structure = compare_models(a, b, args.quiet, dtype=args.dtype, tolerance=args.tolerance)
     print(comparison_table(tensors))
     for line in [*settings, *structure]:
         print(line)
     differing = sum(not tensor.is_equal for tensor in tensors)
     is_same = not (differing or settings or structure)
-    print(
-        f"{len(tensors)} tensors compared, {differing} differ: the models are {'the same' if is_same else 'DIFFERENT'}"
-    )
+    how = f" in {args.dtype}" if args.dtype else ""
+    how += f" within {args.tolerance:g}" if args.tolerance is not None else ""
+    verdict = "the same" if is_same else "DIFFERENT"
+    print(f"{len(tensors)} tensors compared{how}, {differing} differ: the models are {verdict}")
     return 0 if is_same else 1
 
 

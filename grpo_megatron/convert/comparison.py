@@ -1,4 +1,8 @@
-"""verify: compares two models, each in any format and layout, tensor by tensor under their Hugging Face names."""
+"""verify: compares two models, each in any format and layout, tensor by tensor under their Hugging Face names.
+
+By default tensors of one dtype are compared bit by bit. With `dtype`, both are rounded to it first: a bfloat16 export equals
+the float32 model that it was made of. With `tolerance`, elements may differ by so much.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,17 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.convert.progress import Progress
-from grpo_megatron.convert.source import Source, dtype_name
+from grpo_megatron.convert.source import FLOATS, Source, dtype_name
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass
 class TensorComparison:
-    """One tensor of both models: `differing` of `count` elements. Equal dtypes: bits are compared, otherwise values."""
+    """One tensor of both models: `differing` of `count` elements. Equal dtypes: bits are compared, otherwise values.
+
+    `tolerance`: the largest difference that counts as none. None: bits, and the dtypes, must be equal.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -24,10 +31,11 @@ class TensorComparison:
     count: int = 0
     differing: int = 0
     largest: float = 0.0
+    tolerance: float | None = None
 
     @property
     def is_equal(self) -> bool:
-        return not self.differing and self.dtypes[0] == self.dtypes[1]
+        return not self.differing and (self.tolerance is not None or self.dtypes[0] == self.dtypes[1])
 
     def add(self, a: Tensor, b: Tensor) -> None:
         self.count += a.numel()
@@ -38,10 +46,13 @@ class TensorComparison:
             unequal = a.view(bits) != b.view(bits)
         else:
             unequal = a.float() != b.float()
-        if unequal.any():
-            self.differing += int(unequal.sum())
-            gap = (a[unequal].double() - b[unequal].double()).abs()
-            self.largest = max(self.largest, float(gap.nan_to_num(torch.inf).max()))
+        if not unequal.any():
+            return
+        gap = (a[unequal].double() - b[unequal].double()).abs().nan_to_num(torch.inf, torch.inf)
+        if self.tolerance is not None:
+            gap = gap[gap > self.tolerance]
+        self.differing += gap.numel()
+        self.largest = max(self.largest, float(gap.max())) if gap.numel() else self.largest
 
 
 def different_settings(a: Source, b: Source) -> list[str]:
@@ -50,8 +61,14 @@ def different_settings(a: Source, b: Source) -> list[str]:
     return [f"{name}: {left!r} != {right!r}" for name, left, right in pairs if left != right]
 
 
-def compare_models(a: Source, b: Source, quiet: bool = False) -> tuple[list[TensorComparison], list[str]]:
-    """(the tensors that both models have with the same shape, the differences in names and shapes)."""
+def compare_models(
+    a: Source, b: Source, quiet: bool = False, *, dtype: str | None = None, tolerance: float | None = None
+) -> tuple[list[TensorComparison], list[str]]:
+    """(the tensors that both models have with the same shape, the differences in names and shapes).
+
+    `dtype`: to which both are rounded first, constants excepted. `tolerance`: see TensorComparison.
+    """
+    rounded = [source.result_dtypes(FLOATS[dtype]) if dtype else source.dtypes for source in (a, b)]
     left, right = a.shapes(), b.shapes()
     structure = [f"only in {a.folder}: {name}" for name in left if name not in right]
     structure += [f"only in {b.folder}: {name}" for name in right if name not in left]
@@ -63,9 +80,10 @@ def compare_models(a: Source, b: Source, quiet: bool = False) -> tuple[list[Tens
         for name in both:
             if left[name] != right[name]:
                 continue
-            out.append(TensorComparison(name, left[name], (a.dtypes[name], b.dtypes[name])))
+            kinds = (rounded[0][name], rounded[1][name])
+            out.append(TensorComparison(name, left[name], kinds, tolerance=tolerance))
             for block_a, block_b in zip(a.blocks(name, left[name]), b.blocks(name, left[name]), strict=True):
-                out[-1].add(block_a, block_b)
+                out[-1].add(block_a.to(kinds[0]), block_b.to(kinds[1]))
                 progress.add(block_a.nbytes + block_b.nbytes)
     return out, structure
 

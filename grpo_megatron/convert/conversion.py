@@ -10,6 +10,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.chunks import write_chunks
 from grpo_megatron.convert.folder import check_target, output_folder
 from grpo_megatron.convert.hf import HFFolder
+from grpo_megatron.convert.load_layout import RELEASE, tracked_folder, write_tracker
 from grpo_megatron.convert.megatron import FORMAT_FILE, TRAINER_FILE, MegatronFolder
 from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.shards import write_shards
@@ -43,7 +44,10 @@ def open_source(
             raise ConvertError(f"{str(path)!r} holds {special}; remove it")
     if is_partial(folder):
         raise ConvertError(f"{str(folder)!r} was left by an interrupted conversion; convert again, or remove it")
-    if (folder / FORMAT_FILE).exists() or (folder / "state" / FORMAT_FILE).exists():
+    if tracked_folder(folder.parent) == folder:
+        folder = folder.parent
+    places = (folder, folder / "state", tracked_folder(folder) or folder)
+    if any((place / FORMAT_FILE).exists() for place in places):
         return MegatronFolder(folder, hf, family)
     if (folder / "config.json").exists():
         return HFFolder(folder, allow_pickle, family)
@@ -100,7 +104,7 @@ def to_megatron(
     quiet: bool = False,
     family: str | None = None,
 ) -> None:
-    """Hugging Face folder -> distributed checkpoint, with config.json and tokenizer in its folder hf/.
+    """Hugging Face folder -> a folder that Megatron-LM loads (`load_layout`), with config.json and tokenizer in hf/.
 
     `layout` (tp, pp, ep) is only checked: the result can be loaded in any layout. Raises ConvertError, StorageError,
     UnsupportedModel.
@@ -121,9 +125,11 @@ def to_megatron(
     with output_folder(target, total + OVERHEAD_BYTES) as folder:
         with model.checked(check_hashes):
             with Progress("to-megatron", total, quiet) as progress:
-                hashes = write_chunks(model, folder, wanted, progress)
+                (folder / RELEASE).mkdir()
+                hashes = write_chunks(model, folder / RELEASE, wanted, progress)
+            write_tracker(folder)
             _copy_config(model, folder / "hf", wanted)
-        write_manifest(folder, "megatron", hashes)
+        write_manifest(folder, "megatron", {f"{RELEASE}/{name}": sha256 for name, sha256 in hashes.items()})
 
 
 def to_hf(

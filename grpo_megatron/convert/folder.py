@@ -19,8 +19,8 @@ def check_target(target: Path, source: Path, force: bool) -> None:
     output, source_path = target.resolve(), source.resolve()
     if output == source_path or output in source_path.parents or source_path in output.parents:
         raise ConvertError(f"output {str(target)!r} and input {str(source)!r} overlap; choose another output folder")
-    if not target.parent.is_dir():
-        raise ConvertError(f"output {str(target)!r}: the folder {str(target.parent)!r} does not exist")
+    if not (parent := _existing_parent(target)).is_dir():
+        raise ConvertError(f"output {str(target)!r}: {str(parent)!r} is no folder; choose another output folder")
     if not os.path.lexists(target):
         return
     if not force:
@@ -35,24 +35,45 @@ def check_target(target: Path, source: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def output_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
-    """A new folder that becomes `target` when the block ends, and is removed after an error.
+    """A new folder that becomes `target` when the block ends, and is removed after an error. Missing parents are made.
 
     Raises ConvertError instead of an operating system error; after a full disk it says how much was free and needed.
     """
+    parent = _existing_parent(target)
     try:
-        free = shutil.disk_usage(target.parent).free
+        free = shutil.disk_usage(parent).free
         if free < needed_bytes:
             raise ConvertError(
                 f"output {str(target)!r} needs {format_bytes(needed_bytes)}, its disk has {format_bytes(free)} free"
             )
-        with new_folder(target) as folder:
+        with _parents_of(target, parent), new_folder(target) as folder:
             yield folder
     except OSError as error:
         room = ""
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            free = shutil.disk_usage(target.parent).free
+            free = shutil.disk_usage(parent).free
             room = f" ({format_bytes(free)} free, {format_bytes(needed_bytes)} needed)"
         raise ConvertError(f"cannot write {str(target)!r}: {error.strerror or error}{room}") from error
+
+
+def _existing_parent(target: Path) -> Path:
+    """The nearest folder above `target` that exists; or a file that stands in the place of a folder."""
+    return next(path for path in target.absolute().parents if os.path.lexists(path))
+
+
+@contextlib.contextmanager
+def _parents_of(target: Path, existing: Path) -> Iterator[None]:
+    """The folders between `existing` and `target`, which are removed again after an error. Raises OSError."""
+    above = target.absolute().parents
+    missing = above[: above.index(existing)] if existing in above else ()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in missing:  # the lowest first
+            with contextlib.suppress(OSError):  # another program has written there meanwhile
+                folder.rmdir()
+        raise
 
 
 def format_bytes(count: float) -> str:

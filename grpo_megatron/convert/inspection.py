@@ -8,6 +8,7 @@ from collections import Counter
 from grpo_megatron.convert import tokenizers
 from grpo_megatron.convert.conversion import model_layout_problems
 from grpo_megatron.convert.folder import format_bytes
+from grpo_megatron.convert.load_layout import further_options, tracked_folder, unsupported_there
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.models.reward_folder import WHAT
 from grpo_megatron.storage.manifest import MANIFEST_FILE, Verification, read_manifest
@@ -40,11 +41,19 @@ def describe_model(source: Source, hashes: bool = False) -> str:
         "on disk": format_bytes(stored),
         "copied along": ", ".join(p.name for p in tokenizers.companions(source.tokenizer_folder)) or "nothing",
     }
+    if source.kind == "megatron" and source.head is None and tracked_folder(source.folder) is not None:
+        lines["Megatron-LM"] = _megatron_lm_options(source)
     if arch.num_experts:
         lines["experts"] = f"{arch.num_experts} per layer; ep {_sizes(source, 'ep')}"
     lines["hashes"] = _hashes(source, hashes)
     width = max(map(len, lines))
     return "\n".join(f"{key.ljust(width)}  {text}" for key, text in lines.items())
+
+
+def _megatron_lm_options(source: Source) -> str:
+    options = " ".join(filter(None, [f"--load {source.folder} --use-checkpoint-args", further_options(source.arch)]))
+    missing = unsupported_there(source.arch)
+    return options + (f" ({missing})" if missing else "")
 
 
 def _output(source: Source) -> str:

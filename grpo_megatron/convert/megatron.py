@@ -21,6 +21,7 @@ from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.archive import has_valid_checksum, locate_tensor
 from grpo_megatron.convert.contents import read_contents
 from grpo_megatron.convert.keys import Place, places, whole_shape
+from grpo_megatron.convert.load_layout import tracked_folder
 from grpo_megatron.convert.origin import Origin, read_origin
 from grpo_megatron.convert.rows import megatron_runs
 from grpo_megatron.convert.scalar_head import HeadRow, exported_text, head_rows, read_start
@@ -46,7 +47,8 @@ class _Chunk:
 
 
 class MegatronFolder(Source):
-    """`folder` is a distributed checkpoint, or has one in state/: a training step, or its critic/ or reward_model/.
+    """`folder` is a distributed checkpoint, or has one: in state/ a training step, or its critic/ or reward_model/, and in
+    release/ or iter_*/ a folder of Megatron-LM.
 
     `hf` has config.json and the tokenizer, if the checkpoint does not. `family` None: that of the training run, or the one
     that config.json names. Raises ConvertError, which names every wrong tensor.
@@ -57,7 +59,9 @@ class MegatronFolder(Source):
     def __init__(self, folder: Path, hf: Path | None = None, family: str | None = None) -> None:
         super().__init__()
         self.folder = folder
-        self.data_folder = folder if (folder / FORMAT_FILE).exists() else folder / "state"
+        self.data_folder = folder
+        if not (folder / FORMAT_FILE).exists():
+            self.data_folder = tracked_folder(folder) or folder / "state"
         origin = read_origin(self.data_folder)
         self.hf_folder = self.tokenizer_folder = hf or self._find_hf(origin)
         try:

@@ -7,6 +7,7 @@ step_000020/reward_model/state    reward_model    beside pairs.json
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +67,28 @@ class Origin:
 
     def _path(self, section: str, key: str) -> Path | None:
         value = self._value(section, key)
-        return Path(value) if isinstance(value, str) else None
+        return self._resolved(Path(value)) if isinstance(value, str) else None
+
+    def _resolved(self, path: Path) -> Path:
+        """A relative path belongs to the folder that the run was started in, which may not be the current one.
+
+        That folder is found where `trainer.output_dir` is relative too: it is above the checkpoint.
+        """
+        output_dir = self._value("trainer", "output_dir")
+        if path.is_absolute() or not isinstance(output_dir, str) or Path(output_dir).is_absolute():
+            return path
+        for folder in self.folder.resolve().parents:
+            if (started_in := _without_end(folder, Path(output_dir))) is not None and (started_in / path).is_dir():
+                return Path(os.path.relpath(started_in / path))
+        return path
+
+
+def _without_end(folder: Path, end: Path) -> Path | None:
+    """`folder` without its last parts, if they are those of `end`."""
+    parts = [part for part in end.parts if part != "."]
+    if not parts or ".." in parts or list(folder.parts[-len(parts) :]) != parts:
+        return None
+    return Path(*folder.parts[: -len(parts)])
 
 
 def read_origin(data_folder: Path) -> Origin:

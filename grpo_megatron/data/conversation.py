@@ -48,8 +48,9 @@ REMEDIES = {
 class TurnRenderer:
     """Prompts and observations as token ids.
 
-    `tools` are the JSON schemas that the template shows. `stop_token_ids` are the engine's stop tokens besides the
-    tokenizer's end-of-sequence token. `where` names the user of this renderer in messages.
+    `tools` are the JSON schemas that the template shows. `end_token_ids` are those of `EndTokens`; the tokenizer's own is
+    always one of them. `stop_token_ids` are the engine's further stop tokens, which belong to the text of a turn. `where`
+    names the user of this renderer in messages.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class TurnRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
         where: str = "rollout.multi_turn",
         stop_token_ids: Sequence[int] = (),
+        end_token_ids: Sequence[int] = (),
     ) -> None:
         if tokenizer.chat_template is None:
             raise ConfigError(
@@ -66,7 +68,8 @@ class TurnRenderer:
             )
         self.tokenizer, self.where = tokenizer, where
         self.tools = [dict(tool) for tool in tools]
-        self.stop_token_ids = {tokenizer.eos_token_id, *stop_token_ids}
+        self.end_token_ids = {tokenizer.eos_token_id, *end_token_ids}
+        self.stop_token_ids = self.end_token_ids | set(stop_token_ids)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of the first messages, up to the beginning of the assistant's turn. Raises ConfigError."""

@@ -78,14 +78,18 @@ def _extra(data: DataConfig, task: Task, question: Question, row: dict[str, Any]
 
 
 def load_supervised(
-    data: DataConfig, files: Sequence[Path], tokenizer: Any, renderer: TurnRenderer | None = None
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    renderer: TurnRenderer | None = None,
+    end_token_ids: Sequence[int] = (),
 ) -> list[SupervisedExample]:
     """(prompt ids, response) of rows {"prompt", "response"} or {"messages"}, in order.
 
     Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
-    `renderer` is that of the rollouts, if they have several turns. Raises ConfigError.
+    `renderer` is that of the rollouts, if they have several turns; `end_token_ids` those of `EndTokens`. Raises ConfigError.
     """
-    groups = load_offline_groups(data, files, tokenizer, {"response": 1.0}, renderer)
+    groups = load_offline_groups(data, files, tokenizer, {"response": 1.0}, renderer, end_token_ids)
     return [(list(prompt.prompt_ids), responses[0]) for prompt, responses, _ in groups]
 
 
@@ -95,6 +99,7 @@ def load_offline_groups(
     tokenizer: Any,
     fields: Mapping[str, float],
     renderer: TurnRenderer | None = None,
+    end_token_ids: Sequence[int] = (),
 ) -> list[OfflineGroup]:
     """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
 
@@ -103,7 +108,13 @@ def load_offline_groups(
     """
     rewards = list(fields.values())
     return load_written_groups(
-        data, files, tokenizer, lambda row: [(*read_written(row, list(fields)), rewards)], None, renderer
+        data,
+        files,
+        tokenizer,
+        lambda row: [(*read_written(row, list(fields)), rewards)],
+        None,
+        renderer,
+        end_token_ids,
     )
 
 
@@ -114,6 +125,7 @@ def load_written_groups(
     read: Callable[[dict[str, Any]], list[WrittenGroup]],
     label: Callable[[WrittenResponse, Any], WrittenResponse] | None,
     renderer: TurnRenderer | None = None,
+    end_token_ids: Sequence[int] = (),
 ) -> list[OfflineGroup]:
     """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
 
@@ -125,9 +137,8 @@ def load_written_groups(
     tools = renderer.tools if renderer else ()
     texts = [render_prompt(data, task, question, tokenizer, f"row {uid}", tools) for uid, (question, _, _) in rows]
     encoded = _encode_and_check(data, texts, tokenizer)
-    responses = iter(
-        _render_responses([one for _, (_, written, _) in rows for one in written], data, tokenizer, renderer)
-    )
+    written_responses = [one for _, (_, written, _) in rows for one in written]
+    responses = iter(_render_responses(written_responses, data, tokenizer, renderer, end_token_ids))
     groups: list[OfflineGroup] = []
     for (uid, (_, written, rewards)), text, ids in zip(rows, texts, encoded, strict=True):
         row_responses = [next(responses) for _ in written]
@@ -190,10 +201,17 @@ def _read_files(files: Sequence[Path], task: Task, parse: Callable[[dict[str, An
 
 
 def _render_responses(
-    written: list[Written], data: DataConfig, tokenizer: Any, renderer: TurnRenderer | None
+    written: list[Written],
+    data: DataConfig,
+    tokenizer: Any,
+    renderer: TurnRenderer | None,
+    end_token_ids: Sequence[int],
 ) -> list[WrittenResponse]:
-    """The responses in order. Texts end with the end-of-sequence token, turns with the template's end of turn."""
-    eos = tokenizer.eos_token_id
+    """The responses in order. Turns end with the template's end of turn.
+
+    A text gets the tokenizer's end-of-sequence token, unless an end token is its last one already.
+    """
+    ends = {tokenizer.eos_token_id, *end_token_ids}
     texts = [one for one in written if isinstance(one, str)]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
     if len(texts) < len(written):
@@ -201,7 +219,7 @@ def _render_responses(
             raise ConfigError(
                 "responses of several turns are rendered by a chat template; set data.apply_chat_template=true"
             )
-        renderer = renderer or TurnRenderer(tokenizer, where="rows with messages")
+        renderer = renderer or TurnRenderer(tokenizer, where="rows with messages", end_token_ids=end_token_ids)
         roles = {message["role"] for one in written if not isinstance(one, str) for message in one}
         for role in sorted(roles - {"assistant"}):
             renderer.check(role)
@@ -209,7 +227,8 @@ def _render_responses(
     for one in written:
         if isinstance(one, str):
             ids = next(encoded)
-            responses.append(WrittenResponse(ids if ids[-1:] == [eos] else [*ids, eos]))
+            is_ended = bool(ids) and ids[-1] in ends
+            responses.append(WrittenResponse(ids if is_ended else [*ids, tokenizer.eos_token_id]))
         else:
             assert renderer is not None
             responses.append(render_written(one, renderer))

@@ -36,15 +36,24 @@ class TextFormat(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
 
 
+class GivenExample(Section):
+    """A worked example in a task file."""
+
+    question: str = Field(min_length=1)
+    solution: str = Field(min_length=1)
+
+
 class Fewshot(Section):
     """Where the scripted evaluation finds worked examples, and how it draws them.
 
+    `examples` are in the task itself: the first ones are used, in their order. Otherwise they are drawn from `files`.
     `fixed`: one draw for all problems. `per-problem`: one draw per problem, from one generator, in the order of the file
     (`random.Random(seed).sample`, as lm-evaluation-harness draws).
     """
 
-    files: list[str]
-    solution: str  # the field that holds a worked solution
+    files: list[str] = Field([])
+    solution: str = "solution"  # the field that holds a worked solution
+    examples: list[GivenExample] = Field([])
     remove: str | None = None  # a regular expression, deleted from solutions
     rule: Literal["fixed", "per-problem"] = "fixed"
     default: int = Field(0, ge=0)

@@ -5,7 +5,7 @@ The tasks are those of training (`data/tasks/`), rendered in the same way.
 cli.py arguments.py        the command line
 settings.py run.py         one evaluation: what decides its scores, and drawing the samples on the rollout engine
 problems.py prompting.py   a task's files -> problems -> prompts, with few-shot examples; stop texts
-weights.py                 a model folder or checkpoint -> the engine's weights
+weights.py engine.py       a model folder or checkpoint -> the engine's weights; the engine
 output_folder.py           one process, and one run, per output folder
 ledger.py                  completions on disk, so that a killed run continues
 grading.py                 completions -> grades, by the rewards of training

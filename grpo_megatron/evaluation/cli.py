@@ -110,7 +110,7 @@ def _options(args: argparse.Namespace) -> Any:
 
 
 def _engine_options(args: argparse.Namespace) -> Any:
-    from grpo_megatron.evaluation.run import EngineOptions
+    from grpo_megatron.evaluation.engine import EngineOptions
 
     return EngineOptions(
         tp=args.tp,
@@ -207,9 +207,13 @@ def _tasks(argv: list[str]) -> int:
     for task in get_tasks(task_names()):
         print(f"{task.name} version {task.version}, sha256 {task.sha256[:12]}: {task.title}")
         files = f"in --data: {' or '.join(task.files)}" if task.files else f"--file {task.name}=PATH"
-        examples = f"; few-shot: {' or '.join(task.fewshot.files)}" if task.fewshot else ""
+        examples = f"; few-shot: {_few_shot(task.fewshot)}" if task.fewshot else ""
         print(f"    {files}{examples}")
     return 0
+
+
+def _few_shot(fewshot: Any) -> str:
+    return f"{len(fewshot.examples)} of its own" if fewshot.examples else " or ".join(fewshot.files)
 
 
 ACTIONS: dict[str, Callable[[list[str]], int]] = {"grade": _grade, "compare": _compare, "tasks": _tasks}

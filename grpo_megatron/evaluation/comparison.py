@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.estimates import interval
-from grpo_megatron.evaluation.table import grid
+from grpo_megatron.evaluation.table import grid, limited
 
 MUST_BE_EQUAL = (
     "task_sha256",
@@ -38,7 +38,10 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:
-    """One row per task and measure of both results. Raises ConfigError where the two cannot be paired."""
+    """One row per task and measure of both results; `limit` says that --limit has cut both short.
+
+    Raises ConfigError where the two cannot be paired.
+    """
     tasks = [name for name in a["tasks"] if name in b["tasks"]]
     if not tasks:
         raise ConfigError(f"no task in common: A has {', '.join(a['tasks'])}, B has {', '.join(b['tasks'])}")
@@ -47,7 +50,11 @@ def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool 
         problems += _mismatches(name, a["tasks"][name], b["tasks"][name], any_template)
     if problems:
         raise ConfigError("\n".join(problems))
-    return [row for name in tasks for row in _task_rows(name, a["tasks"][name], b["tasks"][name])]
+    rows = []
+    for name in tasks:
+        limit = limited(a["tasks"][name])
+        rows += [{**row, "limit": limit} for row in _task_rows(name, a["tasks"][name], b["tasks"][name])]
+    return rows
 
 
 def _mismatches(name: str, a: dict[str, Any], b: dict[str, Any], any_template: bool) -> list[str]:
@@ -117,7 +124,7 @@ def paired_table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             (
                 f"{row['task']} {row['measure']}",
-                str(row["problems"]),
+                row["limit"] or str(row["problems"]),
                 f"{100 * row['a']:.2f}",
                 f"{100 * row['b']:.2f}",
                 f"{100 * row['difference']:+.2f}",
@@ -125,4 +132,6 @@ def paired_table(rows: list[dict[str, Any]]) -> str:
                 *exact,
             )
         )
-    return grid(lines)
+    cut = dict.fromkeys(f"{row['task']} ({row['limit']})" for row in rows if row["limit"])
+    note = f"\n--limit: not the whole benchmark: {', '.join(cut)}" if cut else ""
+    return grid(lines) + note

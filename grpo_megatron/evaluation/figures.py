@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from grpo_megatron.evaluation.table import score_columns, score_label
+from grpo_megatron.evaluation.table import limited, score_columns, score_label
 
 FIGURE_WIDTH = 520
 BINS = 32
@@ -94,11 +94,10 @@ def score_rows(tasks: dict[str, Any]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in ("task", "problems", *columns))
     lines = []
     for name, task in tasks.items():
+        count = limited(task) or f"{task['num_problems']:,}"
         for label, scores in task["scores"].items():
             cells = "".join(f"<td>{_interval_cell(scores[c])}</td>" if c in scores else "<td></td>" for c in columns)
-            lines.append(
-                f"<tr><td>{escape(score_label(name, label))}</td><td>{task['num_problems']:,}</td>{cells}</tr>"
-            )
+            lines.append(f"<tr><td>{escape(score_label(name, label))}</td><td>{count}</td>{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 

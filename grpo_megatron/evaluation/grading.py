@@ -1,7 +1,7 @@
 """Grading of completions: the rewards and extractors of training, in the same worker processes with a time limit.
 
 Evaluation and the command `grade` use it. Here `task` is a built-in task, which is graded by its reward, or a reward:
-gsm8k, math, gsm8k_strict and gsm8k_flexible (as lm-evaluation-harness), module:function.
+gsm8k, math, gsm8k_strict, gsm8k_cot_strict and gsm8k_flexible (as lm-evaluation-harness), module:function.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ CHUNK = 512  # completions between two updates of the progress bar
 IN_PROCESS = (
     "gsm8k",
     "gsm8k_strict",
+    "gsm8k_cot_strict",
     "gsm8k_flexible",
     "graded",
     "graded_answer",

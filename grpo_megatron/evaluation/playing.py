@@ -57,7 +57,7 @@ def read_arena(task: Task, tokenizer: Any, eos_token_ids: Sequence[int]) -> Aren
         environment = make_environment(task.multi_turn)
     except ConfigError as error:
         raise ConfigError(f"task {task.name!r}: {str(error).replace('rollout.multi_turn', 'multi_turn')}") from error
-    renderer = TurnRenderer(tokenizer, environment.tools(), f"task {task.name!r}", eos_token_ids)
+    renderer = TurnRenderer(tokenizer, environment.tools(), f"task {task.name!r}", end_token_ids=eos_token_ids)
     renderer.check()
     return Arena(task.multi_turn, renderer, environment.gives_rewards)
 

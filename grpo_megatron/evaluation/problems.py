@@ -39,7 +39,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A task with its problems, and the files that they were read from. Few-shot examples are drawn from `pool`."""
+    """A task with its problems, and the files that they were read from. Few-shot examples are drawn from `pool`.
+
+    `num_in_file`: problems of the file. With --limit there are fewer in `problems`.
+    """
 
     task: Task
     path: Path
@@ -47,6 +50,7 @@ class Dataset:
     problems: list[Problem]
     pool: list[Example]
     pool_sha256: str | None
+    num_in_file: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,10 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
         fewshot = task.fewshot
         if fewshot is None:
             raise ConfigError(f"task {task.name!r} has no training file to draw examples from; set --num-fewshot 0")
+        if fewshot.examples:
+            return Dataset(
+                task, path, sha256_of(path), problems, _given_examples(task, fewshot, num_fewshot), None, len(rows)
+            )
         train = _find_file(task, "few-shot file", fewshot.files, places, "set --num-fewshot 0 to do without")
         pool = read_rows(train, lambda row: _read_example(task, fewshot, row))
         pool_sha256 = sha256_of(train)
@@ -97,7 +105,15 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
             raise ConfigError(
                 f"--num-fewshot {num_fewshot}: {str(train)!r} has {len(pool)} rows; set it to that or less"
             )
-    return Dataset(task, path, sha256_of(path), problems, pool, pool_sha256)
+    return Dataset(task, path, sha256_of(path), problems, pool, pool_sha256, len(rows))
+
+
+def _given_examples(task: Task, fewshot: Fewshot, count: int) -> list[Example]:
+    if count > len(fewshot.examples):
+        raise ConfigError(
+            f"--num-fewshot {count}: task {task.name!r} has {len(fewshot.examples)} examples of its own; set that or less"
+        )
+    return [Example(one.question, one.solution) for one in fewshot.examples[:count]]
 
 
 def _find_file(task: Task, what: str, files: list[str], places: DataPlaces, remedy: str) -> Path:

@@ -102,6 +102,8 @@ def _draw_examples(dataset: Dataset, num_fewshot: int, seed: int) -> list[list[E
         return [[] for _ in range(count)]
     fewshot = dataset.task.fewshot
     assert fewshot is not None, "read_datasets refuses this"
+    if fewshot.examples:
+        return [dataset.pool] * count  # in the task's order
     generator = random.Random(seed if fewshot.seed is None else fewshot.seed)
     if fewshot.rule == "per-problem":
         return [generator.sample(dataset.pool, num_fewshot) for _ in range(count)]

@@ -19,6 +19,8 @@ from grpo_megatron.evaluation import figures
 from grpo_megatron.evaluation.formulas import FormulaTable
 from grpo_megatron.evaluation.page_data import script_json, task_data
 from grpo_megatron.evaluation.results import GradedProblem
+from grpo_megatron.evaluation.table import limited
+from grpo_megatron.report.page import base_style
 
 PAGE = Path(__file__).parent / "page"
 
@@ -30,7 +32,7 @@ def render_page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], 
     data = script_json({name: task_data(tasks[name], graded[name], num_texts) for name in tasks}, formulas)
     parts = {
         "TITLE": escape(f"{result['model']['path']}: {', '.join(tasks)}"),
-        "STYLE": (PAGE / "page.css").read_text(),
+        "STYLE": base_style() + (PAGE / "page.css").read_text(),
         "SCRIPT": (PAGE / "page.js").read_text(),
         "BODY": _body(result, graded),
         "FORMULAS": "".join(formulas.markup),
@@ -73,11 +75,17 @@ def _task_section(name: str, task: dict[str, Any], graded: list[GradedProblem]) 
     head = "".join(f"<th>{escape(fact)}</th>" for fact in facts)
     row = "".join(f"<td>{escape(value)}</td>" for value in facts.values())
     return (
-        f'<section class="task"><h2>{escape(name)}</h2>'
+        f'<section class="task"><h2>{escape(name)}{_limit_mark(task)}</h2>'
         f'<p class="soft small">{escape(task["title"])}<br>{_settings(task)}</p>'
         f'<div class="scroll"><table><tr>{head}</tr><tr>{row}</tr></table></div>'
         f'<div class="figures">{_task_figures(name, task, graded)}</div></section>'
     )
+
+
+def _limit_mark(task: dict[str, Any]) -> str:
+    """Says that the scores are not those of the whole benchmark."""
+    text = limited(task)
+    return f' <span class="badge mark">{text} problems: --limit</span>' if text else ""
 
 
 def _task_figures(name: str, task: dict[str, Any], graded: list[GradedProblem]) -> str:

@@ -106,6 +106,7 @@ def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPoo
     return {
         "title": spec.title,
         **selected.identity(),
+        "num_in_file": selected.dataset.num_in_file,
         "graders": selected.graders,
         "scores": {
             name: _grader_scores(selected, graded, number, grader, pool)

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
 
-from grpo_megatron.config import RolloutConfig
-from grpo_megatron.convert import ConvertError
 from grpo_megatron.device import Device
 from grpo_megatron.environments.build import build_pool
-from grpo_megatron.evaluation import weights
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load_engine
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.playing import Arena, new_trajectory, played_entry
 from grpo_megatron.evaluation.prompting import cut_at_stop
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
-from grpo_megatron.models.sync_parameters import engine_tensors
-from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh, destroy_mesh
-from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
 from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
@@ -30,22 +25,8 @@ from grpo_megatron.trajectories.driver import play
 from grpo_megatron.trajectories.trajectory import TrajectoryLimits
 from grpo_megatron.types import GREEDY, Prompt
 
-WEIGHTS_VERSION = 0  # the weights never change
-BUCKET_BYTES = 512 << 20
 TIMEOUT_S = 7 * 24 * 3600.0  # of a collective: blocks wait for the slowest one at the end of a task
 REPORT_EVERY_S = 10.0
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Layout and memory of the engine. They are not part of the identity of a run."""
-
-    tp: int = 1
-    device: str = "auto"
-    batch_size: int = 2048  # requests between two writes of the ledger
-    max_num_seqs: int = 256
-    kv_cache_gib: int = 1
-    gpu_memory_utilization: float = 0.9
 
 
 def is_complete(settings: EvaluationSettings) -> bool:
@@ -74,32 +55,17 @@ def _build_engine(
     settings: EvaluationSettings, engine_options: EngineOptions, mesh: Mesh, device: Device
 ) -> RolloutEngine:
     """The engine with the model's weights. Collective. Raises RankError when the weights cannot be read."""
-    rollout = RolloutConfig(
-        seed=settings.options.seed % 2**31,
-        tensor_model_parallel_size=engine_options.tp,
-        gpu_memory_utilization=engine_options.gpu_memory_utilization,
-        engine_options={"kv_cache_gib": engine_options.kv_cache_gib},
-        max_num_seqs=engine_options.max_num_seqs,
-        max_num_batched_tokens=max(8192, engine_options.max_num_seqs),
-        free_cache_engine=False,  # no training model needs the memory
-        engine_kwargs=settings.options.engine_kwargs,
-    )
-    engine = build_engine(
-        rollout,
-        settings.source.hf_folder,
+    return load_engine(
+        settings.source,
         mesh,
         device,
+        engine_options,
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         eos_token_ids=settings.eos_token_ids,
-        tensors=engine_tensors(settings.source.arch, engine_options.tp, reads_shards=False),
+        seed=settings.options.seed,
+        engine_kwargs=settings.options.engine_kwargs,
     )
-    try:
-        stream = weights.stream_weights(settings.source, settings.dtype, device.torch_device, BUCKET_BYTES)
-        engine.load_weights(stream, WEIGHTS_VERSION)
-    except ConvertError as error:
-        raise RankError(f"cannot read the weights: {error}") from error
-    return engine
 
 
 def draw_task(

@@ -11,21 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.source import Source
+from grpo_megatron.data.end_tokens import read_end_tokens
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
-from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.evaluation import weights
+from grpo_megatron.evaluation.engine import model_tokenizer
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key
 from grpo_megatron.evaluation.output_folder import check_output
 from grpo_megatron.evaluation.playing import ENVIRONMENT, Arena, gives_rewards, read_arena
 from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
 from grpo_megatron.evaluation.prompting import PromptSet, build_prompts, choose_format
-from grpo_megatron.models.families import read_config
 from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes
-from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.types import GREEDY, Prompt
 
 
@@ -158,12 +157,12 @@ def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
                 f"--tp {tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
                 f" {fitting_sizes(source.arch, engine_split_problems)}"
             )
-        tokenizer = _tokenizer(options, source)
+        tokenizer = model_tokenizer(source, options.tokenizer, options.chat_template)
     except ConfigError as error:
         problems.append(str(error))
     if problems or source is None:
         raise ConfigError("\n".join(problems))
-    eos_token_ids = _eos_token_ids(source, tokenizer)
+    eos_token_ids = read_end_tokens(tokenizer, source.hf_folder, source.arch.vocab_size).ids
     selected = [_select(options, dataset, tokenizer, eos_token_ids) for dataset in datasets]
     settings = EvaluationSettings(
         options,
@@ -212,28 +211,6 @@ def _num_fewshot(options: Options, task: Task) -> int:
     return default if options.num_fewshot is None else options.num_fewshot
 
 
-def _tokenizer(options: Options, source: Source) -> Any:
-    folder = options.tokenizer or source.hf_folder
-    try:
-        tokenizer = load_tokenizer(folder, DataConfig(chat_template=options.chat_template))
-    except ConfigError as error:
-        names = {
-            "model.tokenizer_path": "--tokenizer",
-            "model.path": "--model",
-            "data.chat_template": "--chat-template",
-        }
-        text = str(error)
-        for key, option in names.items():
-            text = text.replace(key, option)
-        raise ConfigError(text) from error
-    if len(tokenizer) > source.arch.vocab_size:
-        raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens and the model's embedding"
-            f" {source.arch.vocab_size} rows; set --tokenizer to the model's own"
-        )
-    return tokenizer
-
-
 def _select(options: Options, dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) -> Selected:
     task, num_fewshot = dataset.task, _num_fewshot(options, dataset.task)
     format = choose_format(task, options.format, num_fewshot, tokenizer)
@@ -256,22 +233,6 @@ def _select(options: Options, dataset: Dataset, tokenizer: Any, eos_token_ids: l
         max_tokens=options.max_tokens or task.max_tokens,
         arena=arena,
     )
-
-
-def _eos_token_ids(source: Source, tokenizer: Any) -> list[int]:
-    """Of the tokenizer, config.json and generation_config.json: a chat model may end its turn with another token."""
-    found = {tokenizer.eos_token_id}
-    path = source.hf_folder / "generation_config.json"
-    configs = [read_config(source.hf_folder)]
-    if path.exists():
-        try:
-            configs.append(read_json(path))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
-    for config in configs:
-        ids = config.get("eos_token_id")
-        found |= set(ids if isinstance(ids, list) else [ids]) - {None}
-    return sorted(found)
 
 
 def _check_lengths(settings: EvaluationSettings) -> None:

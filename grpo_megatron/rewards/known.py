@@ -20,6 +20,7 @@ _GSM8K: list[KnownReward] = [
 KNOWN_REWARDS: dict[str, list[KnownReward]] = {
     "gsm8k": _GSM8K,
     "arithmetic_steps": _GSM8K,
+    "gsm8k_cot_strict": [("The answer is 42.", "42", 1.0), ("The answer is 43.", "42", 0.0), ("it is 42", "42", 0.0)],
     "gsm8k_strict": [("#### 42", "42", 1.0), ("#### 43", "42", 0.0), ("it is 42", "42", 0.0)],
     "gsm8k_flexible": [("it is 42.", "42", 1.0), ("it is 43.", "42", 0.0), ("", "42", 0.0)],
     "graded": [

@@ -74,8 +74,8 @@ def _files_of_right_size(folder: Path) -> dict[str, Any] | None:
             problems.append(f"missing {name}")
         elif path.stat().st_size != entry["size"]:
             problems.append(f"{name} has {path.stat().st_size} bytes, expected {entry['size']}")
-    weights = (p.name for p in folder.glob("*") if p.suffix in (".safetensors", ".distcp") and p.name not in files)
-    problems += [f"{name} is not in the manifest" for name in sorted(weights)]
+    weights = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in (".safetensors", ".distcp"))
+    problems += [f"{name} is not in the manifest" for name in sorted(weights) if name not in files]
     if problems:
         raise _differs(folder, problems)
     return files

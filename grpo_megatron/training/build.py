@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
 
@@ -15,9 +17,11 @@ from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.build import build_pool
 from grpo_megatron.models.build import DTYPES
+from grpo_megatron.models.export import Serving, save_hf
 from grpo_megatron.models.loss_pass import LossFunction, MetricSums
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
+from grpo_megatron.models.scalar_head import ScalarPolicy
 from grpo_megatron.models.scored_policy import ScoredPolicy
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
@@ -73,8 +77,29 @@ def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -
     return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
 
 
+def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[[Path], None]:
+    """The function that writes the policy as a Hugging Face folder. Calling it is collective.
+
+    A server of the folder stops where rollouts stop: at every end token, and at `rollout.stop_token_ids`.
+    """
+    tokenizer_path = config.model.tokenizer_path or config.model.path
+    ends = set(checked.end_tokens.ids if checked.end_tokens else []) | set(config.rollout.stop_token_ids)
+    template = None if config.data.chat_template is None else checked.tokenizer.chat_template
+    serving = Serving(template, sorted(ends))
+
+    def export(target: Path) -> None:
+        if isinstance(policy, ScalarPolicy):
+            policy.save_hf(target, tokenizer_path)
+            return
+        stream = policy.hf_weights(config.rollout.update_weights_bucket_megabytes)
+        save_hf(stream, config.model.path, tokenizer_path, target, policy.mesh, serving=serving)
+
+    return export
+
+
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
     """The engine, awake and without usable weights. Collective. Raises RankError if too little memory is free."""
+    assert checked.end_tokens is not None, "only a dry run has no tokenizer"
     mesh.agree(memory_problem(config, device.memory()))
     reads_shards = find_engine(config.rollout.engine).reads_shards
     return build_engine(
@@ -84,7 +109,7 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         device,
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-        eos_token_ids=[checked.tokenizer.eos_token_id],
+        eos_token_ids=checked.end_tokens.ids,
         tensors=engine_tensors(checked.arch, mesh.rollout_tp, reads_shards=reads_shards),
     )
 

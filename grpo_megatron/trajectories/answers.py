@@ -102,6 +102,6 @@ class EnvironmentAnswers:
         assert trajectory.last_turn is not None
         start, end = trajectory.last_turn
         ids = trajectory.response_ids[start:end]
-        if ids[-1] in (self.renderer.end_of_turn, self.renderer.tokenizer.eos_token_id):
+        if ids[-1] == self.renderer.end_of_turn or ids[-1] in self.renderer.end_token_ids:
             ids = ids[:-1]
         return str(self.renderer.tokenizer.decode(ids, skip_special_tokens=False))

@@ -97,7 +97,7 @@ def test_the_plan_counts_what_a_step_is(run: Path, capsys: pytest.CaptureFixture
         "prompt 16 + response 16 = 32 of the model's 128",
         "qwen2: 4 layers x 64, MLP 96, vocabulary 101",
         "complete, by name and shape",
-        "18 tokens, ends with '<eos>'",
+        "tokenizer         18 tokens\n  answers end with  2 '<eos>' (tokenizer, config.json, generation_config.json)\n",
         "9 prompts of task arithmetic; 4 steps x 8 = 3.56 epochs",
         "4 prompts, before training, every 5 steps, at the end",
     ):

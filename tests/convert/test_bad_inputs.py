@@ -222,8 +222,8 @@ def test_a_sentencepiece_model_that_does_not_fit(hf: Path, tmp_path: Path, capsy
 
 
 def test_a_flipped_bit(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(megatron / "__0_0.distcp", 100_000)
-    assert "__0_0.distcp: sha256 differs" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    flip(megatron / "release" / "__0_0.distcp", 100_000)
+    assert "release/__0_0.distcp: sha256 differs" in refused(capsys, "to-hf", megatron, tmp_path / "out")
     assert convert("inspect", megatron, "--hashes") == 2
     assert convert("verify", megatron, megatron) == 2
     capsys.readouterr()
@@ -240,11 +240,11 @@ def test_a_flipped_bit_in_a_converted_hf_folder(
 
 
 def test_a_truncated_or_missing_part(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cut(megatron / "__0_0.distcp")
+    cut(megatron / "release" / "__0_0.distcp")
     assert "__0_0.distcp" in refused(capsys, "to-hf", megatron, tmp_path / "out")
     (megatron / "manifest.json").unlink()
     assert "__0_0.distcp is truncated" in refused(capsys, "to-hf", megatron, tmp_path / "out")
-    (megatron / "__0_0.distcp").unlink()
+    (megatron / "release" / "__0_0.distcp").unlink()
     assert "missing file __0_0.distcp" in refused(capsys, "to-hf", megatron, tmp_path / "out")
 
 
@@ -263,7 +263,7 @@ def test_a_table_of_contents_that_would_run_code(
     megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (megatron / "manifest.json").unlink()
-    (megatron / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    (megatron / "release" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
     assert "not a readable table of contents" in refused(capsys, "to-hf", megatron, tmp_path / "out")
     assert not (tmp_path / "exploded").exists()
 
@@ -274,7 +274,7 @@ def test_folders_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "neither" in refused(capsys, "to-hf", tmp_path / "empty", tmp_path / "out")
     assert "already" in refused(capsys, "to-megatron", megatron, tmp_path / "out")
     assert "already" in refused(capsys, "to-hf", hf, tmp_path / "out")
-    (megatron / "metadata.json").write_text("{}")
+    (megatron / "release" / "metadata.json").write_text("{}")
     (megatron / "manifest.json").unlink()
     assert "no Megatron-Core distributed checkpoint" in refused(capsys, "to-hf", megatron, tmp_path / "out")
 
@@ -298,8 +298,15 @@ def test_an_output_that_exists(hf: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "precious" / "thesis.txt").exists()
     assert "overlap" in refused(capsys, "to-megatron", hf, hf, "--force")
     assert "overlap" in refused(capsys, "to-megatron", hf, hf / "out")
-    assert convert("to-megatron", hf, tmp_path / "no" / "where") == 2
-    assert "does not exist" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for target, words in (
+        (tmp_path / "file" / "out", "file' is no folder"),
+        (tmp_path / "a" / ("c" * 300), "cannot write"),
+    ):
+        assert convert("to-megatron", hf, target, "--quiet") == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()  # what a failure has made is gone again
+    assert convert("to-megatron", hf, tmp_path / "a" / "b" / "c") == 0
 
 
 def test_inspect_and_verify(hf: Path, megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,3 +320,6 @@ def test_inspect_and_verify(hf: Path, megatron: Path, capsys: pytest.CaptureFixt
     assert convert("verify", hf, megatron) == 1
     error = capsys.readouterr().out
     assert f"{Q}" in error and "1 of 16384 elements, largest 1" in error
+    assert convert("verify", hf, megatron, "--tolerance", "0.99") == 1
+    assert convert("verify", hf, megatron, "--tolerance", "1.01", "--quiet") == 0
+    assert "51 tensors compared within 1.01, 0 differ" in capsys.readouterr().out

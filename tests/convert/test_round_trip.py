@@ -49,9 +49,8 @@ def test_a_family_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture
     same_bits(tensors_of(source), tensors_of(tmp_path / "back"))
     assert convert("verify", tmp_path / "megatron", source, "--family", own) == 0
     step = tmp_path / "step"  # as a training run leaves it: its trainer.json names the family
-    (tmp_path / "megatron").rename(tmp_path / "state")
     step.mkdir()
-    (tmp_path / "state").rename(step / "state")
+    (tmp_path / "megatron" / "release").rename(step / "state")
     (step / "trainer.json").write_text(json.dumps({"config": {"model": {"path": str(source), "family": own}}}))
     assert convert("inspect", step) == 0
     assert own in capsys.readouterr().out
@@ -91,8 +90,8 @@ def test_numbered_rows(tmp_path: Path) -> None:
         expected += [group * 64 + i for i in range(64)]
         expected += [1000 + group * 32 + i for i in range(32)]
         expected += [2000 + group * 32 + i for i in range(32)]
-    stored = read_with_torch(tmp_path / "megatron", "decoder.layers.self_attention.linear_qkv.weight")
-    bias = read_with_torch(tmp_path / "megatron", "decoder.layers.self_attention.linear_qkv.bias")
+    stored = read_with_torch(tmp_path / "megatron" / "release", "decoder.layers.self_attention.linear_qkv.weight")
+    bias = read_with_torch(tmp_path / "megatron" / "release", "decoder.layers.self_attention.linear_qkv.bias")
     for layer in range(4):
         rows = torch.tensor(expected, dtype=torch.float32) + 10000 * layer
         assert torch.equal(stored[layer], rows[:, None].expand(256, 128))
@@ -151,6 +150,48 @@ def test_dtype_changes_on_request(tmp_path: Path) -> None:
     assert convert("to-hf", tmp_path / "megatron", tmp_path / "half") == 0
     same_bits({n: t.bfloat16() for n, t in tensors_of(source).items()}, tensors_of(tmp_path / "half"))
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert convert("verify", source, tmp_path / "half") == 1
+    assert convert("verify", source, tmp_path / "half", "--dtype", "bfloat16") == 0
+    assert convert("verify", source, tmp_path / "half", "--tolerance", "0.02") == 0  # 4.5 / 2**9 is 0.0088
+    assert convert("verify", source, tmp_path / "half", "--tolerance", "1e-4") == 1
+
+
+def test_other_places_of_the_checkpoint_are_read(tmp_path: Path) -> None:
+    """The folder itself, as older outputs have it; iter_0000005/, as Megatron-LM saves; release/, named by the user."""
+    source, out = folders.write(tmp_path / "hf", folders.config_of("qwen3")), tmp_path / "megatron"
+    assert convert("to-megatron", source, out, "--quiet") == 0
+    assert convert("verify", source, out / "release", "--quiet") == 0
+    (out / "manifest.json").unlink()
+    (out / "release").rename(out / "iter_0000005")
+    (out / "latest_checkpointed_iteration.txt").write_text("5\n")
+    assert convert("verify", source, out, "--quiet", "--no-hashes") == 0
+    for file in (out / "iter_0000005").iterdir():
+        file.rename(out / file.name)
+    (out / "latest_checkpointed_iteration.txt").unlink()
+    assert convert("verify", source, out, "--quiet", "--no-hashes") == 0
+
+
+def test_a_step_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was started in project/, with relative paths. Another folder of the same name is elsewhere."""
+    source = folders.write(tmp_path / "project" / "models" / "a", folders.config_of("qwen3"))
+    folders.write(tmp_path / "elsewhere" / "models" / "a", folders.config_of("llama3"))
+    step = tmp_path / "project" / "outputs" / "run" / "checkpoints" / "step_000001"
+    assert convert("to-megatron", source, step / "out", "--quiet") == 0
+    (step / "out" / "release").rename(step / "state")
+    run = {"model": {"path": "models/a"}, "trainer": {"output_dir": "./outputs/run"}}
+    (step / "trainer.json").write_text(json.dumps({"config": run}))
+    for place, name in (
+        ("project", str(step)),
+        ("elsewhere", str(step)),
+        ("elsewhere", f"../{step.relative_to(tmp_path)}"),
+    ):
+        monkeypatch.chdir(tmp_path / place)
+        assert convert("inspect", name) == 0
+        assert "qwen3" in capsys.readouterr().out
+    monkeypatch.chdir(step)
+    assert convert("inspect", ".") == 0
 
 
 @pytest.mark.parametrize("path", sorted(folders.CONFIGS.glob("*.json")), ids=lambda path: path.stem)

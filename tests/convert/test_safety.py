@@ -63,7 +63,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {  # when the child is killed: (objec
     "before the table of contents": (chunks.FileSystemWriter, "finish", 1),
     "before the manifest": (conversion, "write_manifest", 1),
     "before the rename": (atomic, "publish_folder", 1),
-    "after the rename": (atomic, "sync_path", 10),
+    "after the rename": (atomic, "sync_path", 12),
 }
 
 

@@ -9,9 +9,11 @@ from unittest import mock
 
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation import run
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.output_folder import claim_output, write_identity
 from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
+from grpo_megatron.generation.cli import main as generate
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Request
 from grpo_megatron.rollout.stop import StopTexts
@@ -32,7 +34,7 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
 
     Returns how often the engine generated in each, and the tokens of a greedy completion.
     """
-    engine_options = run.EngineOptions(device="cpu", batch_size=9)
+    engine_options = EngineOptions(device="cpu", batch_size=9)
     settings = prepare(options(model, data, output))
     device = Device("cpu")
     mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1)
@@ -71,13 +73,22 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
         draw(interrupted)
         draw(interrupted)
     prompt = settings.selected[0].prompts.prompts[0]
-    facts["greedy"] = engine.generate([Request(prompt.prompt_ids, 0, 12, temperature=0.0)], run.WEIGHTS_VERSION)[
+    facts["greedy"] = engine.generate([Request(prompt.prompt_ids, 0, 12, temperature=0.0)], WEIGHTS_VERSION)[
         0
     ].response_ids
     facts["stops"] = stops_draw_less(settings, engine)
     engine.shutdown()
     destroy_mesh()
     return facts
+
+
+def generate_over_ranks(argv: list[str]) -> None:
+    """The command `generate` on each rank of a world."""
+
+    def no_ranks(count: int, argv: list[str], device: str) -> int:
+        raise AssertionError("a rank starts no ranks")
+
+    assert generate(argv, no_ranks, is_rank=True) == 0
 
 
 def stops_draw_less(settings: EvaluationSettings, engine: Any) -> tuple[list[LedgerEntry], list[LedgerEntry], int, int]:
@@ -87,7 +98,7 @@ def stops_draw_less(settings: EvaluationSettings, engine: Any) -> tuple[list[Led
 
     def draw(stop: StopTexts | None) -> list[Any]:
         requests = [run._request(settings, selected, prompt, index, stop) for prompt, index in everything]
-        return list(engine.generate(requests, run.WEIGHTS_VERSION))
+        return list(engine.generate(requests, WEIGHTS_VERSION))
 
     whole = draw(None)
     texts = [settings.tokenizer.decode(c.response_ids, skip_special_tokens=True) for c in whole]

@@ -15,9 +15,10 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.environments.environment import Environment, Step
 from grpo_megatron.evaluation import results
+from grpo_megatron.evaluation.engine import EngineOptions
 from grpo_megatron.evaluation.ledger import Ledger
 from grpo_megatron.evaluation.report import render_page
-from grpo_megatron.evaluation.run import EngineOptions, draw_task
+from grpo_megatron.evaluation.run import draw_task
 from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
 from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.rewards.workers.pool import RewardPool

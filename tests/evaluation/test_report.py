@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,8 @@ from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.report import render_page
 from grpo_megatron.evaluation.results import GradedProblem, GradedSample
 from grpo_megatron.types import GREEDY
+from tests.browser import DESKTOP, PHONE, WIDTHS, Browser
 
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
 NASTY = (
     "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> @DATA@ \u2028 \ud800"
     " $\\frac{1}{2}+\\sqrt[3]{x_1^2}-\\left(\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}\\right)$ \\[\\sum_{k=1}^n k\\]"
@@ -124,20 +120,28 @@ def test_figures() -> None:
     assert "1: 2 right" in figures.right_counts([0, 1, 1, 2], 2, "counts")
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
-def test_a_browser_shows_it(page: str, tmp_path: Path) -> None:
-    assert BROWSER is not None
+def test_a_browser_shows_it_on_a_desktop_and_on_a_phone(browser: Browser, page: str, tmp_path: Path) -> None:
+    """No request, error or overflow. A table that is wider than the phone can be seen to scroll, and its first column stays."""
     (tmp_path / "report.html").write_text(page)
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-    shown = subprocess.run(
-        [
-            BROWSER, *flags.split(), "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}",
-            "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'report.html'}#open=3",
-        ],
-        capture_output=True, text=True, timeout=600, check=True,
-    ).stdout  # fmt: skip
-    assert "<title>a &lt;model&gt;: math</title>" in shown and "<img" not in shown
-    assert shown.count('class="problem"') == 20 and "page 1 of 3" in shown  # of 45
-    assert shown.count("<mfrac><mn>1</mn><mn>2</mn></mfrac>") == 3 and "<mroot>" in shown and "<mtable" in shown
-    assert "\\unknowncommand</mi>" in shown and '<code class="tex">{{{{' in shown and "costs $5" in shown
-    assert "45 of 45 problems; this page holds the texts of 30 of them" in shown
+    hints = {}
+    for width in WIDTHS:
+        with browser.open(tmp_path / "report.html", width, "#open=3") as shown:
+            assert shown.faults() == []
+            text, html = shown.text(), shown.evaluate("document.documentElement.outerHTML")
+            hints[width] = text.count("the table is wider: scroll it sideways")
+            assert shown.evaluate("document.title") == "a <model>: math" and "<img" not in html
+            assert (
+                shown.evaluate("document.querySelectorAll('.problem').length") == 20 and "page 1 of 3" in text
+            )  # of 45
+            assert html.count("<mfrac><mn>1</mn><mn>2</mn></mfrac>") == 3 and "<mroot>" in html
+            assert "\\unknowncommand</mi>" in html and '<code class="tex">{{{{' in html and "costs $5" in text
+            assert "45 of 45 problems; this page holds the texts of 30 of them" in text
+            if width == PHONE:
+                cell = "document.querySelector('.task .scroll th:%s-child').getBoundingClientRect()"
+                first, last = cell.replace("%s", "first"), cell.replace("%s", "last")
+                assert shown.evaluate(f"{last}.right") > PHONE
+                left = shown.evaluate(f"{first}.left")
+                shown.evaluate("document.querySelector('.task .scroll').scrollLeft = 9999")
+                shown.settle()
+                assert shown.evaluate(f"{last}.right") <= PHONE and shown.evaluate(f"{first}.left") == left
+    assert hints == {DESKTOP: 0, PHONE: 1}

@@ -27,7 +27,7 @@ from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.output_folder import claim_output, write_identity
 from grpo_megatron.evaluation.settings import Options, prepare
-from tests.evaluation.drawing_ranks import draw_all, options
+from tests.evaluation.drawing_ranks import draw_all, generate_over_ranks, options
 from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
 from tests.worlds import run as run_ranks
 
@@ -84,6 +84,27 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
     assert alone["greedy"] == expected_ids
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert expected["gsm8k"]["gsm8k/0", -1].text == tokenizer.decode(expected_ids, skip_special_tokens=True)
+
+    # `generate` on one engine of two ranks: the same prompts and end tokens, hence the same greedy answers
+    asked = [
+        "--model",
+        str(model),
+        "--file",
+        str(data / "gsm8k" / "test.jsonl"),
+        "--task",
+        "gsm8k",
+        "--max-tokens",
+        "12",
+    ]
+    run_ranks(
+        generate_over_ranks, 2, argv=[*asked, "--tp", "2", "--device", "cpu", "--output", str(tmp_path / "a" / "b")]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "a" / "b").read_text().splitlines()]
+    greedy = [expected["gsm8k"][f"gsm8k/{number}", -1] for number in range(6)]
+    assert [(row["row"], row["sample"]) for row in rows] == [(number, 0) for number in range(6)]
+    assert [(row["completion"], row["tokens"], row["finish_reason"]) for row in rows] == [
+        (entry.text, entry.num_tokens, entry.finish_reason) for entry in greedy
+    ]
 
 
 def test_a_checkpoint_streams_the_same_weights(folder: Path, tmp_path: Path) -> None:
@@ -183,6 +204,17 @@ def test_the_command_grades_and_reports(
     assert main(["evaluate", "compare", *paths]) == 0
     shown = capsys.readouterr().out
     assert "gsm8k pass@1 (greedy)" in shown and "math avg@2" in shown and "McNemar p" in shown
+    assert "--limit" not in printed + shown
+    fill_ledger(folder, tmp_path / "few", 0.5, limit=4)
+    assert main(command("--limit", "4", output="few")) == 0
+    printed = capsys.readouterr().out
+    assert "first 4 of 6" in printed
+    assert "--limit: not the scores of the whole benchmark: gsm8k (first 4 of 6)" in printed
+    cut_short = tmp_path / "few" / "results.json"
+    assert json.loads(cut_short.read_text())["tasks"]["gsm8k"]["num_in_file"] == 6
+    assert "first 4 of 6 problems: --limit" in (tmp_path / "few" / "report.html").read_text()
+    assert main(["evaluate", "compare", str(cut_short), str(cut_short)]) == 0
+    assert "--limit: not the whole benchmark: gsm8k (first 4 of 6), math (first 4 of 5)" in capsys.readouterr().out
     assert main(["evaluate", "compare", paths[0], str(tmp_path / "out" / "run.json")]) == 2
     assert "is not a results.json" in capsys.readouterr().err
 

@@ -27,6 +27,11 @@ from tests.evaluation.models import byte_tokenizer, gsm8k_rows, write_rows
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 real_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the real benchmark files in ../shared/data")
 
+# Of the harness' code for gsm8k_cot (version 3.0), and for minerva_math in its first version, on the 1,319 and 5,000 test rows.
+OWN_EXAMPLES = {
+    "gsm8k_cot8": (8, 1319, "9a08edd9368fad0c8e3a7d85f65d607fcbc6566b30b3ef3e479a4d6c11eaf204"),
+    "math_minerva4": (4, 5000, "37e104bcfb39f8b47c0f1049cecfd2a95c57455c29ca5a4fb80abf151ff982b4"),
+}
 PROMPTS = "84119a05b6c77e92415182c7963444e153dd2df04e05e238744f26b105c0a8b6"
 STRICT = "29071e1d349bf9260a6fe2bc389d8774ce71735594cff48e6c557c6ad8e8e4a1"
 FLEXIBLE = "40864a854d99700da8db80d3d76bec45307f9704e7a1a054dc792edda7ace63f"
@@ -110,6 +115,31 @@ def test_the_prompts_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
 
 
 @real_data
+@pytest.mark.parametrize("name", OWN_EXAMPLES)
+def test_examples_in_the_task_make_the_published_prompts(name: str) -> None:
+    (dataset,) = _read(name)
+    shots, count, digest = OWN_EXAMPLES[name]
+    prompts = build_prompts(dataset, "text", shots, 0, OneTokenTokenizer())
+    assert len(prompts.prompts) == count and prompts.prompts_sha256 == digest
+    assert dataset.task.fewshot.default == shots == len(dataset.pool)  # type: ignore[union-attr]
+    fewer = build_prompts(_read(name, shots=2)[0], "text", 2, 0, OneTokenTokenizer()).prompts[0].text
+    assert prompts.prompts[0].text.startswith(fewer.rpartition(dataset.problems[0].question)[0].rpartition("\n\n")[0])
+    with pytest.raises(ConfigError, match=f"--num-fewshot 9: task '{name}' has {shots} examples of its own"):
+        _read(name, shots=9)
+
+
+def test_what_a_chain_of_thought_is_graded_by() -> None:
+    texts = [
+        " So 9 x 2 = 18. The answer is 18.",
+        " The answer is $18.00.",
+        " The answer is 1,8 Q",
+        " 18",
+        "The answer is 18",
+    ]
+    assert [one.correct for one in grade("gsm8k_cot_strict", ["18"] * 5, texts)] == [True, False, True, False, False]
+
+
+@real_data
 def test_the_scores_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
     (dataset,) = _read("gsm8k_lm_eval")
     answers = [problem.answer for problem in dataset.problems]
@@ -190,10 +220,12 @@ def test_formats_and_stops(tokenizer: Any) -> None:
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
     "gsm8k_lm_eval": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
+    "gsm8k_cot8": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
     "gsm8k_r1": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
     "r1": {"prompt": "Which city?", "answer": "Paris"},
     "svamp": {"Body": "One and one.", "Question": "What is it?", "Answer": 2.0},
     "math": {"problem": "Find $x{y}$.", "solution": "It is $\\boxed{\\frac12}$."},
+    "math_minerva4": {"problem": "Find $x{y}$.", "solution": "It is $\\boxed{\\frac12}$."},
     "math500": {"problem": "Find $x$.", "answer": "\\frac12"},
     "olympiadbench": {"question": "Find $x$.", "final_answer": ["$1$", "$2$"]},
     "aime": {"problem": "Find $x$.", "answer": 204},

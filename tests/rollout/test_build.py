@@ -5,6 +5,7 @@ The proof is a whole training run, of two steps with a warm-up and a validation,
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ TOY = "tests.rollout.toy_engine:ToyEngine"
 
 
 def toy_run(folder: Path, *overrides: str) -> Any:
-    """The config of tests/runs.py, of one rank, on the toy engine."""
+    """The config of tests/runs.py, of one rank, on the toy engine. A run that is there already is used."""
     toy = [f"rollout.engine={TOY}", f"rollout.engine_options.journal={folder / 'journal'}"]
     sizes = ["trainer.n_gpus_per_node=1", f"trainer.output_dir={folder / 'out'}"]
-    return load_config(make_run(folder) / "run.yaml", [*toy, *sizes, *overrides])
+    run = folder if (folder / "run.yaml").exists() else make_run(folder)
+    return load_config(run / "run.yaml", [*toy, *sizes, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,8 @@ def train(folder: Path) -> list[Any]:
     config = toy_run(
         folder,
         *("trainer.total_training_steps=2", "sft.steps=2", "sft.train_batch_size=2", "data.train_batch_size=2"),
-        *("trainer.test_freq=1", "trainer.save_hf_at_end=false", "trainer.logger=[jsonl]", "rollout.n=2"),
+        *("trainer.test_freq=1", "trainer.logger=[jsonl]", "rollout.n=2", "rollout.stop_token_ids=[7]"),
+        f"data.chat_template={folder / 'other.jinja'}",
     )
     trainer = Trainer(config, validate(config, 1))
     refused: list[Any] = [type(trainer.colocation.engine).__name__]
@@ -128,7 +131,14 @@ def train(folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_a_training_run_on_an_engine_of_the_users_own(tmp_path: Path) -> None:
-    """Every sync passes the probe, so the engine held the policy's weights. The order of calls is the protocol's."""
+    """Every sync passes the probe, so the engine held the policy's weights. The order of calls is the protocol's.
+
+    The model has several end tokens, and the run a chat template of its own: the engine gets them, the export has them.
+    """
+    (tmp_path / "other.jinja").write_text("{{ messages }}")
+    make_run(tmp_path)
+    end_tokens = {"eos_token_id": [2, 5], "top_p": 0.5}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(end_tokens))
     [refused] = worlds.run(train, 1, folder=tmp_path)
     assert refused == [
         "ToyEngine",
@@ -138,5 +148,8 @@ def test_a_training_run_on_an_engine_of_the_users_own(tmp_path: Path) -> None:
     journal = (tmp_path / "journal").read_text()
     step = "wake weights\nload {0}\nwake kv cache\n(poll \\d+ {0}\n)+sleep\n"
     steps = "".join(step.format(version) for version in range(3))  # two steps, and the last weights' validation
-    assert re.fullmatch(rf"build 32 \[2\]\nsleep\n{steps}shutdown\n", journal), journal
+    assert re.fullmatch(rf"build 32 \[2, 5\]\nsleep\n{steps}shutdown\n", journal), journal
     assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) >= 2
+    exported = tmp_path / "out" / "hf"
+    assert json.loads((exported / "generation_config.json").read_text()) == {"eos_token_id": [2, 5, 7], "top_p": 0.5}
+    assert (exported / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -116,6 +116,15 @@
   $("previous").addEventListener("click", () => { page -= 1; show(); });
   $("next").addEventListener("click", () => { page += 1; show(); });
   chooseTask();
+  function markWide() { // says so where a table can be scrolled sideways: phones show no scrollbar
+    for (const box of document.querySelectorAll(".scroll")) {
+      const hint = box.nextElementSibling?.classList.contains("scroll-hint") ? box.nextElementSibling : null, isWide = box.scrollWidth > box.clientWidth + 1;
+      if (isWide && !hint) { box.after(make("p", "scroll-hint", "\u2194 the table is wider: scroll it sideways")); box.tabIndex = 0; }
+      if (!isWide) hint?.remove();
+    }
+  }
+  markWide();
+  window.addEventListener("resize", markWide);
   const wanted = location.hash.match(/^#open=(\d+)$/); // #open=3 opens the first 3 problems: to print, or to test
   if (wanted) [...document.querySelectorAll(".problem")].slice(0, Number(wanted[1])).forEach((made) => { made.open = true; });
 })();

@@ -1,0 +1,155 @@
+"""The layout of a folder that Megatron-LM loads with `--load`, and the arguments that it restores from there.
+
+OUT/latest_checkpointed_iteration.txt    "release", or the number of an iteration
+OUT/release/                             the distributed checkpoint; iter_0000100/ for an iteration
+OUT/release/common.pt                    {"args", "checkpoint_version", "iteration"}
+OUT/hf/                                  config.json and tokenizer, for our own readers
+
+With `--use-checkpoint-args` Megatron-LM takes the model's arguments from `args`, an argparse.Namespace under its own names.
+Some it never takes from a checkpoint: `further_options` are those that a model needs besides. Source: load_checkpoint and
+load_args_from_checkpoint in megatron/training/checkpointing.py of Megatron-LM, as of August 2026.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.models.architecture import Architecture
+
+TRACKER_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
+CHECKPOINT_VERSION = 3.0  # how rows of query, key and value are ordered; 3.0 needs no reordering
+VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
+
+
+def tracked_folder(folder: Path) -> Path | None:
+    """The checkpoint that the tracker of `folder` names. None: there is no tracker, or it names none."""
+    try:
+        name = (folder / TRACKER_FILE).read_text()[:40].strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if name == RELEASE:
+        return folder / RELEASE
+    return folder / f"iter_{int(name):07d}" if name.isdecimal() else None
+
+
+def write_tracker(folder: Path) -> None:
+    (folder / TRACKER_FILE).write_text(RELEASE)
+
+
+def common_state(arch: Architecture) -> dict[str, Any]:
+    """The content of common.pt."""
+    return {"args": Namespace(**load_args(arch)), "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
+
+
+def load_args(arch: Architecture) -> dict[str, Any]:
+    """The model's arguments under Megatron-LM's names. The tokenizer's are not among them: its path is this machine's."""
+    args: dict[str, Any] = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
+        "num_attention_heads": arch.num_attention_heads,
+        "group_query_attention": arch.latent is None and arch.num_query_groups < arch.num_attention_heads,
+        "num_query_groups": arch.num_query_groups,
+        "kv_channels": arch.head_dim,
+        "seq_length": arch.max_position_embeddings,
+        "max_position_embeddings": arch.max_position_embeddings,
+        "position_embedding_type": "yarn" if arch.rope_yarn is not None and arch.latent is None else "rope",
+        "add_position_embedding": False,
+        "use_rotary_position_embeddings": True,
+        "rotary_base": int(arch.rope_theta),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": arch.rope_factor is not None,
+        "rope_scaling_factor": arch.rope_factor or 8.0,
+        "rotary_seq_len_interpolation_factor": int(arch.rope_linear_factor) if arch.rope_linear_factor else None,
+        "normalization": "RMSNorm",
+        "norm_epsilon": arch.norm_eps,
+        "apply_layernorm_1p": False,
+        "qk_layernorm": arch.qk_norm or arch.latent is not None,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "swiglu": True,
+        "squared_relu": False,
+        "untie_embeddings_and_output_weights": not arch.tied,
+        "padded_vocab_size": -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "apply_query_key_layer_scaling": False,
+        "ckpt_format": "torch_dist",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+    }
+    return args | (_expert_args(arch) if arch.num_experts else {}) | _latent_args(arch)
+
+
+def _expert_args(arch: Architecture) -> dict[str, Any]:
+    routing, first = arch.routing, arch.num_dense_layers
+    is_sigmoid = routing is not None and routing.is_sigmoid
+    return {
+        "num_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.ffn_hidden_size,
+        "moe_layer_freq": [int(layer >= first) for layer in range(arch.num_layers)] if first else 1,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_router_pre_softmax": not arch.renormalise_experts,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": arch.shared_ffn_hidden_size or None,
+        "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
+        "moe_router_enable_expert_bias": is_sigmoid,
+        "moe_router_topk_scaling_factor": routing.scale if routing else None,
+        "moe_router_num_groups": routing.groups if routing and routing.groups > 1 else None,
+        "moe_router_group_topk": routing.groups_per_token if routing and routing.groups > 1 else None,
+    }
+
+
+def _latent_args(arch: Architecture) -> dict[str, Any]:
+    latent = arch.latent
+    if latent is None:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+    }
+
+
+NEVER_RESTORED = (  # arguments that Megatron-LM does not take from a checkpoint
+    *("norm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+)
+
+
+def further_options(arch: Architecture) -> str:
+    """The options that this model needs in Megatron-LM besides `--load OUT --use-checkpoint-args`."""
+    args = load_args(arch)
+    if not args["use_rope_scaling"]:
+        del args["rope_scaling_factor"]
+    options = []
+    for name in NEVER_RESTORED:
+        value = args.get(name)
+        if value is None or value is False:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        options.append(option if value is True else f"{option} {value}")
+    return " ".join(options)
+
+
+def unsupported_there(arch: Architecture) -> str | None:
+    """Why no options make Megatron-LM build this model. None: they do."""
+    if arch.post_norms:
+        return "norms after attention and MLP: Megatron-LM needs a layer spec of your own (--spec)"
+    if arch.rope_linear_factor is not None and not float(arch.rope_linear_factor).is_integer():
+        return (
+            f"RoPE scaled linearly by {arch.rope_linear_factor:g}: --rotary-seq-len-interpolation-factor takes integers"
+        )
+    if arch.rope_yarn is not None:
+        return "YaRN: give its options (--yarn-..., or those of latent attention) yourself"
+    return None

@@ -1,0 +1,94 @@
+"""Drawing the answers of `generate` on the rollout engine, with the requests that training and validation make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_megatron.device import Device
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load_engine
+from grpo_megatron.generation.settings import GenerationSettings
+from grpo_megatron.parallel.mesh import Mesh, build_mesh
+from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
+from grpo_megatron.rollout.stop import StopTexts
+
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # of a collective
+
+
+@dataclass(frozen=True)
+class ModelAnswer:
+    """One answer. `finish_reason`: "stop" at an end token or a stop text, "length" when it was cut."""
+
+    sample: int
+    text: str
+    num_tokens: int
+    finish_reason: str
+
+
+class Answerer:
+    """The engine of this process, or this rank's part of it."""
+
+    def __init__(self, settings: GenerationSettings, args: argparse.Namespace) -> None:
+        """Collective over the ranks. Raises RankError."""
+        device = Device(args.device)
+        self.mesh: Mesh = build_mesh(
+            device, tp=1, pp=1, rollout_tp=args.tp, seed=args.seed, timeout_s=COLLECTIVE_TIMEOUT_S
+        )
+        self.settings, self.args = settings, args
+        options = EngineOptions(
+            tp=args.tp,
+            device=args.device,
+            max_num_seqs=args.max_num_seqs,
+            kv_cache_gib=args.kv_cache_gib,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+        )
+        self.engine: RolloutEngine = load_engine(
+            settings.source,
+            self.mesh,
+            device,
+            options,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            eos_token_ids=settings.end_tokens.ids,
+            seed=args.seed,
+            engine_kwargs=args.engine_kwargs,
+        )
+        stop = settings.style.stop
+        self._stop = StopTexts(settings.tokenizer, stop) if stop else None
+
+    def all_answers(self) -> Iterator[list[ModelAnswer]]:
+        """Of each prompt of the settings, in order; `--max-num-seqs` of them are drawn at a time."""
+        prompts, count = self.settings.prompts, self.args.samples
+        size = max(1, self.args.max_num_seqs // count)
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
+            drawn = self.answers([(one.prompt_ids, one.uid) for one in batch], self.settings.max_tokens)
+            yield from (drawn[n * count : (n + 1) * count] for n in range(len(batch)))
+
+    def answers(self, prompts: Sequence[tuple[Sequence[int], str]], max_tokens: int) -> list[ModelAnswer]:
+        """`--samples` answers of each (token ids, uid), prompt by prompt. The uid decides the draws."""
+        keys = [(ids, uid, sample) for ids, uid in prompts for sample in range(self.args.samples)]
+        requests = [self._request(ids, uid, sample, max_tokens) for ids, uid, sample in keys]
+        completions = self.engine.generate(requests, WEIGHTS_VERSION)
+        return [
+            ModelAnswer(sample, self._decode(one.response_ids), len(one.response_ids), one.finish_reason)
+            for (_, _, sample), one in zip(keys, completions, strict=True)
+        ]
+
+    def _request(self, ids: Sequence[int], uid: str, sample: int, max_tokens: int) -> Request:
+        args = self.args
+        return Request(
+            prompt_ids=tuple(ids),
+            seed=sample_seed(args.seed, 0, uid, sample),
+            max_tokens=max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p if args.temperature else 1.0,
+            top_k=(args.top_k or -1) if args.temperature else -1,
+            stop_token_ids=tuple(self.settings.style.stop_token_ids),
+            stop=self._stop,
+        )
+
+    def _decode(self, ids: Any) -> str:
+        return str(self.settings.tokenizer.decode(ids, skip_special_tokens=True))
