@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     "trajectories": {"types", "config", "workers", "data", "environments", "parallel", "rollout"},
     "convert": {"reading", "storage", "models"},
     "evaluation": {
-        *("types", "reading", "config", "storage", "rewards", "environments", "data"),
+        *("types", "reading", "config", "storage", "report", "rewards", "environments", "data"),
         *("device", "parallel", "models", "rollout", "trajectories", "convert"),
     },
     "generation": {

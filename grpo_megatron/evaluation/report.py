@@ -20,6 +20,7 @@ from grpo_megatron.evaluation.formulas import FormulaTable
 from grpo_megatron.evaluation.page_data import script_json, task_data
 from grpo_megatron.evaluation.results import GradedProblem
 from grpo_megatron.evaluation.table import limited
+from grpo_megatron.report.page import base_style
 
 PAGE = Path(__file__).parent / "page"
 
@@ -31,7 +32,7 @@ def render_page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], 
     data = script_json({name: task_data(tasks[name], graded[name], num_texts) for name in tasks}, formulas)
     parts = {
         "TITLE": escape(f"{result['model']['path']}: {', '.join(tasks)}"),
-        "STYLE": (PAGE / "page.css").read_text(),
+        "STYLE": base_style() + (PAGE / "page.css").read_text(),
         "SCRIPT": (PAGE / "page.js").read_text(),
         "BODY": _body(result, graded),
         "FORMULAS": "".join(formulas.markup),
