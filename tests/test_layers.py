@@ -68,7 +68,7 @@ ROOMS: dict[str, set[str]] = {
         *("types", "registry", "passthrough", "config", "storage", "rewards", "reading", "environments"),
         *("algo", "data", "device", "parallel", "sync", "observability", "models", "rollout", "evaluation"),
     },
-    "planning": {"config", "storage", "algo", "parallel", "observability", "models", "checks"},
+    "planning": {"config", "storage", "algo", "device", "parallel", "observability", "models", "checks"},
     "sampling": {
         *("types", "config", "workers", "rewards", "algo", "data"),
         *("parallel", "observability", "rollout", "trajectories"),

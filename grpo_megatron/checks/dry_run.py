@@ -256,7 +256,7 @@ def _phase_lines(config: Config, arch: Architecture, phases: list[Phase], device
         yield from _share_lines(config, arch, phases, device_gib)
     yield _cells("together", [f"{p.total / GIB + share:.2f}" for p, share in zip(phases, shares, strict=True)])
     device = device_gib * GIB
-    yield _cells(f"of {device_gib:g}", ["fits" if phase.fits(device) else "NO" for phase in phases])
+    yield _cells(f"of {device_gib:.5g}", ["fits" if phase.fits(device) else "NO" for phase in phases])
 
 
 def _share_lines(config: Config, arch: Architecture, phases: list[Phase], device_gib: float) -> Iterator[str]:

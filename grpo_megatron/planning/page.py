@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from grpo_megatron.checks.dry_run import describe_run
 from grpo_megatron.checks.machine import is_for_this_machine
 from grpo_megatron.checks.phases import GIB
 from grpo_megatron.config import Config
+from grpo_megatron.device import device_bytes
 from grpo_megatron.planning.cost import step_seconds
 from grpo_megatron.planning.fit import Fit, fit
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
@@ -29,8 +31,9 @@ def plan_page(
 ) -> tuple[str, str | None]:
     """The whole page of a valid config, and why the run cannot fit, if this is certain.
 
-    `gpu`: the one to fit. `elsewhere`: the plan is for other machines.
+    `gpu`: the one to fit; None: that of this machine, if it has one. `elsewhere`: the plan is for other machines.
     """
+    gpu = gpu if gpu is not None or elsewhere else _own_gpu(config)
     models = PlannedModels.of(config, checked)
     work = Workload.of(config, models)
     machine = PlannedMachine(gpu or GPUS[REFERENCE], world_size, min(config.trainer.n_gpus_per_node, world_size))
@@ -57,6 +60,12 @@ def plan_page(
     parts = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items() if lines]
     text = describe_run(config, checked, world_size, gpu.usable_gib if gpu is not None else None)
     return "\n\n".join([text, *parts]), misfit(found) if found is not None else None
+
+
+def _own_gpu(config: Config) -> Gpu | None:
+    """With the peaks of REFERENCE. Not run on a GPU yet."""
+    size = device_bytes(config.trainer.device)
+    return None if size is None else replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB)
 
 
 def _wrapped(text: str) -> list[str]:

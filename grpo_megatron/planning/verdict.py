@@ -36,7 +36,7 @@ def verdict_lines(
 
 def _verdict(gpu: Gpu, found: Fit) -> str:
     name, size = found.fullest
-    room = f"{gpu.name}, {gpu.usable_gib:g} GiB usable" if gpu.name in GPUS else gpu.name
+    room = f"{gpu.name}, {round(gpu.usable_gib, 2):g} GiB usable" if "GiB" not in gpu.name else gpu.name
     fullest = f"fullest phase: {name}, {size / GIB:.2f} GiB"
     if found.fits:
         return f"FITS {room} ({fullest})"

@@ -84,6 +84,13 @@ def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureF
     assert fit(config, PlannedModels.read(config), 64, find_gpu("a100-40").usable_bytes).fits
 
 
+def test_a_machine_with_gpus_is_fitted_itself(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(run / "run.yaml"), "trainer.device=auto"]
+    with mock.patch("grpo_megatron.planning.page.device_bytes", return_value=85_000_000_000):
+        assert "  FITS this machine's GPU, 79.16 GiB usable" in page(capsys, *command)
+        assert "this machine" not in page(capsys, *command, "--world-size", "2").splitlines()[-1]
+
+
 def test_without_a_gpu_the_verdict_names_those_that_fit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = page(capsys, "plan", EXAMPLE, "--world-size", "64").splitlines()[-1]
     assert last == "  FITS h100-80, h200, b200, a100-80, h20-96; DOES NOT FIT a100-40"
