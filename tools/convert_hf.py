@@ -2,7 +2,7 @@
 
     python tools/convert_hf.py to-megatron HF_DIR OUT [--dtype bfloat16] [--tp 8]
     python tools/convert_hf.py to-hf CKPT OUT [--shard-size 5G] [--dtype bfloat16]
-    python tools/convert_hf.py verify A B
+    python tools/convert_hf.py verify A B [--dtype bfloat16] [--tolerance 1e-3]
     python tools/convert_hf.py inspect X [--hashes]
 
 CKPT is what to-megatron has written, or a training step (OUTPUT_DIR/checkpoints/step_000020), or its critic/ or reward_model/.

@@ -114,6 +114,10 @@ def _problems(args: argparse.Namespace) -> list[str]:
                 f"--chat with --tp {args.tp}: a conversation runs in one process; serve the model instead (vllm serve"
                 f" HF_DIR --tensor-parallel-size {args.tp}; vllm chat), or set --tp 1"
             )
+    elif args.tp > 1 and args.prompt == "-":
+        problems.append(
+            f"--prompt - with --tp {args.tp}: only one process has standard input; write the prompt to a file"
+        )
     elif args.tp > 1 and args.output is None:
         problems.append(f"--tp {args.tp} starts {args.tp} ranks, which share the terminal; set --output OUT.jsonl")
     return problems

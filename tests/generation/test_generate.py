@@ -94,6 +94,7 @@ def test_a_step_has_the_template_of_its_run(run: Path, tmp_path: Path) -> None:
         ),
         (["--prompt", "x" * 600], "exceeds the model's max_position_embeddings 512; shorten the prompt"),
         (["--prompt", "x", "--tp", "2"], "--tp 2 starts 2 ranks, which share the terminal; set --output OUT.jsonl"),
+        (["--prompt", "-", "--tp", "2"], "--prompt - with --tp 2: only one process has standard input"),
         (["--chat", "--tp", "2"], "serve the model instead (vllm serve HF_DIR --tensor-parallel-size 2"),
         (["--chat", "--samples", "2", "--temperature", "1"], "each turn has one answer; leave --samples out"),
         (["--prompt", "x", "--tp", "5", "--output", "o"], "--tp 5 cannot split the model"),
