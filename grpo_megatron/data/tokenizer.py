@@ -13,6 +13,7 @@ from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.reading.regular import read_text, special_file_in
 
 MAX_TEMPLATE = 1 << 20  # bytes of a chat template
+END_NAMES = ("im_end", "eot", "eos", "</s>", "end")  # of end-of-sequence tokens, the likeliest first
 
 
 def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
@@ -50,8 +51,8 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
 def _no_end(tokenizer: Any, folder: Path) -> str:
     """What to write where the folder names no end-of-sequence token, as one with tokenizer.json alone."""
     special = [token for token in tokenizer.get_added_vocab() if len(token) < 100][:12]
-    ends = [token for token in special if "end" in token or token == "</s>"]
-    example = json.dumps({"eos_token": ([*(token for token in ends if "im_end" in token), *ends] or ["</s>"])[0]})
+    likely = [token for part in END_NAMES for token in special if part in token]
+    example = json.dumps({"eos_token": [*likely, *special, "</s>"][0]})
     file = folder / "tokenizer_config.json"
     text = f"the tokenizer in {str(folder)!r} has no eos_token, so no response could end; "
     text += f"add the key eos_token to {file}" if file.exists() else f"write the file {file} with the line {example}"

@@ -287,7 +287,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, refused: Cal
         write_tokenizer(folder, eos_token=None)
     message = refused(f"model.tokenizer_path={folder}")
     assert ("no tokenizer in" if kind == "none" else "has no eos_token") in message
-    assert ("set model.tokenizer_path" if kind == "none" else "add it to its tokenizer_config.json") in message
+    assert ("set model.tokenizer_path" if kind == "none" else f"add the key eos_token to {folder}") in message
 
 
 def test_a_chat_template_that_fails_is_refused(run: Path, tmp_path: Path, refused: Callable[..., str]) -> None:

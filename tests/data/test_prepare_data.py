@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
+from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.starting import prepare
+from tests.runs import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT.parent / "shared" / "data" / "hf_configs"
@@ -150,3 +154,24 @@ def test_the_arithmetic_command_line(tmp_path: Path) -> None:
 def test_either_a_config_or_a_preset(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         _model(*arguments, "--tokenizer", "x")
+
+
+def test_a_tokenizer_that_names_no_end_gets_a_remedy_that_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder with tokenizer.json alone: the line of the message, written where it says, makes the folder usable."""
+    folder, arguments = tmp_path / "alone", ["--preset", "quickstart", *SMALL]
+    write_tokenizer(folder)
+    for path in folder.iterdir():
+        if path.name != "tokenizer.json":
+            path.unlink()
+    assert _model(tmp_path / "m", *arguments, "--tokenizer", folder, "--eos-token", "<end>") == 2
+    assert "--eos-token '<end>' is no token of the tokenizer; it has '<pad>'" in capsys.readouterr().err
+    assert _model(tmp_path / "m", *arguments, "--tokenizer", folder, "--eos-token", "<eos>") == 0
+    assert json.loads((tmp_path / "m/tokenizer_config.json").read_text())["eos_token"] == "<eos>"
+    with pytest.raises(ConfigError, match="has no eos_token") as raised:
+        load_tokenizer(folder, DataConfig())
+    found = re.search(r"write the file (\S+) with the line (\{.*?\}),", str(raised.value))
+    assert found is not None
+    Path(found[1]).write_text(found[2])
+    assert load_tokenizer(folder, DataConfig()).eos_token == "<eos>"

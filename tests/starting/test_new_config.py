@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_megatron.checks.phases import GIB, memory_phases
+from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.models.families import architecture_of
@@ -58,6 +60,17 @@ def test_what_is_written_is_valid_and_nothing_is_replaced(run: Path, tmp_path: P
     with pytest.raises(ConfigError, match="own.yaml exists"):
         main(arguments(run, output))
     assert output.read_text() == before
+
+
+def test_a_reward_in_the_current_folder_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reward_of_init.py").write_text("def reward(completion, answer):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    words = ["--task", "jsonl", "--reward", "reward_of_init:reward", "--cpu", "--train", str(run / "train.jsonl")]
+    assert COMMANDS["init"].run([str(run / "model"), *words]) == 0
+    config = load_config(tmp_path / "grpo.yaml")
+    assert config.reward.function == "reward_of_init:reward"
+    assert not config.trainer.val_before_train  # there are no held-out rows
 
 
 def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
