@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from grpo_megatron.checks.components import component_problems, resolved_components, reward_name
 from grpo_megatron.checks.names import name_problems
 from grpo_megatron.checks.reward_call import call_rewards, reward_lines
+from grpo_megatron.checks.reward_columns import column_problems
 from grpo_megatron.config import Config
 from grpo_megatron.reading.yaml_text import parse_yaml
 from grpo_megatron.types import Prompt
@@ -24,7 +26,7 @@ def config(*components: dict[str, Any], task: str = "gsm8k", **reward: Any) -> C
 
 
 def test_the_example_of_the_docs_is_accepted() -> None:
-    example = DOCS.read_text().partition("# Rewards")[2].split("```")[1]
+    example = DOCS.read_text().partition("## Sums of several")[2].split("```")[1]
     made = Config.model_validate({"model": {"path": "m"}, **parse_yaml(example)})
     assert list(name_problems(made)) == []
     assert [part["function"] for part in resolved_components(made)] == [
@@ -140,3 +142,21 @@ def test_the_plan_shows_each_component_on_a_real_row() -> None:
         ("  length", "1 x length where accuracy <= 0: closed, -1"),
         ("  reported", "accuracy/acc 1, 0; accuracy/extracted 1, 0; length/open 0, 1; acc 1, 0"),
     ]
+
+
+def test_columns_that_the_rows_lack_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "column_reward.py").write_text(
+        "def by_level(completion, level): ...\ndef any(completion, level=1): ..."
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    made = config({"name": "a", "function": "column_reward:by_level"}, {"name": "b", "function": "column_reward:any"})
+    row = Prompt("gsm8k/train/0", (1,), "6 * 7 =", "42", "gsm8k", "composite", columns={"lvel": 3})
+    (problem,) = column_problems(made, [row])
+    assert problem.startswith(
+        "reward.components[0] (a): reward 'column_reward:by_level' cannot be called: nothing gives its"
+    )
+    assert problem.endswith("the row's columns lvel; did you mean 'lvel'? (row gsm8k/train/0)")
+    assert not list(column_problems(made, [replace(row, columns={"level": 3})]))
+    single = config(function="column_reward:by_level")
+    (problem,) = column_problems(single, [replace(row, reward="column_reward:by_level")])
+    assert problem.startswith("reward.function: reward 'column_reward:by_level'")

@@ -43,7 +43,7 @@ def test_grades_between_answer_tags_and_behind_an_opened_thought() -> None:
     entries = [LedgerEntry("u", 0, text, 9, "stop") for text in texts[:2]]
     with RewardPool(1, 30.0) as pool:
         for opened, kept in (("<think>\n", True), ("", False)):
-            grades = _grades("format", ["", ""], entries, [opened, ""], pool)
+            grades = _grades("format", ["", ""], entries, pool, rows=[{}, {}], prompts=[opened, ""])
             assert [verdict.correct for verdict in grades] == [kept, False]
 
 
@@ -146,3 +146,19 @@ def test_the_solutions_of_real_math_as_a_file(tmp_path: Path, capsys: pytest.Cap
     # two reference answers of the file are "", and their solutions have an empty box
     assert counts == {"rows": 7500, "correct": 7500, "without_answer": 2, "timeout": 0, "error": 0}
     assert "2 of 7500 reference answers are empty" in capsys.readouterr().err
+
+
+def test_a_file_gives_its_columns_to_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "by_column.py").write_text(
+        "def near(completion, answer, margin): return abs(int(completion) - int(answer)) <= margin"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"completion": "5", "answer": "7", "margin": margin} for margin in (1, 2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = grade_file("by_column:near", tmp_path / "rows.jsonl", tmp_path / "graded.jsonl", quiet=True)
+    assert (done["correct"], done["error"]) == (1, 0)
+    (tmp_path / "rows.jsonl").write_text('{"completion": "5", "answer": "7"}\n')
+    with pytest.raises(
+        ConfigError, match="nothing gives its parameter 'margin'.*the row's columns|there are completion"
+    ):
+        grade_file("by_column:near", tmp_path / "rows.jsonl", tmp_path / "graded.jsonl", quiet=True)

@@ -10,7 +10,7 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.rewards.item import RewardItem
-from grpo_megatron.rewards.reward import RewardResult
+from grpo_megatron.rewards.reward import RewardFacts, RewardResult, rewards
 from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.generator import Generator, record_reward_metrics
 from grpo_megatron.sampling.grading import Grading
@@ -208,3 +208,22 @@ def test_a_reward_reads_the_whole_turn_and_what_is_known_of_it() -> None:
     assert pool.items == [whole]
     assert sample.text == "abc\ndefg"
     assert sample.steps == [(0, 0.5), (1, 1.0), (3, 0.0)]
+
+
+def test_a_reward_that_compares_gets_all_samples_by_prompt_and_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever was drawn first; nothing is queued before the last one."""
+    monkeypatch.setattr(rewards, "facts", lambda name: RewardFacts(batch=True, compares=True))
+    pool = SlowPool()
+    grading = Grading(pool, Letters())  # type: ignore[arg-type]
+    grading.begin(["r"])
+    about = Prompt("u", (1,), "", "", "s", "r")
+    drawn = [
+        Sample(about, p, i, [0] * (2 * p + i + 1), [0.0] * (2 * p + i + 1), "stop", 0)
+        for p, i in [(1, 0), (0, 1), (0, 0)]
+    ]
+    for sample in drawn:
+        grading.add(sample)
+    assert not pool.items
+    grading.finish()
+    assert [item.completion for item in pool.items] == ["ab", "abab", "ababab"]
+    assert [sample.reward for sample in drawn] == [6.0, 4.0, 2.0]  # each has its own
