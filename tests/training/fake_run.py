@@ -264,6 +264,7 @@ def run(
         val_prompts=[] if is_from_file else [prompt(100 + i) for i in range(3)],
         supervised_rows=rows or [],
         offline_groups=[(prompt(i), [WrittenResponse([7, 1])], [1.0]) for i in range(6)] if is_from_file else [],
+        end_tokens=None,
         environment=None,
         scored_folder=None,
         reward_folder=None,
@@ -286,7 +287,7 @@ def run(
         events.append(("engine", "policy offloaded" if policies[-1].is_offloaded else "policy on the device"))
         return FakeEngine(events)
 
-    def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any) -> None:
+    def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any, serving: Any) -> None:
         (weights,) = stream
         target.mkdir(parents=True)
         (target / WEIGHTS).write_text(weights)
@@ -317,7 +318,6 @@ def run(
             "build_reward_model": lambda config, checked, mesh, device: FakeRewardModel(events),
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
-            "save_hf": save_hf,
             "checkpoint_bytes": lambda arch, dtype: 0,
         },
         warm_up: {
@@ -327,6 +327,7 @@ def run(
         },
         validation_loss: {"exchange": local_exchange},
         build: {
+            "save_hf": save_hf,
             "Policy": build_policy,
             "build_rollout_engine": build_rollout_engine,
             "build_resharding": lambda *_: FakeResharding(),
