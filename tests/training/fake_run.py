@@ -20,6 +20,8 @@ import torch
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.data.written import WrittenResponse
+from grpo_megatron.observability import sinks
+from grpo_megatron.observability.sink import Sink
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.sync.attest import Expected
@@ -93,6 +95,10 @@ class FakePolicy:
 
     def onload(self) -> None:
         self.is_offloaded = False
+
+
+class NoReport(Sink):
+    def log(self, step: int, metrics: Any) -> None: ...
 
 
 class FakeReference:
@@ -230,13 +236,15 @@ def run(
     num_loss_rows: int = 0,
     stop_after: int | None = None,
     stop_warm_up_after: int | None = None,
+    has_report: bool = False,
     **sections: dict[str, Any],
 ) -> tuple[list[Any], list[dict[str, float]]]:
     """Run a Trainer of six prompts, two per step, and three held-out ones. Returns the events and metrics.jsonl.
 
     With algorithm.source=file, the six prompts have one response each and nothing is held out. `sections` are merged into
     the config. `stop_after`, `stop_warm_up_after`: interrupted, as by a signal, after so many steps. `rows` are those of the
-    warm-up. `num_loss_rows`: rows of `data.val_loss_files`, of 1, 2, 3... response tokens.
+    warm-up. `num_loss_rows`: rows of `data.val_loss_files`, of 1, 2, 3... response tokens. `has_report`: write report.html, which
+    takes longer than the run.
     """
     raw: dict[str, Any] = {
         "model": {"path": "start"},
@@ -335,6 +343,7 @@ def run(
             "Generator": WatchedGenerator,
         },
         references: {"Reference": FakeReference},
+        sinks: {} if has_report else {"ReportSink": lambda *_: NoReport()},
     }
     with ExitStack() as stack:
         for module, names in stand_ins.items():
