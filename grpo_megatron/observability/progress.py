@@ -67,7 +67,7 @@ def duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def awaited(what: str, is_shown: bool, first_s: float = 5.0) -> Iterator[None]:
+def awaited(what: str, is_shown: bool, first_s: float = 20.0) -> Iterator[None]:
     """Prints that `what` is being done, if that takes longer than `first_s`; then after twice the time, each."""
     stop = threading.Event()
 

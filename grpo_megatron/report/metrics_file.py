@@ -30,7 +30,7 @@ class MetricsTail:
     """Reads a growing metrics.jsonl part by part."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._inode, self._offset, self._rest = path, 0, 0, b""
+        self.path, self._inode, self._offset, self._rest = path, 0, 0, b""  # the rest: a line that is not whole yet
 
     def read(self) -> tuple[bool, list[StepMetrics]]:
         """Whether the file was replaced since the last call, so that all is read again, and the new whole lines."""

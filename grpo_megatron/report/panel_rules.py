@@ -132,7 +132,7 @@ PANELS: tuple[PanelRule, ...] = (
         STABILITY,
         "Entropy of the policy",
         "nats per token",
-        "Falls as the policy decides. Near 0 it explores no longer; a sudden rise is the begin of a collapse.",
+        "Falls as the policy decides. Near 0 it explores no longer; a sudden rise is the beginning of a collapse.",
         ((r"actor/entropy", "entropy"),),
         always=True,
         guard="entropy",

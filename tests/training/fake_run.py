@@ -20,6 +20,8 @@ import torch
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.data.written import WrittenResponse
+from grpo_megatron.observability import sinks
+from grpo_megatron.observability.sink import Sink
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.sync.attest import Expected
@@ -93,6 +95,10 @@ class FakePolicy:
 
     def onload(self) -> None:
         self.is_offloaded = False
+
+
+class NoReport(Sink):
+    def log(self, step: int, metrics: Any) -> None: ...
 
 
 class FakeReference:
@@ -237,13 +243,15 @@ def run(
     num_loss_rows: int = 0,
     stop_after: int | None = None,
     stop_warm_up_after: int | None = None,
+    has_report: bool = False,
     **sections: dict[str, Any],
 ) -> tuple[list[Any], list[dict[str, float]]]:
     """Run a Trainer of six prompts, two per step, and three held-out ones. Returns the events and metrics.jsonl.
 
     With algorithm.source=file, the six prompts have one response each and nothing is held out. `sections` are merged into
     the config. `stop_after`, `stop_warm_up_after`: interrupted, as by a signal, after so many steps. `rows` are those of the
-    warm-up. `num_loss_rows`: rows of `data.val_loss_files`, of 1, 2, 3... response tokens.
+    warm-up. `num_loss_rows`: rows of `data.val_loss_files`, of 1, 2, 3... response tokens. `has_report`: write report.html, which
+    takes longer than the run.
     """
     raw: dict[str, Any] = {
         "model": {"path": "start"},
@@ -271,6 +279,7 @@ def run(
         val_prompts=[] if is_from_file else [prompt(100 + i) for i in range(3)],
         supervised_rows=rows or [],
         offline_groups=[(prompt(i), [WrittenResponse([7, 1])], [1.0]) for i in range(6)] if is_from_file else [],
+        end_tokens=None,
         environment=None,
         scored_folder=None,
         reward_folder=None,
@@ -293,7 +302,7 @@ def run(
         events.append(("engine", "policy offloaded" if policies[-1].is_offloaded else "policy on the device"))
         return FakeEngine(events)
 
-    def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any) -> None:
+    def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any, serving: Any) -> None:
         (weights,) = stream
         target.mkdir(parents=True)
         (target / WEIGHTS).write_text(weights)
@@ -324,7 +333,6 @@ def run(
             "build_reward_model": lambda config, checked, mesh, device: FakeRewardModel(events),
             "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
             "exchange": local_exchange,
-            "save_hf": save_hf,
             "checkpoint_bytes": lambda arch, dtype: 0,
         },
         warm_up: {
@@ -334,6 +342,7 @@ def run(
         },
         validation_loss: {"exchange": local_exchange},
         build: {
+            "save_hf": save_hf,
             "Policy": build_policy,
             "build_rollout_engine": build_rollout_engine,
             "build_resharding": lambda *_: FakeResharding(),
@@ -341,6 +350,7 @@ def run(
             "Generator": WatchedGenerator,
         },
         references: {"Reference": FakeReference},
+        sinks: {} if has_report else {"ReportSink": lambda *_: NoReport()},
     }
     with ExitStack() as stack:
         for module, names in stand_ins.items():

@@ -85,9 +85,9 @@ def test_a_run_that_fails_and_resumes_has_a_report_and_its_events(
 ) -> None:
     """Five steps, ended after the third one. The policy's log-probability falls by 0.01 with each update."""
     sections = {"trainer": {"total_training_steps": 5, "save_freq": 2, "logger": ["jsonl"]}}
-    run(tmp_path, stop_after=3, **sections)
+    run(tmp_path, stop_after=3, has_report=True, **sections)
     assert '"state":"failed"' in (tmp_path / "report.html").read_text()
-    run(tmp_path, **sections)
+    run(tmp_path, has_report=True, **sections)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["step"]) for event in events] == [
         *(("started", 0), ("failed", None), ("resumed", 3)),
