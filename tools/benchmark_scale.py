@@ -1,7 +1,7 @@
 """The host side of a step in a large world, in one process: what one rank computes, for several numbers of ranks.
 
 The samples of all ranks are drawn as numbers (no tokens), and sent as they would be: pickled parts of every rollout block.
-Every phase is timed in a fresh state; then it runs once more under tracemalloc for the largest memory that it holds at once,
+Every phase is timed once, after a first run; then it runs under tracemalloc for the largest memory that it holds at once,
 besides its inputs. Network time is not in it; `neighbours.py` gives the number of messages.
 """
 
@@ -15,7 +15,9 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
@@ -124,21 +126,15 @@ class SimulatedStep:
 
     def select(self) -> Any:
         """A round of dynamic sampling, after its table is gathered."""
-        from grpo_megatron.sampling.collector import Group, informative_prompts
-        from grpo_megatron.sampling.dynamic import DynamicSampling
-
-        drawn = [Group(0, []) for _ in range(self.num_samples // GROUP)]
-
-        class Rounds:
-            groups: Any = lambda self, step, count, metrics: drawn[:count]
-
-        from unittest import mock
-
         from grpo_megatron.observability.metrics import Metrics
         from grpo_megatron.sampling import dynamic
+        from grpo_megatron.sampling.collector import Group, informative_prompts
 
+        drawn = [Group(0, []) for _ in range(self.num_samples // GROUP)]
         chosen = [drawn[index] for index in informative_prompts(self.table)]
-        collector = DynamicSampling(Rounds(), None, round_size=len(drawn), max_rounds=1, max_staleness=1)  # type: ignore[arg-type]
+        inner: Any = SimpleNamespace(groups=lambda step, count, metrics: drawn[:count])
+        mesh: Any = None
+        collector = dynamic.DynamicSampling(inner, mesh, round_size=len(drawn), max_rounds=1, max_staleness=1)
         with mock.patch.object(dynamic, "select_informative", lambda groups, mesh: chosen):
             return collector.groups(0, len(drawn) // 2, Metrics())
 

@@ -96,12 +96,18 @@ class ShardedWrite:
         if self._request.preload_fn is None:  # nothing to write on this rank
             return []
         own, staged = self._request.async_fn_args[1], self._request.preload_fn()
-        if not keeps_copy:
-            return list(staged)
-        return [
-            (path, name, (texts, [(item, _copied(t, u)) for (_, t), (item, u) in zip(before, tensors, strict=True)]))
-            for (_, _, (_, before)), (path, name, (texts, tensors)) in zip(own, staged, strict=True)
-        ]
+        if keeps_copy:
+            staged = [
+                (
+                    path,
+                    name,
+                    (texts, [(item, _copied(t, u)) for (_, t), (item, u) in zip(before, tensors, strict=True)]),
+                )
+                for (_, _, (_, before)), (path, name, (texts, tensors)) in zip(own, staged, strict=True)
+            ]
+        # Megatron's request lives until `finish`: it must not keep the optimizer's gathered state on the device.
+        own[:] = [(path, name, ([], [])) for path, name, _ in own]
+        return list(staged)
 
     def _write_files(self) -> None:
         if not self._buckets:
