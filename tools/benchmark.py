@@ -5,6 +5,8 @@
     python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER] [--delta]
     python tools/benchmark.py overlap [--milliseconds 20] [--workers 1]
     python tools/benchmark.py passes [--workload "26 M"]
+    python tools/benchmark.py step [--workload 0.4M] [--rounds 3] [--plain]
+    python tools/benchmark.py rollout | update | transformers [--workload 0.4M] [--repeats 5]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -20,6 +22,11 @@ ones, also with --network. --preset, --plan: large layouts, only planned.
 overlap: rewards graded while the engine generates, beside rewards graded afterwards.
 
 passes: the training part of a step with and without passes that it can do without.
+
+step: whole steps beside TRL's GRPOTrainer, which is installed into an environment of its own.
+
+rollout: an engine's `generate` beside bare `vllm.LLM.generate`. update: the policy's update beside Megatron-Core's forward and
+backward of the same packs. transformers: the same beside a training step of transformers. Each on one rank.
 """
 
 from __future__ import annotations
@@ -41,6 +48,8 @@ from typing import Any
 
 import benchmark_overlap
 import benchmark_passes
+import benchmark_rank
+import benchmark_step
 import benchmark_sync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
@@ -256,6 +265,13 @@ def main(arguments: list[str] | None = None) -> int:
     passes_parser = commands.add_parser("passes", help="training with and without passes that can be left out")
     benchmark_passes.add_arguments(passes_parser)
     passes_parser.set_defaults(run=benchmark_passes.passes)
+    step_parser = commands.add_parser("step", help="whole steps, beside TRL")
+    benchmark_step.add_arguments(step_parser)
+    step_parser.set_defaults(run=benchmark_step.step)
+    for name, (run, text) in benchmark_rank.BENCHMARKS.items():
+        rank_parser = commands.add_parser(name, help=text)
+        benchmark_rank.add_arguments(rank_parser)
+        rank_parser.set_defaults(run=run)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 
