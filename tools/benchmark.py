@@ -7,6 +7,8 @@
     python tools/benchmark.py passes [--workload "26 M"]
     python tools/benchmark.py waiting [--steps 12]
     python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
+    python tools/benchmark.py step [--workload 0.4M] [--rounds 3] [--plain]
+    python tools/benchmark.py rollout | update | transformers [--workload 0.4M] [--repeats 5]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -25,7 +27,13 @@ passes: the training part of a step with and without passes that it can do witho
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
 of one rank beside requests that ranks share.
+
 scale: the host side of a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
+
+step: whole steps beside TRL's GRPOTrainer, which is installed into an environment of its own.
+
+rollout: an engine's `generate` beside bare `vllm.LLM.generate`. update: the policy's update beside Megatron-Core's forward and
+backward of the same packs. transformers: the same beside a training step of transformers. Each on one rank.
 """
 
 from __future__ import annotations
@@ -47,7 +55,9 @@ from typing import Any
 
 import benchmark_overlap
 import benchmark_passes
+import benchmark_rank
 import benchmark_scale
+import benchmark_step
 import benchmark_sync
 import benchmark_waiting
 
@@ -270,6 +280,13 @@ def main(arguments: list[str] | None = None) -> int:
     scale_parser = commands.add_parser("scale", help="the host side of a step with thousands of ranks")
     benchmark_scale.add_arguments(scale_parser)
     scale_parser.set_defaults(run=benchmark_scale.scale)
+    step_parser = commands.add_parser("step", help="whole steps, beside TRL")
+    benchmark_step.add_arguments(step_parser)
+    step_parser.set_defaults(run=benchmark_step.step)
+    for name, (run, text) in benchmark_rank.BENCHMARKS.items():
+        rank_parser = commands.add_parser(name, help=text)
+        benchmark_rank.add_arguments(rank_parser)
+        rank_parser.set_defaults(run=run)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 

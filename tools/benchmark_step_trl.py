@@ -73,7 +73,8 @@ def main() -> None:
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append((time.perf_counter(), family_processor_seconds(os.getppid())))
+            if os.environ["RANK"] == "0":
+                ends.append((time.perf_counter(), family_processor_seconds(os.getppid())))
 
     folder = args.folder / "model"
     trainer = GRPOTrainer(

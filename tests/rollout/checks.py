@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
 from grpo_megatron.rollout.stop import StopTexts
 from tests.rollout import tiny
@@ -85,6 +86,25 @@ def requests_join_and_leave_a_running_engine(world: World) -> None:
     assert [name for name, _ in finished if name in "ec"] == ["e", "c"]  # of one step: in order of submission
     assert 2 in sizes
     assert world.draw(some) == alone
+
+
+def greedy_answers_equal_those_of_the_transformers_engine(world: World) -> None:
+    model = world.push(1, 0)
+    some = requests(temperature=0.0)
+    greedy = world.draw(some)
+    held, tensors, world.tensors = (
+        world.engine,
+        world.tensors,
+        engine_tensors(world.architecture(), 1, reads_shards=False),
+    )
+    world.engine = world.build(engine="transformers")
+    try:
+        world.engine.load_weights(iter(tiny.buckets(model)), 0)
+        for own, other in zip(world.draw(some), greedy, strict=True):
+            assert (own.response_ids, own.finish_reason) == (other.response_ids, other.finish_reason)
+            tiny.assert_close(own.logprobs, torch.tensor(other.logprobs))
+    finally:
+        world.engine, world.tensors = held, tensors
 
 
 def responses_end_with_their_stop_token(world: World) -> None:

@@ -60,6 +60,7 @@ WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
             *faults.ON_ALL,
             faults.engine_kwargs_that_the_trainer_depends_on_are_refused,
             checks.a_second_turn_costs_its_own_tokens,
+            checks.greedy_answers_equal_those_of_the_transformers_engine,
             *LAST,
         ],
     ),

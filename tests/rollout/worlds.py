@@ -18,6 +18,7 @@ import torch
 
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
+from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
@@ -61,6 +62,9 @@ class World:
             eos_token_ids=tiny.EOS,
             tensors=self.tensors,
         )
+
+    def architecture(self) -> Architecture:
+        return read_architecture(Path(self.folder))
 
     def push(self, seed: int, version: int) -> Any:
         """Load the weights of model `seed` into the engine. Returns the model."""
