@@ -19,6 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def step(args: argparse.Namespace) -> int:
     print(machine())
     print(f"TRL's environment: {', '.join(TRL)}; two processes, transformers' generate. Its vLLM mode: {NO_VLLM}")
     for name in args.workload or WORKLOADS:
-        measure(WORKLOADS[name], python, args)
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="step-") as folder:
+            measure(WORKLOADS[name], Path(folder), python, args)
     return 0
 
 
@@ -70,10 +72,8 @@ def trl_python() -> Path:
     return venv / "bin" / "python"
 
 
-def measure(workload: Workload, python: Path, args: argparse.Namespace) -> None:
+def measure(workload: Workload, folder: Path, python: Path, args: argparse.Namespace) -> None:
     """Run the sides in turn and print their medians."""
-    folder = CACHE / "step" / workload.name
-    shutil.rmtree(folder, ignore_errors=True)
     steps, first = STEPS[workload.name], FIRST_COUNTED[workload.name]
     write_folder(folder, workload, workload.prompts * steps)
     (folder / "own.yaml").write_text(yaml.safe_dump(own_config(folder, workload, steps)))
