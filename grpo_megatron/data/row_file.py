@@ -130,9 +130,10 @@ class LineFile(_OffsetFile):
                 return np.zeros(0, np.int64)
             blank = [offset for offset in np.concatenate(suspects).tolist() if self._is_blank(file, offset)]
         every, count = np.empty(sum(len(starts) for _, starts in found), np.int64), 0
-        for base, offsets in found:
-            every[count : count + len(offsets)] = offsets
-            every[count : count + len(offsets)] += base
+        for begin, offsets in found:
+            part = every[count : count + len(offsets)]
+            part[:] = offsets
+            part += begin
             count += len(offsets)
         return np.delete(every, np.searchsorted(every, blank)) if blank else every
 
