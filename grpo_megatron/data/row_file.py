@@ -123,13 +123,18 @@ class LineFile(_OffsetFile):
                 starts = np.flatnonzero(data[:-1] == ord("\n")) + 1
                 if begins_line:
                     starts = np.concatenate([[0], starts])
-                found.append(starts + base)
+                found.append((base, starts.astype(np.uint32)))
                 suspects.append(starts[MAY_BE_BLANK[data[starts]]] + base)
                 base, begins_line = base + len(block), block.endswith(b"\n")
             if not found:
                 return np.zeros(0, np.int64)
             blank = [offset for offset in np.concatenate(suspects).tolist() if self._is_blank(file, offset)]
-        every = np.concatenate(found)
+        every, count = np.empty(sum(len(starts) for _, starts in found), np.int64), 0
+        for begin, offsets in found:
+            part = every[count : count + len(offsets)]
+            part[:] = offsets
+            part += begin
+            count += len(offsets)
         return np.delete(every, np.searchsorted(every, blank)) if blank else every
 
     @staticmethod

@@ -116,10 +116,10 @@ def read_task_file(path: Path) -> Task:
         problems += _mistakes(error)
     if rows is None or task is None or problems:
         raise ConfigError(f"task file {str(path)!r} is wrong:\n" + "\n".join(f"  {problem}" for problem in problems))
-    names = sorted({*task.graders.values(), *([task.reward] if task.reward else [])})
+    names = sorted({*task.graders.values(), *([task.reward] if task.reward else [])} & {*extractors.names()})
     return dataclasses.replace(
         task,
-        read_row=partial(_checked_row, rows, names),
+        read_row=partial(_checked_row, rows, [extractors.get(name).read_answer for name in names]),
         read_question=rows.read_question,
         sha256=hashlib.sha256(hashed).hexdigest(),
     )
@@ -167,12 +167,13 @@ def _fields_of(template: str) -> list[str]:
     return PLACEHOLDER.findall(template)
 
 
-def _checked_row(rows: RowFormat, rewards: Sequence[str], row: dict[str, Any]) -> tuple[Question, str]:
+def _checked_row(
+    rows: RowFormat, readers: Sequence[Callable[[str], object]], row: dict[str, Any]
+) -> tuple[Question, str]:
     """As `RowFormat.read`; also refuses a reference answer that one of the rewards cannot read."""
     question, answer = rows.read(row)
-    for name in rewards:
-        if name in extractors.names():
-            extractors.get(name).read_answer(answer)
+    for read_answer in readers:
+        read_answer(answer)
     return question, answer
 
 
