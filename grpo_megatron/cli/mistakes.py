@@ -15,7 +15,8 @@ from grpo_megatron.cli.config_file import WrongKeys, read_raw
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import config_keys
 
-NAMED_KEY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+NAMED_KEY = re.compile(r"(?<!\w)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")  # linear time: a match begins where a word does
+LOOKED_AT = 2000  # characters of a problem
 
 
 def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> list[str]:
@@ -62,7 +63,7 @@ def _keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _place(text: str, order: Mapping[str, int], known: Mapping[str, int]) -> tuple[int, int]:
     """Where the file has the first key of the text; for a key that it lacks, the end of the nearest section that it has."""
-    for key in NAMED_KEY.findall(text):
+    for key in NAMED_KEY.findall(text[:LOOKED_AT]):
         if key in order:
             return order[key], 0
         if key in known:
