@@ -75,8 +75,9 @@ def test_top_k_and_top_p_renormalise_and_greedy_takes_the_most_likely() -> None:
 
 
 def test_the_largest_number_of_a_generator_never_draws_a_token_of_probability_zero() -> None:
+    """1 - 2**-53 times the sum may round to the sum: 1 stands for that."""
     row = torch.tensor([[0.0, 0.3, float("-inf")]])
-    assert draw_tokens(row, [Request((1,), 0, 1)], [lambda: 1 - 2.0**-53])[0] == [1]
+    assert draw_tokens(row, [Request((1,), 0, 1)], [lambda: 1.0])[0] == [1]
     assert draw_tokens(row.flip(1), [Request((1,), 0, 1)], [lambda: 0.0])[0] == [1]
 
 
