@@ -167,7 +167,9 @@ def _fields_of(template: str) -> list[str]:
     return PLACEHOLDER.findall(template)
 
 
-def _checked_row(rows: RowFormat, readers: Sequence[Callable[[str], object]], row: dict[str, Any]) -> tuple[Question, str]:
+def _checked_row(
+    rows: RowFormat, readers: Sequence[Callable[[str], object]], row: dict[str, Any]
+) -> tuple[Question, str]:
     """As `RowFormat.read`; also refuses a reference answer that one of the rewards cannot read."""
     question, answer = rows.read(row)
     for read_answer in readers:
