@@ -18,6 +18,7 @@ from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.config import Config
 from grpo_megatron.config.keys import config_keys
 from grpo_megatron.evaluation.arguments import parse_arguments
+from grpo_megatron.generation.arguments import parse_generation
 from grpo_megatron.starting.quickstart import quickstart_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,6 +127,8 @@ def check_command(words: list[str]) -> None:
             COMMANDS[words[0]].run(words[1:])
         elif words[0] == "evaluate":
             parse_arguments(words[1:])
+        elif words[0] == "generate":
+            parse_generation(words[1:])
         elif words[0] == "quickstart":
             quickstart_arguments(words[1:])
         else:

@@ -6,25 +6,31 @@ from dataclasses import dataclass
 
 from grpo_megatron.rewards.format import opened_thought
 
-HASHES, BOXED, TAGGED = "hashes", "boxed", "tagged"
+HASHES, BOXED, TAGGED, SENTENCE = "hashes", "boxed", "tagged", "sentence"
 IN_PROMPT = (("<answer>", TAGGED), ("\\boxed", BOXED), ("####", HASHES))  # what an instruction shows of its form
 OF_REWARDS = {  # what the graders of this package read
     **dict.fromkeys(["gsm8k", "gsm8k_strict", "graded", "arithmetic_steps"], HASHES),
     **dict.fromkeys(["graded_answer", "arithmetic"], TAGGED),
     "math": BOXED,
+    "gsm8k_cot_strict": SENTENCE,
 }
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """`name` is one of HASHES, BOXED, TAGGED, or "": the answer alone."""
+    """`name` is one of HASHES, BOXED, TAGGED, SENTENCE, or "": the answer alone."""
 
     name: str
 
     @property
     def description(self) -> str:
         """For messages."""
-        shown = {HASHES: "#### ANSWER", BOXED: "\\boxed{ANSWER}", TAGGED: "<answer>ANSWER</answer>"}
+        shown = {
+            HASHES: "#### ANSWER",
+            BOXED: "\\boxed{ANSWER}",
+            TAGGED: "<answer>ANSWER</answer>",
+            SENTENCE: "The answer is ANSWER.",
+        }
         return shown.get(self.name, "the answer alone, because neither the prompt nor the task's reward shows a form")
 
     def response(self, answer: str, prompt: str) -> str:
@@ -42,6 +48,7 @@ class AnswerForm:
             HASHES: f"#### {answer}" if thought else f"{said}\n#### {answer}",
             BOXED: f"The answer is \\boxed{{{answer}}}.",
             TAGGED: f"<answer>{answer}</answer>",
+            SENTENCE: said,
         }
         return thought + written.get(self.name, answer)
 

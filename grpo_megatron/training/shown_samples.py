@@ -24,7 +24,7 @@ LONGEST_PROMPT = 4000  # characters
 LONGEST_CHARACTER = 4  # tokens of one byte each that are one character
 
 Groups = list[dict[str, Any]]  # as report/samples.py describes them
-Numbers = list[float | None]
+TokenNumbers = list[float | None]
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,22 @@ class ShownSamples:
             [sample.rollout_logprobs[p] if has_engine and sample.loss_mask[p] else None for p in kept],
         )
 
-    def _policy(self, rows: set[int], batch: Batch) -> dict[int, tuple[Numbers, Numbers]]:
+    def _policy(self, rows: set[int], batch: Batch) -> dict[int, tuple[TokenNumbers, TokenNumbers]]:
         """Row -> (policy's log-probabilities, their differences from the engine's) at the kept tokens."""
         if batch.old_logprobs is None or not self.mesh.is_first_replica_rank:
             return {}
-        found: dict[int, tuple[Numbers, Numbers]] = {}
+        found: dict[int, tuple[TokenNumbers, TokenNumbers]] = {}
         for number, row in enumerate(batch.rows):
             if row in rows:
                 kept = kept_tokens(len(batch.tokens[number]) - batch.prompt_lengths[number])
                 old, engine, mask = (
                     tensor[number].tolist() for tensor in (batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
                 )
-                policy: Numbers = [old[place] if mask[place] else None for place in kept]
+                policy: TokenNumbers = [old[place] if mask[place] else None for place in kept]
                 compared = [mask[place] and self.is_drawn for place in kept]
-                gaps: Numbers = [old[p] - engine[p] if is_on else None for p, is_on in zip(kept, compared, strict=True)]
+                gaps: TokenNumbers = [
+                    old[p] - engine[p] if is_on else None for p, is_on in zip(kept, compared, strict=True)
+                ]
                 found[row] = policy, gaps
         return found
 
@@ -103,7 +105,7 @@ class ShownSamples:
         table: GroupTable,
         plan: Plan,
         drawn: dict[int, _Drawn],
-        policy: dict[int, tuple[Numbers, Numbers]],
+        policy: dict[int, tuple[TokenNumbers, TokenNumbers]],
     ) -> Groups:
         scores = table.raw_reward or table.reward
         made = []
@@ -111,7 +113,7 @@ class ShownSamples:
             samples = []
             for row in group:
                 found, length = drawn[row], int(table.response_length[row])
-                nothing: Numbers = [None] * len(found.ids)
+                nothing: TokenNumbers = [None] * len(found.ids)
                 own, gaps = policy.get(row, (nothing, nothing))
                 logprobs = found.logprobs if self.is_drawn else own
                 head, tail = (self.texts.pieces(found.ids[part], logprobs[part], gaps[part]) for part in SHOWN_PARTS)

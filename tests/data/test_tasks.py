@@ -91,6 +91,8 @@ def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
     benchmarks = {"gsm8k", "math", "math500", "svamp", "olympiadbench", "aime", "amc", "minerva"}
     assert benchmarks | {
         "gsm8k_lm_eval",
+        "gsm8k_cot8",
+        "math_minerva4",
         "gsm8k_r1",
         "r1",
         "boxed",

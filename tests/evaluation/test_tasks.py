@@ -236,6 +236,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "products": {"prompt": "1*2", "answer": "2"},
     "two_hops": {"prompt": "In which city?", "answer": "2"},
     "jsonl": {"prompt": "What is 1+1?", "answer": ""},
+    "trl": {"prompt": "What is 1+1?", "solution": "2"},
+    "verl": {
+        "prompt": [{"role": "user", "content": "What is 1+1?"}],
+        "data_source": "openai/gsm8k",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    },
 }
 
 
@@ -249,7 +255,7 @@ def test_training_validation_and_evaluation_share_prompts_and_answers(
     task, format = get_task(name), "chat" if chat else "text"
     file = write_rows(tmp_path / (task.files[0] if task.files else "rows.jsonl"), [ROWS[name]])
     data = DataConfig(task=name, apply_chat_template=chat, val_tasks=[name], val_data=tmp_path)
-    is_messages = name == "boxed"
+    is_messages = name in ("boxed", "verl")
     if (chat and task.user_prompt is None) or (not chat and is_messages):
         with pytest.raises(ConfigError, match="plain text prompts only" if chat else "is a list of chat messages"):
             load_prompts(data, [file], tokenizer, "gsm8k")
@@ -259,7 +265,7 @@ def test_training_validation_and_evaluation_share_prompts_and_answers(
     (evaluated,) = build_prompts(dataset, format, 0, 0, tokenizer).prompts
     assert trained.prompt_ids == evaluated.prompt_ids and trained.text == evaluated.text
     assert trained.answer == evaluated.answer == dataset.problems[0].answer
-    assert trained.source == evaluated.source == name
+    assert trained.source == evaluated.source == ROWS[name].get("data_source", name)
     assert (trained.prompt_ids[0] == tokenizer.bos_token_id) is not chat  # a chat template writes its own
     assert trained.prompt_ids[-1] != tokenizer.eos_token_id
     question = dataset.problems[0].question_text.rpartition("\n")[2]
@@ -299,5 +305,5 @@ def test_validation_has_the_prompts_of_the_scripted_evaluation(tmp_path: Path, t
     ]:
         with pytest.raises(ConfigError, match=words):
             read_task_prompts(DataConfig(**{**settings, **changes}), {}, tokenizer)
-    with pytest.raises(ConfigError, match="task 'gsm8k': reward 'gsm8k' cannot be called .* kwargs mode"):
+    with pytest.raises(ConfigError, match="task 'gsm8k': reward 'gsm8k' cannot be called: it has no parameter 'mode'"):
         read_task_prompts(DataConfig(**settings), {"mode": 1}, tokenizer)
