@@ -265,7 +265,7 @@ def test_training_validation_and_evaluation_share_prompts_and_answers(
     (evaluated,) = build_prompts(dataset, format, 0, 0, tokenizer).prompts
     assert trained.prompt_ids == evaluated.prompt_ids and trained.text == evaluated.text
     assert trained.answer == evaluated.answer == dataset.problems[0].answer
-    assert trained.source == evaluated.source == ROWS[name].get("data_source", name)
+    assert (trained.source, evaluated.source) == (ROWS[name].get("data_source", name), name)
     assert (trained.prompt_ids[0] == tokenizer.bos_token_id) is not chat  # a chat template writes its own
     assert trained.prompt_ids[-1] != tokenizer.eos_token_id
     question = dataset.problems[0].question_text.rpartition("\n")[2]
