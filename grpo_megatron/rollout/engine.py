@@ -50,6 +50,11 @@ class Request:
     stop: StopTexts | None = None  # the response ends with the token that completes one of these texts
     num_written: int = 0  # the last so many tokens of the prompt are the response so far: a stop text may begin there
 
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The response so far."""
+        return self.prompt_ids[len(self.prompt_ids) - self.num_written :]
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -34,8 +34,10 @@ class _Entry:
 
     def finish_reason(self) -> str | None:
         """Why the last token ends the response, or None."""
-        stop = self.request.stop
-        if self.response_ids[-1] in self.stops or (stop is not None and stop.completed_by(self.response_ids)):
+        stop, written = self.request.stop, self.request.written
+        if self.response_ids[-1] in self.stops:
+            return "stop"
+        if stop is not None and stop.completed_by([*written, *self.response_ids] if written else self.response_ids):
             return "stop"
         return "length" if len(self.response_ids) == self.request.max_tokens else None
 

@@ -86,9 +86,8 @@ class VllmQueue:
     def add(self, request_id: str, request: Request, params: Any) -> None:
         """`params` are those of the request."""
         self._engine.add_request(request_id, self._tokens_input(list(request.prompt_ids)), params)
-        written = request.num_written
-        response = list(request.prompt_ids[len(request.prompt_ids) - written :])
-        self._entries[request_id] = _Entry(self._num_submitted, request.stop, written, response)
+        entry = _Entry(self._num_submitted, request.stop, request.num_written, list(request.written))
+        self._entries[request_id] = entry
         self._num_submitted += 1
 
     def step(self) -> list[tuple[str, Completion]]:

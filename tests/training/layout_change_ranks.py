@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,23 +54,8 @@ def whole_run(model: Path, pairs: Any, out: Path, num_updates: int) -> list[dict
 
     policy = _build(model, (1, 1, 1, 1), num_updates)
     results = [_update(policy, pairs)]
-    signals = _death_signals_of_forks()
     Checkpoints(out, policy.mesh, keep=None).save(1, policy, _config(model))
-    results[0]["death signals"] = os.read(signals, 100)
     return results + [_update(policy, pairs) for _ in range(1, num_updates)]
-
-
-def _death_signals_of_forks() -> int:
-    """From now on, each fork writes the signal that it gets at its parent's death into this pipe, as one byte."""
-    reader, writer = os.pipe()
-
-    def write() -> None:
-        number = ctypes.c_int()
-        ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
-        os.write(writer, bytes([number.value]))
-
-    os.register_at_fork(after_in_child=write)
-    return reader
 
 
 def one_update(
