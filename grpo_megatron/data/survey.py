@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -105,13 +106,17 @@ class Survey(Generic[T]):
         return None if self._problems else self.measure(parsed)
 
     def _counted(self) -> Iterable[int]:
-        """The chunks, with a progress bar where there are many."""
-        return tqdm(
-            self._chunks, "rows", unit=f" x {ROWS_PER_CHUNK} rows", leave=False, disable=len(self._chunks) < 8 or None
-        )
+        """The chunks, with a progress bar on a terminal where there are many.
+
+        A bar that is only disabled would leave a semaphore, of which Python complains when a rank ends at once.
+        """
+        if len(self._chunks) < SHOWN_FROM or not sys.stderr.isatty():
+            return self._chunks
+        return tqdm(self._chunks, "rows", unit=f" x {ROWS_PER_CHUNK} rows", leave=False)
 
 
 SHAPE_BYTES = 32
+SHOWN_FROM = 8  # chunks
 
 
 def _entry(name: str, chunk: int) -> str:
