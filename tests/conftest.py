@@ -26,6 +26,8 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "convert/test_layouts.py",
     "distributed/",
     "e2e/",
+    "environments/test_pool.py",
+    "environments/test_tools.py",
     "evaluation/test_run.py",
     "models/test_context.py",
     "models/test_layouts.py",
@@ -36,9 +38,13 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "models/test_policy.py",
     "models/test_reward_model.py",
     "models/test_scored_policy.py",
+    "rewards/workers/test_pool.py",
     "rollout/",
     "slurm/test_checkpoints.py",
     "slurm/test_jobs.py",
+    "sync/test_delta.py",
+    "sync/test_exchange.py",
+    "sync/test_faults.py",
 )
 LONGEST = "slurm/test_jobs.py"  # runs first, so that one worker does not end long after the other
 

@@ -56,7 +56,7 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
     assert all(row["training/rollout_logp_diff_mean"] < 1e-6 for row in steps)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not SHARED.exists(), reason=f"real GSM8K and Qwen2 tokenizer not there: {SHARED}")
 def test_gsm8k_with_python_on_a_shrunk_model(gsm8k: Path, tmp_path: Path) -> None:
     """The template with tools, the Python tool's workers and two steps; a random model hardly ever writes a call."""

@@ -153,6 +153,7 @@ def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path
     same_run(tmp_path / "reference", run.out, STEPS)
 
 
+@pytest.mark.soak
 def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """Every group spans nodes, and the result is that of one machine. Every node passes the pre-flight. Inputs are kept."""
     worlds.run(run_ranks.train, 4, raw=settings(workspace, tmp_path / "reference", 4, 2, 2, 2), keep_weights=False)
