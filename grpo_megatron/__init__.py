@@ -2,7 +2,7 @@
 
     from grpo_megatron import Trainer, convert, evaluate, load_config
 
-    config = load_config("config.yaml", ["trainer.n_gpus_per_node=1"])   # raises ConfigError, which names every mistake
+    config = load_config("config.yaml", ["trainer.n_gpus_per_node=1"])   # raises ConfigError, which names every wrong key
     Trainer(config).run()                                                # one rank, in this process
     convert.to_hf("outputs/run/checkpoints/step_000020", "out")
     evaluate("outputs/run/hf", ["gsm8k"], "out/gsm8k", data="data", limit=100)

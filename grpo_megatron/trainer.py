@@ -18,6 +18,7 @@ from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
+from grpo_megatron.models.policy import TooManySkippedSteps
 from grpo_megatron.models.shape import sequence_cost
 from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.metrics import Metrics, percentile_limit
@@ -47,7 +48,7 @@ from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
 from grpo_megatron.training.config_record import record_config
 from grpo_megatron.training.correction_step import CorrectionStep
-from grpo_megatron.training.guards import Guards
+from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.output_folder import OutputFolder
 from grpo_megatron.training.stopping import Stopping
 from grpo_megatron.training.update_metrics import record_update
@@ -159,7 +160,11 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, validate and save the result, and release everything."""
         with self.opened, self.heartbeat.naming_timeouts():
-            self.train()
+            try:
+                self.train()
+            except (GuardStop, TooManySkippedSteps):  # on every rank, at one point: a save under way can be completed
+                self.checkpoints.wait()
+                raise
             self.finish()
         self.close()  # not after a failure: it is collective, and other ranks may not get here
 
@@ -188,11 +193,10 @@ class Trainer:
             self.stopping.after(step + 1, lambda done: self.checkpoints.waited_for(self.save_now(done)))
 
     def begin_iteration(self, step: int) -> None:
-        if not self.references.is_due(step):
-            return
-        with self.metrics.phase("renew_reference"):
-            oldest = next(map(steps_of, on_disk(self.output_dir)), 0)
-            self.references.renew(step, self.policy, self._save_hf, oldest)
+        if self.references.is_due(step):
+            with self.metrics.phase("renew_reference"):
+                oldest = next(map(steps_of, on_disk(self.output_dir)), 0)
+                self.references.renew(step, self.policy, self._save_hf, oldest)
 
     def validate(self, step: int) -> None:
         """Held-out problems before step `step`, when due. The result is logged with that step."""

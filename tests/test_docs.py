@@ -18,6 +18,7 @@ from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.config import Config
 from grpo_megatron.config.keys import config_keys
 from grpo_megatron.evaluation.arguments import parse_arguments
+from grpo_megatron.evaluation.cli import main as evaluate
 from grpo_megatron.generation.arguments import parse_generation
 from grpo_megatron.starting.quickstart import quickstart_arguments
 
@@ -125,6 +126,8 @@ def check_command(words: list[str]) -> None:
     with mock.patch.object(argparse.ArgumentParser, "parse_args", parse):
         if words[0] in COMMANDS:
             COMMANDS[words[0]].run(words[1:])
+        elif words[:2] in (["evaluate", "compare"], ["evaluate", "grade"]):
+            evaluate(words[1:], mock.Mock(), is_child=False)
         elif words[0] == "evaluate":
             parse_arguments(words[1:])
         elif words[0] == "generate":

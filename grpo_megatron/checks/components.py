@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_megatron.checks.problems import Problems
+from grpo_megatron.checks.sources import sources_of
 from grpo_megatron.config import Config, RewardComponent, RewardConfig
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards import check_reward, rewards
@@ -25,8 +26,13 @@ def resolved_components(config: Config) -> list[dict[str, Any]]:
     """The components as `rewards/composite.py` reads them. Raises ValueError for a task that cannot be used."""
     if not config.reward.components:
         return []
-    own = get_task(config.data.task).reward
+    own = _own_reward(config)
     return [{**part.model_dump(), "function": _function(part, own)} for part in config.reward.components]
+
+
+def _own_reward(config: Config) -> str | None:
+    """That of the tasks; sources.py refuses sources whose tasks have different ones."""
+    return get_task(sources_of(config)[0].data.task).reward
 
 
 def _function(part: RewardComponent, of_the_task: str | None) -> str:
@@ -63,7 +69,7 @@ def component_problems(config: Config) -> Problems:
 
 
 def _function_problems(part: RewardComponent, config: Config) -> Iterator[str]:
-    name = _function(part, get_task(config.data.task).reward)
+    name = _function(part, _own_reward(config))
     if not name:
         yield f"it is the task's own reward, and data.task={config.data.task!r} has none; set its function"
     elif name == COMPOSITE:
@@ -74,6 +80,8 @@ def _function_problems(part: RewardComponent, config: Config) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
             return
+        if rewards.facts(name).compares:
+            yield f"the reward {name!r} compares samples, and a component gets them one by one; set reward.function to it"
         if rewards.facts(name).gives_steps:
             yield (
                 f"the reward {name!r} gives rewards of single steps, which a sum has no place for; set reward.function to"

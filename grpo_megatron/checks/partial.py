@@ -7,6 +7,7 @@ from math import ceil
 
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, PartialConfig
+from grpo_megatron.rewards.reward import rewards
 
 
 def partial_problems(config: Config) -> Problems:
@@ -32,6 +33,9 @@ def partial_problems(config: Config) -> Problems:
             f"rollout.partial.chunk_tokens={partial.chunk_tokens} is not less than data.max_response_length={longest}, so that"
             f" no response would be cut; set it to {max(1, longest // 8)}, say"
         )
+    name = config.reward.function
+    if name is not None and rewards.facts(name).compares:
+        yield f"{key}: reward.function={name} compares the samples of a draw, which finish in different steps; leave one out"
     correction = algorithm.rollout_correction
     if correction.rollout_is is None and correction.rollout_rs is None:
         yield (

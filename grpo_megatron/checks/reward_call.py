@@ -179,7 +179,8 @@ def _condition(gate: Gate) -> str:
 
 def _warnings(trial: RewardTrial) -> Iterator[str]:
     for tried in (trial.right, trial.wrong):
-        if tried.alone is not None and tried.alone != tried.result:
+        without = tried.alone is not None and tried.alone.status == tried.result.status != "ok"  # NaN is not NaN
+        if tried.alone is not None and not without and tried.alone != tried.result:
             yield (
                 f"the reward {trial.prompt.reward} gives {_value(tried.alone)} to {shown(tried.text, 120)} alone, and"
                 f" {_value(tried.result)} in a batch of two: batches hold what is ready, so the rewards of a run would depend on"

@@ -48,13 +48,14 @@ def with_recognised_tasks(config: Config) -> Config:
     if "task" in data.model_fields_set or not config.draws:
         return config
     updates: dict[str, object] = {}
-    if task := recognised_task([*data.train_files, *data.val_files]):
-        _announce("data.task", data.train_files or data.val_files, task)
+    drawn = [] if config.algorithm.source == "file" else data.train_files  # written responses are no form of a task
+    if task := recognised_task([*drawn, *data.val_files]):
+        _announce("data.task", drawn or data.val_files, task)
         updates["task"] = task
     sources = []
     for number, source in enumerate(data.sources):
         if source.task is None and (task := recognised_task([*source.files, *source.val_files])):
-            _announce(f"data.sources[{number}].task", source.files, task)
+            _announce(f"data.sources[{number}].task", source.files or source.val_files, task)
             source = source.model_copy(update={"task": task})
         sources.append(source)
     updates["sources"] = sources

@@ -120,7 +120,9 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
 
 def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the file")
+    train.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="replace a value of the file"
+    )
     text = "print all keys of a config, or those of a section such as actor.optim, with their defaults, and stop"
     train.add_argument("--list-keys", nargs="?", action=_ListKeys, metavar="SECTION", help=text)
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")

@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else vLLM prints a NUMA remark per rank
+    find_modules(Path("CONFIG"))  # a user's task, family or reward, in the current folder
     if argv[:1] == ["convert"]:  # it reports its own failures
         return COMMANDS["convert"].run(argv[1:])
     try:

@@ -104,9 +104,12 @@ def start_ranks(
 
 def announce_start(world_size: int, has_engine: bool) -> None:
     """The first line of a run: what is awaited, and for how long."""
-    parts = "Megatron-Core, then a vLLM engine" if has_engine else "Megatron-Core"
+    parts = "Megatron-Core, then the engine" if has_engine else "Megatron-Core"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    print(f"starting {ranks}: {parts}; the first line takes some {10 if has_engine else 5} s", flush=True)
+    print(
+        f"starting {ranks}: {parts}; a small model needs some {10 if has_engine else 5} s, a large one minutes",
+        flush=True,
+    )
 
 
 def _handle_requests(folder: Path) -> dict[int, Any]:

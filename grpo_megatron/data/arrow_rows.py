@@ -57,8 +57,7 @@ def open_arrow(path: Path) -> ArrowRows:
         import pyarrow as pa
     except ImportError:
         raise ConfigError(
-            f"data file {str(path)!r} needs pyarrow, which is not installed: pip install 'grpo-megatron[parquet]' (or"
-            " pip install pyarrow)"
+            f"data file {str(path)!r} needs pyarrow, which is not installed: pip install pyarrow"
         ) from None
     try:
         return ArrowRows(_mapped(path) if path.suffix == ".arrow" else _batches_of_parquet(path))

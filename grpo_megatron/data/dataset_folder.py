@@ -69,7 +69,8 @@ def _splits_of(folder: Path) -> dict[str, list[Path]]:
         return {folder.name: [folder / name for name in names]}
     if (folder / SPLITS).is_file():
         names = read_json(folder / SPLITS).get("splits", [])
-        return {name: _splits_of(folder / name)[name] for name in names}
+        present = {name: _splits_of(folder / name) for name in names if (folder / name).is_dir()}
+        return {name: splits[name] for name, splits in present.items() if name in splits}
     found: dict[str, list[Path]] = {}
     for place in (folder / "data", folder):
         for file in sorted(place.glob(f"*{glob.escape('.')}*")) if place.is_dir() else []:

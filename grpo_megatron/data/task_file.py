@@ -83,7 +83,7 @@ class RowFormat(Section):
     def _answer_field(self, row: dict[str, Any]) -> AnswerField | None:
         there = [place for place in self.answer if _has_field(*_holder_of(row, place.field))]
         if self.answer_is_optional:
-            there = [place for place in there if row[place.field] is not None]
+            there = [place for place in there if _value(row, place.field) is not None]
             return there[0] if there else None
         if not there:
             raise missing_field([place.field for place in self.answer], row)

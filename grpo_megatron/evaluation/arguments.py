@@ -43,7 +43,7 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ... ("evaluate tasks" prints the f
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "evaluate",
+        "grpo-megatron evaluate",
         description="Scores of a model on mathematics benchmarks.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

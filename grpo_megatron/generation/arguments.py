@@ -22,7 +22,7 @@ A model of one of our runs gets the run's prompts: task, chat template, system p
 def parse_generation(argv: list[str]) -> argparse.Namespace:
     """Raises ConfigError for values that argparse accepts and generation does not."""
     parser = argparse.ArgumentParser(
-        "generate",
+        "grpo-megatron generate",
         description="Answers of a model to your prompts.",
         epilog=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -101,8 +101,8 @@ class RewardSignature:
         read = [name for name in names if name not in kwargs]
         fields = {field for name in read for field in SOURCES.get(name, ())}
         columns = {COLUMNS_OF.get(name, name) for name in read if name in COLUMNS_OF or name not in SOURCES}
-        if self.form == "TRL":
-            columns |= {name for name in read if name not in TRL_NAMES}
+        if not self.form.startswith("verl"):
+            columns |= {name for name in read if name not in FORM_NAMES[self.form]}
         takes_columns = self.takes_others and not self.form.startswith("verl")
         return Reads(frozenset(fields), None if takes_columns else frozenset(columns))
 

@@ -60,10 +60,10 @@ class RowCache:
             return
         rows, tokens = max(rows, old_rows), aligned(max(tokens, old_tokens))
         old, self._layers = self._layers, []
-        for layer, pair in enumerate(prompts.layers):
+        for pair in prompts.layers:
             grown = [part.new_zeros(rows, part.shape[1], tokens, part.shape[3]) for part in pair]
             if old:
-                for part, before in zip(grown, old[layer], strict=True):
+                for part, before in zip(grown, old.pop(0), strict=True):  # freed layer by layer
                     part[:old_rows, :, :old_tokens] = before
             self._layers.append((grown[0], grown[1]))
 

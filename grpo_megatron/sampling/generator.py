@@ -15,6 +15,7 @@ from typing import Any
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
 from grpo_megatron.rollout.stop import StopTexts
@@ -22,7 +23,7 @@ from grpo_megatron.sampling.assignment import LengthHistory, assign_samples, tok
 from grpo_megatron.sampling.failures import check_failures
 from grpo_megatron.sampling.grading import Grading
 from grpo_megatron.sampling.sharing import stream_shared
-from grpo_megatron.types import GREEDY, Prompt, Sample
+from grpo_megatron.types import BY_MODEL, GREEDY, Prompt, Sample
 
 
 class Generator:
@@ -79,10 +80,12 @@ class Generator:
             seed = sample_seed(self.seed, draw_id, uids[p], i)
             return self.request(prompts[p].prompt_ids, i, seed, max_tokens, temperature, top_p)
 
+        compared = any(rewards.facts(name).compares for name in {prompt.reward for prompt in prompts} - {"", BY_MODEL})
+        capacity = len(prompts) * len(indices) if compared else self.capacity  # else groups would be torn apart
         samples: dict[int, Sample] = {}
         self.grading.begin(prompt.reward for prompt in prompts)
         with metrics.phase("gen"):
-            for finished in stream_shared(self.engine, queues, request, version, self.mesh, self.capacity):
+            for finished in stream_shared(self.engine, queues, request, version, self.mesh, capacity):
                 for number, completion in finished:
                     p, i = number // len(indices), indices[number % len(indices)]
                     samples[number] = Sample(

@@ -63,6 +63,9 @@ class PartialCollector(PolicyCollector):
         self.waiting: list[_InProgress] = []  # oldest first
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        # Dynamic sampling may skip a step, and replay takes fewer groups: what has become too old is not trained on.
+        waiting = [group for group in self.waiting if step - group.version <= self.partial.max_staleness]
+        num_dropped, self.waiting = len(self.waiting) - len(waiting), waiting
         in_progress = self.waiting + self._begin(step, count, metrics)
         grading = self.generator.grading
         grading.begin(sorted({sample.prompt.reward for group in in_progress for sample in group.samples}))
@@ -78,7 +81,7 @@ class PartialCollector(PolicyCollector):
         in_progress.sort(key=lambda group: (group.num_unfinished > 0, not self._is_due(group, step)))  # stable
         taken, left = in_progress[:count], in_progress[count:]
         self.waiting = sorted(left, key=lambda group: group.version)
-        self._record(taken, step, num_rounds, metrics)
+        self._record(taken, step, num_rounds, num_dropped, metrics)
         return [Group(group.version, group.samples) for group in taken]
 
     def state(self) -> State:
@@ -138,8 +141,11 @@ class PartialCollector(PolicyCollector):
     def _is_due(self, group: _InProgress, step: int) -> bool:
         return step - group.version >= self.partial.max_staleness
 
-    def _record(self, taken: Sequence[_InProgress], step: int, num_rounds: int, metrics: Metrics) -> None:
+    def _record(
+        self, taken: Sequence[_InProgress], step: int, num_rounds: int, num_dropped: int, metrics: Metrics
+    ) -> None:
         metrics.constant("rollout/partial/rounds", num_rounds)
+        metrics.constant("rollout/partial/dropped_groups", num_dropped)
         metrics.constant("rollout/partial/waiting_groups", len(self.waiting))
         metrics.constant("rollout/partial/waiting_responses", sum(group.num_unfinished for group in self.waiting))
         metrics.constant("rollout/partial/staleness_max", max((step - group.version for group in taken), default=0))

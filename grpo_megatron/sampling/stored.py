@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import Group
-from grpo_megatron.types import Draw, Prompt, Sample, Turn
+from grpo_megatron.types import UNFINISHED, Draw, Prompt, Sample, Turn
 
 PackedGroup = dict[str, Any]
 
@@ -50,7 +50,11 @@ def _pack_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 def pack_sample(sample: Sample) -> dict[str, Any]:
     """Long columns are stored as base64: JSON numbers would take several times the space."""
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-    packed["prompt"] = asdict(replace(sample.prompt, columns={}, messages=None))  # the sample has its reward already
+    is_unfinished = sample.finish_reason == UNFINISHED
+    kept: dict[str, Any] = (
+        {} if is_unfinished else {"columns": {}, "messages": None}
+    )  # a complete sample has its reward already
+    packed["prompt"] = asdict(replace(sample.prompt, **kept))
     packed["turns"] = [asdict(turn) for turn in sample.turns]
     packed["draws"] = [asdict(draw) for draw in sample.draws]
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.partial import PartialCollector
+from grpo_megatron.sampling.stored import pack_sample, unpack_sample
 from grpo_megatron.types import UNFINISHED, Draw
 from tests import worlds
 from tests.sampling import collecting
@@ -135,6 +136,28 @@ def test_the_samples_are_the_same_on_two_ranks() -> None:
     together = worlds.run(collecting.collect_partial, 2, lengths=LENGTHS, resume_at=2)
     assert together[0] == together[1] == alone
     assert len({place for step in alone for place, *_ in step}) == 2
+
+
+def test_what_has_become_too_old_is_dropped() -> None:
+    """Dynamic sampling calls in no step that left-over groups fill: prompt 1 began at step 0 and is not there at step 3."""
+    made = collector(CountingEngine([1, 30, 1, 1, 1, 1]))
+    made.groups(0, 2, Metrics())
+    metrics = Metrics()
+    groups = made.groups(3, 2, metrics)
+    assert [group.version for group in groups] == [3, 3] and metrics.reduce()["rollout/partial/dropped_groups"] == 1
+
+
+def test_unfinished_responses_keep_their_row_in_a_checkpoint() -> None:
+    """They are graded after the resume; complete ones have their reward."""
+    made = collector(CountingEngine([1, 30, 1, 1, 1, 1]))
+    made.groups(0, 2, Metrics())
+    (waiting,) = made.waiting
+    for sample in waiting.samples:
+        sample.prompt = replace(sample.prompt, columns={"gold": "x"}, messages=[{"role": "user", "content": "q"}])
+    waiting.samples[1].finish_reason = "stop"
+    first, second = (unpack_sample(json.loads(json.dumps(pack_sample(sample)))) for sample in waiting.samples)
+    assert first.prompt.columns == {"gold": "x"} and first.prompt.messages
+    assert second.prompt.columns == {} and second.prompt.messages is None
 
 
 def test_numbers_of_groups_follow_their_places() -> None:

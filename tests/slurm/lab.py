@@ -124,7 +124,7 @@ class Lab:
             self._inside(CTL, "slurmctld", "-c")
             for node in self.nodes:
                 self.start_node(node)
-            self.until(lambda: self.slurm("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(self.nodes)))
+            self.wait_until_idle()
         except BaseException:
             self.__exit__()
             raise
@@ -206,6 +206,10 @@ class Lab:
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout.strip()
+
+    def wait_until_idle(self) -> None:
+        """Until no node has a job: the next one then gets the first nodes."""
+        self.until(lambda: self.slurm("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(self.nodes)))
 
     def slurm(self, *command: str) -> str:
         return self._inside(CTL, *command, check=False)

@@ -200,6 +200,7 @@ def stand_in(lab: Lab, folder: Path, **variables: str) -> Run:
 
 
 def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) -> None:
+    lab.wait_until_idle()
     run = stand_in(lab, tmp_path, PREFLIGHT="1", KIND="trains")
     run.ended(0, "bad nodes: node2; requeued without node2; newest checkpoint: none")
     run.end()
