@@ -30,7 +30,11 @@ def known_elsewhere(key: str) -> str | None:
     """
     if f"{key}." == VERL_PREFIX:
         return "`grpo-megatron import verl FILE` writes a config of verl in this program's terms"
+    names = [name.name for name in config_keys(Config)]
+    own = key.removeprefix(VERL_PREFIX)
     for trainer in TRAINERS:
+        if trainer is TRL and own != key and own in names:  # verl's section, without a rule of its own
+            break
         for name in dict.fromkeys([key, f"{ACTOR}{key.removeprefix('actor.')}", key.rpartition(".")[2]]):
             if name in trainer.rules and name not in SECTIONS:
                 rule = trainer.rules[name]
@@ -39,9 +43,8 @@ def known_elsewhere(key: str) -> str | None:
                     if rule.ours
                     else f"{trainer.name}'s {name}: {rule.note}"
                 )
-    names = [name.name for name in config_keys(Config)]
-    if key.removeprefix(VERL_PREFIX) in names:
-        return f"here it is {key.removeprefix(VERL_PREFIX)!r}"
+    if own in names:
+        return f"here it is {own!r}"
     section, _, leaf = key.rpartition(".")
     same = [name for name in names if section and name.endswith(f".{leaf}")]
     same = [name for name in same if name.startswith(f"{section.partition('.')[0]}.")] or same

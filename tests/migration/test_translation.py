@@ -138,6 +138,7 @@ def test_reward_functions_of_trl(tmp_path: Path) -> None:
         ("num_generations", "trl's num_generations is 'rollout.n'"),
         ("algorithm.beta", "trl's beta is 'actor.kl_loss_coef'"),
         ("learning_rate", "trl's learning_rate is 'actor.optim.lr'"),
+        ("actor_rollout_ref.rollout.temperature", "here it is 'rollout.temperature'"),
         ("actor.lr", "there is 'actor.optim.lr'"),
         ("actor.clip_ratio", "is 'actor.clip_ratio_low'"),
         ("actor.strategy", "the strategy is always Megatron-Core"),
