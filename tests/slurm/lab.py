@@ -124,7 +124,7 @@ class Lab:
             self._inside(CTL, "slurmctld", "-c")
             for node in self.nodes:
                 self.start_node(node)
-            self.wait_until_idle()
+            self.until(lambda: self.slurm("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(self.nodes)))
         except BaseException:
             self.__exit__()
             raise
@@ -164,7 +164,7 @@ class Lab:
         (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
         lines = [
             f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={16810 + n} CPUs=192 RealMemory=2000000"
-            f" Gres=gpu:8 State=UNKNOWN"
+            f" Gres=gpu:8 State=UNKNOWN Weight={n}"  # the first nodes that are idle
             for n, (node, address) in enumerate(self.nodes.items(), 1)
         ]
         conf = CONF.format(lab=self.folder, ctl=CTL, ctl_address=CTL_ADDRESS, nodes="\n".join(lines))
@@ -206,10 +206,6 @@ class Lab:
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout.strip()
-
-    def wait_until_idle(self) -> None:
-        """Until no node has a job: the next one then gets the first nodes."""
-        self.until(lambda: self.slurm("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(self.nodes)))
 
     def slurm(self, *command: str) -> str:
         return self._inside(CTL, *command, check=False)

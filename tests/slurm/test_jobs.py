@@ -108,6 +108,15 @@ def same_run(one: Path, other: Path, steps: int) -> None:
     assert a == b and len(a) == steps
 
 
+def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) -> None:
+    """Before tests that take nodes down: Slurm gives the first nodes."""
+    run = stand_in(lab, tmp_path, PREFLIGHT="1", KIND="trains")
+    run.ended(0, "bad nodes: node2; requeued without node2; newest checkpoint: none")
+    run.end()
+    assert "node2" not in lab.nodes_of(run.job) and lab.job(run.job)["ExcNodeList"] == "node2"
+    assert run.last_lines()[-1].startswith(f"job {run.job} attempt 1: finished")
+
+
 def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """Tensor parallel over two nodes. After all interruptions the result is that of an undisturbed run.
 
@@ -197,15 +206,6 @@ def stand_in(lab: Lab, folder: Path, **variables: str) -> Run:
     (folder / "python").chmod(0o755)
     raw = {"trainer": {"output_dir": str(folder / "run")}}
     return Run(lab, folder, raw, nodes=2, PYTHON=str(folder / "python"), **variables)
-
-
-def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) -> None:
-    lab.wait_until_idle()
-    run = stand_in(lab, tmp_path, PREFLIGHT="1", KIND="trains")
-    run.ended(0, "bad nodes: node2; requeued without node2; newest checkpoint: none")
-    run.end()
-    assert "node2" not in lab.nodes_of(run.job) and lab.job(run.job)["ExcNodeList"] == "node2"
-    assert run.last_lines()[-1].startswith(f"job {run.job} attempt 1: finished")
 
 
 def test_an_urgent_job_pre_empts_and_the_run_goes_on_after_it(lab: Lab, tmp_path: Path) -> None:
