@@ -9,7 +9,6 @@ Every rank holds the whole model and serves its own requests. There is no tensor
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,15 +19,14 @@ from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.census import load_verified
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
+from grpo_megatron.rollout.engine import Completion, Request
+from grpo_megatron.rollout.engine_state import StatefulEngine
 from grpo_megatron.rollout.transformers_batch import RunningBatch
 from grpo_megatron.rollout.transformers_cache import aligned
 from grpo_megatron.rollout.transformers_model import RowModel
 from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
-
-_BROKEN = "the engine is broken and must be built again"
 
 
 class TransformersOptions(Section):
@@ -37,7 +35,7 @@ class TransformersOptions(Section):
     kv_cache_gib: float = Field(1.0, gt=0, le=4096)  # most memory for keys and values on one rank
 
 
-class TransformersEngine(RolloutEngine):
+class TransformersEngine(StatefulEngine):
     """`rollout.engine: transformers`. Raises ConfigError for a model or a device that it cannot serve."""
 
     Options = TransformersOptions
@@ -91,7 +89,7 @@ class TransformersEngine(RolloutEngine):
             )
         self._max_tokens = rollout.max_num_batched_tokens
         max_rows = min(rollout.max_num_seqs, self._num_rows(options))
-        self._batch = RunningBatch(self._model, max_rows, self._max_tokens, eos_token_ids)
+        self._queue = RunningBatch(self._model, max_rows, self._max_tokens, eos_token_ids)
         self._version: int | None = None
         self._can_sleep = rollout.free_cache_engine
         self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
@@ -111,17 +109,12 @@ class TransformersEngine(RolloutEngine):
             )
         return rows
 
-    @property
-    def version(self) -> int | None:
-        return self._version
-
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
         """See RolloutEngine. Collective over the world."""
         self._version = None
-        asleep = "the weights are asleep: call wake_weights" if "weights" in self._asleep else None
-        self._mesh.agree(self._broken or asleep or self._unfinished())
+        self._mesh.agree(self._unloadable())
         self._mesh.agree(load_verified(stream, self._tensors.tensors, self._load))
         self._version = version
 
@@ -138,60 +131,44 @@ class TransformersEngine(RolloutEngine):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    def require(self, version: int) -> None:
-        """See RolloutEngine."""
-        self._require_ready()
-        super().require(version)
-
     def submit(self, request_id: str, request: Request, version: int) -> None:
         """See RolloutEngine."""
         self.require(version)
-        if request_id in self._batch:
-            raise ValueError(f"request {request_id!r} is submitted already, and unfinished")
+        self._require_new(request_id)
         if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
             raise ValueError(
                 f"a prompt of {len(request.prompt_ids)} tokens with max_tokens {request.max_tokens} does not fit"
                 f" max_model_len {self._max_model_len} (or is empty)"
             )
         self._require_vocabulary([*request.prompt_ids, *request.stop_token_ids])
-        self._batch.add(request_id, request)
+        self._queue.add(request_id, request)
 
     def poll(self) -> list[tuple[str, Completion]]:
         """See RolloutEngine. Touches none of the host's random generators."""
         self._require_ready()
-        if not self._batch:
+        if not self._queue:
             return []
         with self._breaking(), torch.inference_mode():
-            return self._batch.step()
+            return self._queue.step()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See RolloutEngine."""
         self._require_unbroken()
-        if unknown := [request_id for request_id in request_ids if request_id not in self._batch]:
-            raise ValueError(f"no unfinished request has the id {', '.join(map(repr, unknown))}")
+        self._require_known(request_ids)
         with self._breaking(), torch.inference_mode():
-            self._batch.abort(request_ids)
-
-    @property
-    def num_unfinished(self) -> int:
-        """See RolloutEngine. 0 for a broken engine: nothing of it will ever finish."""
-        return 0 if self._broken is not None else len(self._batch)
+            self._queue.abort(request_ids)
 
     def cache_statistics(self) -> tuple[int, int]:
         """See RolloutEngine. A prompt is shared by requests that join in the same step."""
-        return self._batch.cache_statistics()
+        return self._queue.cache_statistics()
 
     @torch.inference_mode()
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """See RolloutEngine."""
         self._require_ready()
-        if problem := self._unfinished():
-            raise RuntimeError(f"logprobs: {problem}")
+        self._require_idle("logprobs")
         for ids in sequences:
-            if not 1 <= len(ids) < self._max_model_len:
-                raise ValueError(
-                    f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}"
-                )
+            self._require_length(ids)
             self._require_vocabulary(ids)
         rows: list[list[float]] = []
         per_pass = max(1, self._max_tokens // aligned(self._max_model_len))
@@ -205,43 +182,13 @@ class TransformersEngine(RolloutEngine):
                 f"token ids {min(ids)} to {max(ids)} are outside the vocabulary of {self._model.vocab_size}"
             )
 
-    def _unfinished(self) -> str | None:
-        """Why the weights and the cache must stay as they are."""
-        count = self.num_unfinished
-        return f"{count} submitted requests are unfinished: poll or abort them first" if count else None
-
-    def _require_ready(self) -> None:
-        if self._broken is None and self._asleep:
-            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
-        self._require_weights()
-
-    def _require_unbroken(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
-
-    def _require_weights(self) -> None:
-        self._require_unbroken()
-        if self._version is None:
-            raise RuntimeError("the engine has no complete set of weights: call load_weights first")
-
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Around calls that leave rows half drawn when they fail, or are interrupted."""
-        try:
-            yield
-        except BaseException as error:
-            self._version = None
-            self._broken = f"{_BROKEN}: {type(error).__name__}: {error}"
-            raise
-
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """See RolloutEngine. On the CPU no memory is freed, but the same calls raise errors until waking."""
         if not self._can_sleep or self._asleep:
             return
-        if problem := self._unfinished():
-            raise RuntimeError(f"sleep: {problem}")
+        self._require_idle("sleep")
         self._version = None
         self._asleep = {"weights", "kv_cache"}
 
@@ -258,4 +205,4 @@ class TransformersEngine(RolloutEngine):
     def shutdown(self) -> None:
         """See RolloutEngine. May be called twice."""
         self._version, self._broken = None, "the engine has been shut down"
-        self._batch = RunningBatch(self._model, 1, 1, ())  # frees the cache
+        self._queue = RunningBatch(self._model, 1, 1, ())  # frees the cache

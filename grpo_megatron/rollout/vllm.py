@@ -10,7 +10,6 @@ There is no server. Weights never come from a file: the engine is built with dum
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +21,16 @@ from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import LostRank, Mesh, RankError
 from grpo_megatron.rollout import vllm_process, vllm_versions
 from grpo_megatron.rollout.census import load_verified
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
+from grpo_megatron.rollout.engine import Completion, Request
+from grpo_megatron.rollout.engine_state import BROKEN, StatefulEngine
 from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
 from grpo_megatron.rollout.vllm_memory import EngineMemory
 from grpo_megatron.rollout.vllm_queue import VllmQueue
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
 
-_BROKEN = "the engine is broken and must be built again"
 
-
-class VllmEngine(RolloutEngine):
+class VllmEngine(StatefulEngine):
     """`rollout.engine: vllm`. At most one per process. Raises ConfigError for `rollout.engine_kwargs` whose values the
     trainer must set itself."""
 
@@ -77,10 +75,6 @@ class VllmEngine(RolloutEngine):
         engine_rank = mesh.rank % mesh.rollout_tp
         (self._memory,) = self._llm.apply_model(lambda model: EngineMemory(model, tensors, engine_rank))
 
-    @property
-    def version(self) -> int | None:
-        return self._version
-
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
@@ -90,8 +84,7 @@ class VllmEngine(RolloutEngine):
         inside vLLM the engine is broken, and every later call raises an error with the reason.
         """
         self._version = None
-        problem = "the weights are asleep: call wake_weights" if "weights" in self._asleep else None
-        self._agree(self._broken or problem or self._unfinished())
+        self._agree(self._unloadable())
         problem = self._attempt(self._start_update)
         problem = load_verified(stream, self._tensors.tensors, self._load, problem)
         if self._broken is None:  # an update that is left open would make the next one fail
@@ -115,7 +108,7 @@ class VllmEngine(RolloutEngine):
             raise
         except RankError as error:
             if any(self._mesh.all_gather(self._broken is not None)):
-                self._broken = self._broken or f"{_BROKEN}: {error}"
+                self._broken = self._broken or f"{BROKEN}: {error}"
             raise
 
     def _attempt(self, call: Callable[[], Any]) -> str | None:
@@ -125,7 +118,7 @@ class VllmEngine(RolloutEngine):
                 call()
         except Exception as error:
             problem = f"vLLM failed in a weight update ({type(error).__name__}: {error})"
-            self._broken = f"{_BROKEN}: {problem}"
+            self._broken = f"{BROKEN}: {problem}"
             return problem
         return None
 
@@ -144,16 +137,10 @@ class VllmEngine(RolloutEngine):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    def require(self, version: int) -> None:
-        """See RolloutEngine."""
-        self._require_ready()
-        super().require(version)
-
     def submit(self, request_id: str, request: Request, version: int) -> None:
         """See RolloutEngine. Raises ValueError for a request that vLLM would change."""
         self.require(version)
-        if request_id in self._queue:
-            raise ValueError(f"request {request_id!r} is submitted already, and unfinished")
+        self._require_new(request_id)
         params = self._queue.params(request)
         with self._breaking():
             self._queue.add(request_id, request, params)
@@ -170,55 +157,26 @@ class VllmEngine(RolloutEngine):
     def abort(self, request_ids: Sequence[str]) -> None:
         """See RolloutEngine."""
         self._require_unbroken()
-        if unknown := [request_id for request_id in request_ids if request_id not in self._queue]:
-            raise ValueError(f"no unfinished request has the id {', '.join(map(repr, unknown))}")
+        self._require_known(request_ids)
         with self._breaking():
             self._queue.abort(request_ids)
-
-    @property
-    def num_unfinished(self) -> int:
-        """See RolloutEngine. 0 for a broken engine: nothing of it will ever finish."""
-        return 0 if self._broken is not None else len(self._queue)
 
     def cache_statistics(self) -> tuple[int, int]:
         """See RolloutEngine. Counts whole blocks of the key-value cache, as vLLM reports them for each request."""
         return self._queue.cache_statistics()
 
-    def _unfinished(self) -> str | None:
-        """Why the weights and the cache must stay as they are."""
-        count = self.num_unfinished
-        return f"{count} submitted requests are unfinished: poll or abort them first" if count else None
-
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """See RolloutEngine. A sequence must leave room for one token. Uses [max_num_batched_tokens, V] of memory."""
         self._require_ready()
-        if problem := self._unfinished():
-            raise RuntimeError(f"logprobs: {problem}")
+        self._require_idle("logprobs")
         for ids in sequences:
-            if not 1 <= len(ids) < self._max_model_len:
-                raise ValueError(
-                    f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}"
-                )
+            self._require_length(ids)
             self._queue.require_vocabulary(ids)
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
         outputs = self._run(sequences, [params] * len(sequences))
         return [list(output.prompt_logprobs.logprobs) for output in outputs]
-
-    def _require_ready(self) -> None:
-        if self._broken is None and self._asleep:
-            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
-        self._require_weights()
-
-    def _require_unbroken(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
-
-    def _require_weights(self) -> None:
-        self._require_unbroken()
-        if self._version is None:
-            raise RuntimeError("the engine has no complete set of weights: call load_weights first")
 
     def _run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         if not prompts:
@@ -228,16 +186,6 @@ class VllmEngine(RolloutEngine):
                 [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
             )
         return outputs
-
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Around calls whose failure breaks the engine. An interrupt too: vLLM's queue would answer the next call."""
-        try:
-            yield
-        except BaseException as error:
-            self._version = None
-            self._broken = f"{_BROKEN}: {type(error).__name__}: {error}"
-            raise
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -252,8 +200,7 @@ class VllmEngine(RolloutEngine):
         """
         if not self._can_sleep or self._asleep:
             return
-        if problem := self._unfinished():
-            raise RuntimeError(f"sleep: {problem}")
+        self._require_idle("sleep")
         self._version = None
         self._asleep = {"weights", "kv_cache"}
         if self._device.is_cuda:

@@ -196,7 +196,7 @@ def a_failure_in_a_step_breaks_the_engine(world: World) -> None:
     world.push(1, 0)
     engine = world.engine
     engine.submit("a", requests(1)[0], 0)
-    engine._batch._model = None
+    engine._queue._model = None
     raises(AttributeError, "prefill", engine.poll)
     raises(RuntimeError, "must be built again: AttributeError", engine.poll)
     assert engine.num_unfinished == 0
