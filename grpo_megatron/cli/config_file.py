@@ -19,7 +19,7 @@ MAX_EXPLAINED = 50  # wrong keys that are shown
 
 
 class WrongKeys(ConfigError):
-    """Keys that cannot be read. `config`: the file with their defaults instead, if that is possible; `keys` are theirs.
+    """Keys that cannot be read: `keys`. `config` is the file with their defaults instead; None if there is none.
 
     The checks that follow can still look at the other keys (mistakes.py). A problem that names one of `keys` may be caused by
     the default.

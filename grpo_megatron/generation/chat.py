@@ -53,7 +53,7 @@ def _beginning(answerer: Answerer) -> Messages:
 
 
 def _answer(answerer: Answerer, messages: Messages, turn: int) -> str | None:
-    """The answer to the last message. None: there is no room for it, which was said."""
+    """The answer to the last message. None: there is no room for it, and a line has told the user."""
     settings = answerer.settings
     text = render_chat(messages, settings.tokenizer, "the conversation")
     [ids] = encode_prompts([text], settings.tokenizer, is_chat=True)
