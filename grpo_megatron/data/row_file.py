@@ -25,11 +25,13 @@ import numpy as np
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.arrow_rows import ARROW_SUFFIXES, open_arrow
 from grpo_megatron.data.dataset_folder import files_of_split
-from grpo_megatron.data.rows import BOM, MAX_ROW, named_failures, parsed_line, raw_rows, reader_of
+from grpo_megatron.data.rows import BOM, MAX_ROW, named_failures, raw_rows, reader_of
 from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.json_lines import parse_lines, parsed_line
 from grpo_megatron.reading.regular import check_regular
 
-BLOCK = 1 << 22  # bytes that are scanned at once
+BLOCK = 1 << 22  # bytes that are scanned or read at once
+ROWS_AT_ONCE = 1024
 MAY_BE_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c" + BOM[:1]))  # by the first byte of a line
 
 Offsets = np.ndarray[Any, np.dtype[np.int64]]
@@ -81,9 +83,12 @@ class _OffsetFile:
         file = self.path.open("rb")
         if _identity(os.fstat(file.fileno())) != self._identity:
             file.close()
-            raise ConfigError(f"data file {str(self.path)!r} was changed while it was in use; start again")
+            raise self._was_changed()
         file.seek(int(self._starts[number]))
         return file
+
+    def _was_changed(self) -> ConfigError:
+        return ConfigError(f"data file {str(self.path)!r} was changed while it was in use; start again")
 
     def _lines_before(self, offset: int) -> int:
         count = 0
@@ -97,20 +102,45 @@ class LineFile(_OffsetFile):
     """One JSON value per line. Blank lines are no rows."""
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
-        if start >= stop:
-            return
+        while start < stop:
+            end = self._end_of_block(start, stop)
+            if end > start:
+                yield from parse_lines(self._lines(start, end))
+            else:
+                end = start + 1
+                yield self._long_row(start)
+            start = end
+
+    def _end_of_block(self, start: int, stop: int) -> int:
+        """The row up to which rows are read at once: BLOCK bytes at most. `start` itself where its row is longer."""
+        rows = min(stop, start + ROWS_AT_ONCE)
+        ends = self._starts[start + 1 : rows + 1]
+        if rows == len(self):
+            ends = np.append(ends, self._identity[0])
+        return start + int(np.searchsorted(ends, self._starts[start] + BLOCK, side="right"))
+
+    def _lines(self, start: int, end: int) -> list[bytes]:
+        """The lines of rows [start, end)."""
         with self._open_at(start) as file:
-            for number in range(start, stop):
-                line = file.readline(MAX_ROW + 2)
-                while not line.strip():
-                    line = file.readline(MAX_ROW + 2)
-                if len(line.removesuffix(b"\n")) > MAX_ROW:
-                    length = len(line)
-                    while not line.endswith(b"\n") and (line := file.readline(MAX_ROW)):
-                        length += len(line)
-                    yield ReadError(f"has {length:,} bytes; at most {MAX_ROW:,} are read")
-                else:
-                    yield parsed_line(line.removeprefix(BOM) if number == 0 else line)
+            last = int(self._starts[end]) if end < len(self) else self._identity[0]
+            lines: list[bytes] = file.read(last - int(self._starts[start])).split(b"\n")
+        if len(lines) > end - start:  # behind the last newline, and blank ones
+            lines = [line for line in lines if line.strip()]
+        if len(lines) != end - start:
+            raise self._was_changed()
+        if start == 0:
+            lines[0] = lines[0].removeprefix(BOM)
+        return lines
+
+    def _long_row(self, number: int) -> Any:
+        with self._open_at(number) as file:
+            line: bytes = file.readline(MAX_ROW + 2)
+            if len(line.removesuffix(b"\n")) <= MAX_ROW:
+                return parsed_line(line.removeprefix(BOM) if number == 0 else line)
+            length = len(line)
+            while not line.endswith(b"\n") and (line := file.readline(MAX_ROW)):
+                length += len(line)
+            return ReadError(f"has {length:,} bytes; at most {MAX_ROW:,} are read")
 
     def place(self, number: int) -> str:
         return f"line {self._lines_before(int(self._starts[number])) + 1}"

@@ -59,10 +59,10 @@ class RowFormat(Section):
     def read(self, row: dict[str, Any]) -> tuple[Question, str]:
         """(question, reference answer). Raises ValueError."""
         question = self.read_question(row)
-        place = self._answer_field(row)
-        if place is None:
+        found = self._find_answer(row)
+        if found is None:
             return question, ""
-        holder, field = _holder_of(row, place.field)
+        place, holder, field = found
         answer = ANSWER_RULES[place.rule](holder, field)
         if answer or place.rule in ("verbatim", "any"):
             return question, answer
@@ -73,21 +73,27 @@ class RowFormat(Section):
 
     def read_question(self, row: dict[str, Any]) -> Question:
         """The question of a row, with an answer or without. Raises ValueError."""
+        templates = _with_fields(tuple(self.question))
         for is_there in (_has_content, _has_field):
-            for template in self.question:
-                fields = _fields_of(template)
-                if all(is_there(row, field) for field in fields):
+            for template, fields in templates:
+                if is_there(row, fields):
                     return _filled_question(template, fields, row)
-        raise missing_field([field for template in self.question for field in PLACEHOLDER.findall(template)], row)
+        raise missing_field([field for _, fields in templates for field in fields], row)
 
-    def _answer_field(self, row: dict[str, Any]) -> AnswerField | None:
-        there = [place for place in self.answer if _has_field(*_holder_of(row, place.field))]
+    def _find_answer(self, row: dict[str, Any]) -> tuple[AnswerField, dict[str, Any], str] | None:
+        """The first field that is there and not null, or else null: itself, the object that holds it, its name there."""
+        found = None
+        for place in self.answer:
+            holder, name = _holder_of(row, place.field)
+            if name in holder:
+                if holder[name] is not None:
+                    return place, holder, name
+                found = found or (place, holder, name)
         if self.answer_is_optional:
-            there = [place for place in there if _value(row, place.field) is not None]
-            return there[0] if there else None
-        if not there:
+            return None
+        if found is None:
             raise missing_field([place.field for place in self.answer], row)
-        return next((place for place in there if _value(row, place.field) is not None), there[0])
+        return found
 
 
 KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses.fields(Task))} - set(SET_HERE))
@@ -163,8 +169,8 @@ def _mistakes(error: ValidationError) -> list[str]:
 
 
 @functools.cache  # it is called for each row
-def _fields_of(template: str) -> list[str]:
-    return PLACEHOLDER.findall(template)
+def _with_fields(templates: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+    return [(template, PLACEHOLDER.findall(template)) for template in templates]
 
 
 def _checked_row(
@@ -185,18 +191,17 @@ def _holder_of(row: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
     return (row[outer], inner) if inner and isinstance(row.get(outer), dict) else (row, field)
 
 
-def _value(row: dict[str, Any], field: str) -> Any:
-    holder, name = _holder_of(row, field)
-    return holder.get(name)
+def _has_field(row: dict[str, Any], fields: Sequence[str]) -> bool:
+    return row.keys() >= set(fields)
 
 
-def _has_field(row: dict[str, Any], field: str) -> bool:
-    return field in row
-
-
-def _has_content(row: dict[str, Any], field: str) -> bool:
-    value = row.get(field)
-    return bool(value.strip()) if isinstance(value, str) else isinstance(value, list) and bool(value)
+def _has_content(row: dict[str, Any], fields: Sequence[str]) -> bool:
+    """Whether all fields are there, each with a text that is not blank, or with a list that is not empty."""
+    for field in fields:
+        value = row.get(field)
+        if not value or not isinstance(value, str | list) or (isinstance(value, str) and value.isspace()):
+            return False
+    return True
 
 
 def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) -> Question:

@@ -89,6 +89,8 @@ def _ratio(top: str, bottom: str) -> Fraction | None:
 
 def numeric_answer(answer: str) -> Fraction:
     """The reference answer as a number, marked or bare. Raises ValueError: without one no sample can be graded."""
+    if len(answer) <= WINDOW and answer.isascii() and answer.isdigit():  # most answers, in a tenth of the time
+        return Fraction(int(answer))
     value = marked_number(answer)
     value = parse_number(answer.strip()) if value is None else value
     if value is None:
