@@ -9,6 +9,7 @@ rank uses are taken by child processes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -93,6 +94,14 @@ class Survey(Generic[T]):
     def _compute(self, chunk: int) -> Numbers | None:
         """The numbers of a chunk; None after a wrong row, from which on rows are only checked."""
         start, stop = chunk * ROWS_PER_CHUNK, min((chunk + 1) * ROWS_PER_CHUNK, len(self.rows))
+        with _collection_paused():
+            parsed = self._parsed(start, stop)
+        if chunk == 0 and not parsed and stop < len(self.rows):  # a wrong task, most likely
+            raise self.rows.wrong_rows(self._problems, stop)
+        return None if self._problems else self.measure(parsed)
+
+    def _parsed(self, start: int, stop: int) -> list[tuple[int, T]]:
+        """(row number, parsed row) of the right rows of [start, stop). The wrong ones are added to the problems."""
         parsed: list[tuple[int, T]] = []
         for number, row in enumerate(self.rows.rows(start, stop), start):
             try:
@@ -101,9 +110,7 @@ class Survey(Generic[T]):
                 parsed.append((number, self.parse(row)))
             except ValueError as error:
                 self._problems.append((number, str(error)))
-        if chunk == 0 and not parsed and stop < len(self.rows):  # a wrong task, most likely
-            raise self.rows.wrong_rows(self._problems, stop)
-        return None if self._problems else self.measure(parsed)
+        return parsed
 
     def _counted(self) -> Iterable[int]:
         """The chunks, with a progress bar on a terminal where there are many.
@@ -113,6 +120,18 @@ class Survey(Generic[T]):
         if len(self._chunks) < SHOWN_FROM or not sys.stderr.isatty():
             return self._chunks
         return tqdm(self._chunks, "rows", unit=f" x {ROWS_PER_CHUNK} rows", leave=False)
+
+
+@contextlib.contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Thousands of new rows would start garbage collections, which took 40 % of the time of a check (measured)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 SHAPE_BYTES = 32
