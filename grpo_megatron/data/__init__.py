@@ -2,6 +2,7 @@
 
 task.py                what a benchmark is: rows, prompt, reward, label, version
 task_file.py tasks/    tasks as YAML files; one per benchmark or variant
+row_format.py          how a row of such a task is read
 tasks.py               the task that a name stands for
 rows.py row_file.py    the rows of a file in any format: all of them, or by number
 row_set.py             several files under one numbering

@@ -33,6 +33,7 @@ class ArrowRows:
     def __init__(self, batches: list[Any]) -> None:
         self._batches = [batch for batch in batches if batch.num_rows]
         self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
+        self._is_plain = bool(self._batches) and all(_gives_plain(field.type) for field in self._batches[0].schema)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -44,7 +45,8 @@ class ArrowRows:
                 return
             low, high = max(start - first, 0), min(stop - first, batch.num_rows)
             for begin in range(low, high, ROWS_PER_BATCH):  # a batch may be the whole file
-                yield from map(_plain, batch.slice(begin, min(ROWS_PER_BATCH, high - begin)).to_pylist())
+                values = batch.slice(begin, min(ROWS_PER_BATCH, high - begin)).to_pylist()
+                yield from values if self._is_plain else map(_plain, values)
 
     def place(self, number: int) -> str:
         return f"row {number}"
@@ -102,6 +104,19 @@ def _batches_of_parquet(path: Path) -> list[Any]:
             return False
 
     return _mapped(data_cache().file(f"{content_key(path)}.arrow", convert, is_whole))
+
+
+def _gives_plain(kind: Any) -> bool:
+    """Whether pyarrow's values of this type are those of JSON already, so that no value needs a look."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(_gives_plain(field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _gives_plain(kind.value_type)
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    is_number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
+    return is_text or is_number or types.is_boolean(kind) or types.is_null(kind)
 
 
 def _plain(value: Any) -> Any:

@@ -100,8 +100,8 @@ class PromptReader:
     def measure(self, parsed: list[tuple[int, ParsedRow]]) -> Numbers:
         """[rows, 2]: the prompt's length in tokens, or UNMEASURED; the number of its reward."""
         numbers = np.full((len(parsed), 2), UNMEASURED, np.int32)
-        names = self.task.reward_names
-        numbers[:, 1] = [names.index(reward) if reward in names else 0 for _, (_, _, reward, _) in parsed]
+        kinds = {name: kind for kind, name in enumerate(self.task.reward_names)}
+        numbers[:, 1] = [kinds.get(reward, 0) for _, (_, _, reward, _) in parsed]
         measured = [(number, row[0]) for number, row in parsed[: self.per_chunk] if number < self.used]
         texts = [self.text(number, question) for number, question in measured]
         if measured and measured[0][0] == 0:

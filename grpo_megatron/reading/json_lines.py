@@ -16,7 +16,7 @@ from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.bounds import MAX_INTEGER
 from grpo_megatron.reading.json_text import parse_json
 
-MAX_LEVELS = 64  # of a value that msgspec's result is taken for; data have fewer than ten
+SURE_LEVELS = 64  # of a value that msgspec's result is taken for; data have fewer than ten
 BEHIND_KEYS = (b'":', b" :", b"\t:", b"\r:", b"\n:")  # how the `:` behind a key can be written
 UNSURE = 1 << 62  # more keys than a line can have
 
@@ -50,7 +50,7 @@ def _count_keys(value: Any, level: int = 0) -> int:
         count, items = 0, value
     else:
         return UNSURE if kind is int and not -MAX_INTEGER <= value <= MAX_INTEGER else 0
-    if level == MAX_LEVELS:
+    if level == SURE_LEVELS:
         return UNSURE
     for item in items:
         if type(item) is not str:
