@@ -1,8 +1,8 @@
 """Prompts: rows of a task's files -> prompts, through the tokenizer's chat template or as plain text.
 
-All rows are checked, and the lengths of all prompts are measured, before the run (survey.py). A prompt itself is made when
-it is read (item_table.py). Rows with responses are rendered in the same way (written_groups.py), so the supervised warmup
-sees the same prompts.
+All rows are checked, and all prompts are tokenised, before the run (survey.py). Their lengths are held in memory and their
+ids are kept on disk (token_cache.py). A prompt itself is made when it is read (item_table.py). Rows with responses are
+rendered in the same way (written_groups.py), so the supervised warmup sees the same prompts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from grpo_megatron.data.survey import Numbers, Survey
 from grpo_megatron.data.survey_key import survey_key
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.token_cache import TokenCache
 from grpo_megatron.types import BY_MODEL, Prompt
 
 logger = logging.getLogger(__name__)
@@ -67,9 +68,10 @@ def load_prompts(
     rows = RowSet(files, source or task.name)
     used = min(len(rows), max_samples or len(rows))
     per_chunk = SAMPLED_PER_CHUNK if is_plan and len(rows) >= SAMPLED_FROM else None
-    reader = PromptReader(data, task, rows, tokenizer, reward_override, renderer, source, used, per_chunk)
     kind = ["prompts", reward_override, used, per_chunk]
     key = survey_key(kind, rows.paths, task, data, tokenizer, renderer)
+    tokens = TokenCache.of(key, len(rows)) if per_chunk is None else None
+    reader = PromptReader(data, task, rows, tokenizer, reward_override, renderer, source, used, per_chunk, tokens)
     lengths, kinds = Survey(rows, reader.parse, reader.measure, key).run()[:used].T
     measured = int((lengths != UNMEASURED).sum())
     what = f"prompts are longer than {data.max_prompt_length} tokens"
@@ -92,6 +94,7 @@ class PromptReader:
     source: str | None
     used: int  # rows of which prompts are made; all are checked
     per_chunk: int | None  # prompts of a chunk that are measured; None: all
+    tokens: TokenCache | None  # keeps the ids of those that are measured; None: they are made again for a draw
 
     def parse(self, row: dict[str, Any]) -> ParsedRow:
         """Raises ValueError for a row that the task cannot read, or that no reward can grade."""
@@ -108,12 +111,15 @@ class PromptReader:
             check_round_trip(texts[0], self.tokenizer)
         encoded = encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
         numbers[: len(encoded), 0] = [len(ids) for ids in encoded]
+        if self.tokens and measured:
+            self.tokens.store(measured[0][0], encoded)
         return numbers
 
     def make(self, number: int, row: dict[str, Any], item: int) -> Prompt:
         question, answer, reward, row = self.parse(row)
         named = source_of_row(row) if self.task.rewards else ""
         return RowPrompt.of(
+            partial(self.find, number),
             partial(self.text, number, question),
             self.encode,
             uid=self.rows.uid(number),
@@ -130,6 +136,9 @@ class PromptReader:
     def text(self, number: int, question: Question) -> str:
         tools = self.renderer.tools if self.renderer else ()
         return render_prompt(self.data, self.task, question, self.tokenizer, self.rows.uid(number), tools)
+
+    def find(self, number: int) -> tuple[int, ...] | None:
+        return self.tokens.find(number) if self.tokens else None
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(encode_prompts([text], self.tokenizer, is_chat=self.data.apply_chat_template)[0])
