@@ -2,12 +2,11 @@
 
     LineFile     .jsonl             the offset of each row: 8 bytes per row
     TableFile    .csv               the same
-    ListFile     .json              parsed as a whole, up to MAX_FILE bytes
+    ArrayFile    .json              the same (array_file.py)
     ArrowRows    .parquet, .arrow   record batches, memory-mapped (arrow_rows.py)
     Shards       a folder           the files of one split, one after the other (dataset_folder.py)
 
-A row that cannot be parsed is returned as a ValueError, so that a check can report all of them. A file that changes while
-it is open raises ConfigError: its offsets would point into other rows.
+A row that cannot be parsed is returned as a ValueError, so that a check can report all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import bisect
 import csv
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,18 +21,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.array_file import open_list
 from grpo_megatron.data.arrow_rows import ARROW_SUFFIXES, open_arrow
 from grpo_megatron.data.dataset_folder import files_of_split
-from grpo_megatron.data.rows import BOM, MAX_ROW, named_failures, raw_rows, reader_of
+from grpo_megatron.data.offset_file import OffsetFile, Offsets
+from grpo_megatron.data.rows import BOM, MAX_ROW, named_failures, reader_of
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.json_lines import parse_lines, parsed_line
 from grpo_megatron.reading.regular import check_regular
 
-BLOCK = 1 << 22  # bytes that are scanned or read at once
-ROWS_AT_ONCE = 1024
 MAY_BE_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c" + BOM[:1]))  # by the first byte of a line
-
-Offsets = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class RowFile(Protocol):
@@ -62,43 +58,12 @@ def _open(path: Path) -> RowFile:
     if path.suffix in ARROW_SUFFIXES:
         return open_arrow(path)
     check_regular(path)
-    kinds: dict[str, type[LineFile | TableFile | ListFile]] = {".jsonl": LineFile, ".csv": TableFile}
-    return kinds.get(path.suffix, ListFile)(path)
+    if path.suffix == ".json":
+        return open_list(path)
+    return LineFile(path) if path.suffix == ".jsonl" else TableFile(path)
 
 
-class _OffsetFile:
-    """Rows that begin at known offsets of a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._identity = path, _identity(os.stat(path))
-        self._starts = self._find_starts()
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def _find_starts(self) -> Offsets:
-        raise NotImplementedError
-
-    def _open_at(self, number: int) -> Any:
-        file = self.path.open("rb")
-        if _identity(os.fstat(file.fileno())) != self._identity:
-            file.close()
-            raise self._was_changed()
-        file.seek(int(self._starts[number]))
-        return file
-
-    def _was_changed(self) -> ConfigError:
-        return ConfigError(f"data file {str(self.path)!r} was changed while it was in use; start again")
-
-    def _lines_before(self, offset: int) -> int:
-        count = 0
-        with self.path.open("rb") as file:
-            while block := file.read(min(BLOCK, offset)):
-                count, offset = count + block.count(b"\n"), offset - len(block)
-        return count
-
-
-class LineFile(_OffsetFile):
+class LineFile(OffsetFile):
     """One JSON value per line. Blank lines are no rows."""
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
@@ -111,19 +76,9 @@ class LineFile(_OffsetFile):
                 yield self._long_row(start)
             start = end
 
-    def _end_of_block(self, start: int, stop: int) -> int:
-        """The row up to which rows are read at once: BLOCK bytes at most. `start` itself where its row is longer."""
-        rows = min(stop, start + ROWS_AT_ONCE)
-        ends = self._starts[start + 1 : rows + 1]
-        if rows == len(self):
-            ends = np.append(ends, self._identity[0])
-        return start + int(np.searchsorted(ends, self._starts[start] + BLOCK, side="right"))
-
     def _lines(self, start: int, end: int) -> list[bytes]:
         """The lines of rows [start, end)."""
-        with self._open_at(start) as file:
-            last = int(self._starts[end]) if end < len(self) else self._identity[0]
-            lines: list[bytes] = file.read(last - int(self._starts[start])).split(b"\n")
+        lines = self._bytes_of(start, end).split(b"\n")
         if len(lines) > end - start:  # behind the last newline, and blank ones
             lines = [line for line in lines if line.strip()]
         if len(lines) != end - start:
@@ -148,7 +103,7 @@ class LineFile(_OffsetFile):
     def _find_starts(self) -> Offsets:
         found, suspects, base, begins_line = [], [], 0, True
         with self.path.open("rb") as file:
-            while block := file.read(BLOCK):
+            while block := file.read(self.BLOCK):
                 data = np.frombuffer(block, np.uint8)
                 starts = np.flatnonzero(data[:-1] == ord("\n")) + 1
                 if begins_line:
@@ -174,7 +129,7 @@ class LineFile(_OffsetFile):
         return not (line.removeprefix(BOM) if offset == 0 else line).strip()
 
 
-class TableFile(_OffsetFile):
+class TableFile(OffsetFile):
     """A table with a header (RFC 4180), whose values are all texts."""
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
@@ -228,22 +183,6 @@ def _decoded(line: bytes) -> str:
         raise ReadError("is not UTF-8") from None
 
 
-class ListFile:
-    """A list of objects, in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._rows = [row for _, _, row in raw_rows(path)]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def rows(self, start: int, stop: int) -> Iterator[Any]:
-        return iter(self._rows[start:stop])
-
-    def place(self, number: int) -> str:
-        return f"row {number}"
-
-
 class Shards:
     """Several files as one."""
 
@@ -264,7 +203,3 @@ class Shards:
         shard = bisect.bisect_right(self._ends, number)
         first = self._ends[shard] - len(self.files[shard])
         return f"shard {shard}, {self.files[shard].place(number - first)}"
-
-
-def _identity(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_size, stat.st_mtime_ns

@@ -68,7 +68,7 @@ def test_text_formats_by_number(tmp_path: Path) -> None:
 
 
 def test_a_file_of_many_blocks_has_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_megatron.data.row_file.BLOCK", 7)
+    monkeypatch.setattr("grpo_megatron.data.offset_file.OffsetFile.BLOCK", 7)
     lines = tmp_path / "a.jsonl"
     lines.write_text("\n\n" + "".join(json.dumps(row) + "\n" + " \n" * (n % 3) for n, row in enumerate(ROWS)))
     assert by_number(lines) == ROWS

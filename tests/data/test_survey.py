@@ -132,7 +132,7 @@ def test_prompts_are_tokenised_when_they_are_read_and_memory_does_not_hold_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 3,000 rows of 2 kB the table holds an offset (8 bytes) and two numbers (8 bytes) each; with chunks, under 1 MB."""
-    monkeypatch.setattr("grpo_megatron.data.row_file.BLOCK", 1 << 16)
+    monkeypatch.setattr("grpo_megatron.data.offset_file.OffsetFile.BLOCK", 1 << 16)
     file = tmp_path / "a.jsonl"
     row: dict[str, Any] = {"prompt": "1+1", "answer": "2", "notes": "x" * 2000}
     file.write_text((json.dumps(row) + "\n") * 3000)
