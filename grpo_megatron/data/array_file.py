@@ -23,7 +23,7 @@ from grpo_megatron.reading.json_lines import SURE_LEVELS, parse_lines
 # Everything up to the next bracket or comma that is in no text; a quote where a text has no end in the block.
 NEXT_MARK = re.compile(rb'(?:[^"\[\]{},]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{},"])', re.DOTALL)
 LIST, END, COMMA, QUOTE = b'[],"'
-MAX_TEXT = 1 << 26  # bytes of one text that the scan waits for
+MAX_AWAITED = 1 << 26  # bytes of one text that the scan waits for
 SPACES = b" \t\r\n"
 
 
@@ -71,7 +71,7 @@ class ArrayFile(OffsetFile):
                 found, depth, used = self._scan(content, base, depth)
                 parts.append(np.array(found, np.int64))
                 base, carried = base + used, content[used:]
-                if b"\0" in block or len(carried) > MAX_TEXT:
+                if b"\0" in block or len(carried) > MAX_AWAITED:
                     raise UnclearError
         if depth != -1 or carried.strip(SPACES):
             raise UnclearError
