@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from grpo_megatron.observability import console, report_sink
 from grpo_megatron.observability.console import ConsoleSink
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
 from grpo_megatron.observability.report_sink import ReportSink
+from grpo_megatron.observability.sinks import JsonlSink
+from grpo_megatron.report.metrics_file import METRICS_FILE
 from tests.report.material import group, make_run, sample
 
 
@@ -83,22 +87,57 @@ def test_a_long_wait_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines and all(line == "building the engine: 0 s so far" for line in lines)
 
 
-def test_the_report_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing takes 0.2 s, so that it is due again 20 s later; the end of the run is always written."""
+def steps_in(page: str) -> list[int]:
+    """The last step that the page was written with, and those that were appended to it."""
+    data, *appended = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
+    return [json.loads(data)["runs"][0]["steps"][-1], *(json.loads(row)["step"] for row in appended)]
+
+
+def test_every_step_is_in_the_report_which_takes_a_hundredth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes 0.2 s, so that it is due again 20 s later. The steps between are appended; start and end are written."""
     clock, written = Clock(), []
 
-    def write(path: Path, text: Any) -> None:
+    def write(path: Path, text: str) -> None:
         clock.now += 0.2
-        written.append(path.name)
+        written.append(clock.now)
+        path.write_text(text)
 
     monkeypatch.setattr(report_sink, "write_file", write)
-    sink = ReportSink(make_run(tmp_path / "run"), clock=clock)
+    folder = make_run(tmp_path / "run", steps=0)
+    rows, page = JsonlSink(folder / METRICS_FILE), folder / "report.html"
+    sink = ReportSink(folder, clock=clock)
+    assert len(written) == 1 and "report.html" not in [path.name for path in folder.glob(".*")]
+    seen = []
     for step in range(10):
-        clock.now = 5.0 * step
-        sink.log(step, {})
-    assert len(written) == 2  # at 0 s and, due at 20.2, at 25 s; the next one is due at 45.2, after step 9 at 45 s
-    sink.close()
+        clock.now = 5.0 + 5.0 * step
+        metrics = {"critic/score/mean": 0.1 * step}
+        rows.log(step, metrics)
+        sink.log(step, metrics)
+        seen.append(steps_in(page.read_text()))
+    # written at 5 s and, due at 25.2, at 30 s; the next one is due at 50.2, after step 9 at 50 s
+    assert seen == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 1, 2, 3, 4],
+        [5],
+        [5, 6],
+        [5, 6, 7],
+        [5, 6, 7, 8],
+        [5, 6, 7, 8, 9],
+    ]
     assert len(written) == 3
+    page.unlink()  # by its user: it is not begun in its middle
+    sink.log(10, {})
+    assert not page.exists()
+    sink.log(11, {})
+    assert steps_in(page.read_text()) == [9]
+    sink.close()
+    rows.close()
+    assert len(written) == 5
 
 
 def test_samples_of_a_step_without_a_report_are_not_made(tmp_path: Path) -> None:
