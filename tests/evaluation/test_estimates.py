@@ -120,7 +120,7 @@ def test_a_paired_difference() -> None:
 )
 def test_the_interval_of_paired_shares(only_a: int, only_b: int, problems: int, low: float, high: float) -> None:
     """Bonett and Price by hand, for 1 and 7 discordant pairs of 21, Fagerland et al.'s example (2014, Table V): p12 = 2/23,
-    p21 = 8/23, (p21 - p12) +- 1.96 sqrt((p12 + p21 - (p21 - p12)^2) / 23) = 0.2609 +- 0.2475. None of 1319: +- 1.96 sqrt(2) / 1321
+    p21 = 8/23, (p21 - p12) +- 1.96 sqrt((p12 + p21 - (p21 - p12)^2) / 23) = 0.2609 +- 0.2475. 0 of 1319: +- 1.96 sqrt(2) / 1321
     """
     equal = problems - only_a - only_b
     found = paired_interval([1.0] * only_a + [-1.0] * only_b + [0.0] * equal)
