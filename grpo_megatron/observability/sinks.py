@@ -27,6 +27,7 @@ from grpo_megatron.report.metrics_file import METRICS_FILE, read_metrics
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.storage.events import add_event, read_events
+from grpo_megatron.storage.start_times import finish_start
 
 ENDED_ON_REQUEST = ("stopped", "done")
 
@@ -54,6 +55,8 @@ class Sinks:
 
     def enter(self, step: int | None, phases: Sequence[str]) -> None:
         """The run has entered these nested phases."""
+        if phases and self._output_dir is not None:
+            finish_start()
         for sink in self._sinks:
             sink.enter(step, phases)
 
