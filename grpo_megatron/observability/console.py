@@ -99,6 +99,7 @@ class ConsoleSink(Sink):
         self.note(f"{step:>6}{cells}" + (f"  {reason}" if reason else ""))
         self._progress.finished(metrics.get("timing_s/step"))
         if self._bar is not None:
+            self._bar.set_postfix_str("", refresh=False)
             self._bar.update(
                 min(step + 1, self._bar.total) - self._bar.n
             )  # after the last step, validation logs once more
@@ -113,4 +114,5 @@ class ConsoleSink(Sink):
         self._stopped.set()
         self._thread.join()
         if self._bar is not None:
+            self._bar.set_postfix_str("")
             self._bar.close()
