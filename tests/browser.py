@@ -34,13 +34,13 @@ ANY_PLACE = frozenset(("data", "blob", "about"))  # schemes that leave nothing
 FLAGS = (
     *("--headless", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
     *("--no-first-run", "--no-default-browser-check", "--disable-background-networking", "--disable-sync"),
-    *("--disable-component-update", "--disable-extensions", "--host-resolver-rules=MAP * ~NOTFOUND"),
+    *("--disable-component-update", "--disable-extensions", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
 )
 
 OVERFLOWING = """((screen) => {
   const width = document.documentElement.clientWidth, found = [];
   const name = (e) => [e.tagName.toLowerCase() + (e.id ? "#" + e.id : ""), ...e.classList].join(".");
-  const out = (box) => box.right > width + 1 || box.left < -1;
+  const out = (box) => box.right > width + 1 || (box.left < -1 && box.right > 0); // a drawer waits left of the page
   const held = (e) => { // by an ancestor that scrolls or clips, and is within the page itself
     for (let p = e.parentElement; p && p !== document.body; p = p.parentElement)
       if (getComputedStyle(p).overflowX !== "visible" && !out(p.getBoundingClientRect())) return true;
@@ -143,12 +143,14 @@ class Browser:
         return message
 
     @contextmanager
-    def open(self, path: Path, width: int = DESKTOP, fragment: str = "", within: Path | None = None) -> Iterator[Page]:
-        """The page in a tab of its own, loaded and drawn. It may load files of the folder `within`, if that is given."""
+    def open(
+        self, path: Path | str, width: int = DESKTOP, fragment: str = "", within: Path | str | None = None
+    ) -> Iterator[Page]:
+        """A file or an address in a tab of its own, loaded and drawn. It may load what is in the folder `within`."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         try:
-            page = Page(self, session, path.resolve().as_uri() + fragment, width, within)
+            page = Page(self, session, address_of(path) + fragment, width, within and f"{address_of(within)}/")
             page.load()
             yield page
         finally:
@@ -156,13 +158,30 @@ class Browser:
             self.events.clear()
 
 
+def address_of(place: Path | str) -> str:
+    return place if isinstance(place, str) else place.resolve().as_uri()
+
+
 class Page:
-    def __init__(self, browser: Browser, session: str, url: str, width: int, within: Path | None) -> None:
-        self._browser, self._session, self.url, self._width = browser, session, url, width
-        self._within = None if within is None else within.resolve().as_uri() + "/"
+    def __init__(self, browser: Browser, session: str, url: str, width: int, within: str | None) -> None:
+        self._browser, self._session, self.url, self._width, self._within = browser, session, url, width, within
 
     def load(self) -> None:
         """Open the address as a screen of this width does. Phones are touched."""
+        self._take_width()
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            self._call(f"{domain}.enable")
+        self._call("Page.navigate", url=self.url)
+        self._browser.wait_for("Page.loadEventFired", self._session)
+        self.settle()
+
+    def resize(self, width: int) -> None:
+        """The page that is open, on a screen of another width: a quarter of the time of opening it again."""
+        self._width = width
+        self._take_width()
+        self.settle()
+
+    def _take_width(self) -> None:
         phone = self._width <= PHONE
         self._call(
             "Emulation.setDeviceMetricsOverride",
@@ -172,11 +191,6 @@ class Page:
             mobile=phone,
         )
         self._call("Emulation.setTouchEmulationEnabled", enabled=phone)
-        for domain in ("Page", "Network", "Runtime", "Log"):
-            self._call(f"{domain}.enable")
-        self._call("Page.navigate", url=self.url)
-        self._browser.wait_for("Page.loadEventFired", self._session)
-        self.settle()
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **parameters)

@@ -84,7 +84,7 @@ ROOMS: dict[str, set[str]] = {
     "migration": {"reading", "config", "storage"},
     "starting": {"reading", "config", "storage", "data", "models", "checks", "planning"},
     "cli": {
-        *("importing", "child", "reading", "config", "storage", "parallel", "rollout", "convert"),
+        *("importing", "child", "reading", "config", "storage", "parallel", "observability", "rollout", "convert"),
         *("evaluation", "checks", "training", "trainer", "migration", "curation", "starting"),
         *("report", "planning", "generation"),
     },
@@ -266,7 +266,7 @@ def test_the_command_line_starts_light() -> None:
         }
         | {"storage", "storage.leftovers", "storage.lock"},  # standard library only
         "cli.failures": {"reading.bounds", "config"},
-        "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers"},
+        "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers", "storage.start_times"},
         "cli.plan": {"config", "importing"},
         "cli.commands": set(),
         "importing": set(),

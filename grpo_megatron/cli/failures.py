@@ -66,6 +66,11 @@ def mark_started() -> None:
         (folder / "pid").write_text(str(os.getpid()))
 
 
+def has_started(folder: Path) -> bool:
+    """In the launcher, whose folder this is: whether a rank has marked its start."""
+    return any(folder.glob("*/*/*/pid"))
+
+
 def mark_finished() -> None:
     """The rank has done its work: its end is no failure."""
     folder = _torchrun_folder()

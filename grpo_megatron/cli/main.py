@@ -105,6 +105,8 @@ def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
     if args.command == "plan" and args.search:
         _quieten(is_rank=False, starts_ranks=False)
         return print_search(config, args)
+    from grpo_megatron.observability.progress import awaited
+
     is_rank = "RANK" in os.environ
     if config.trainer.total_epochs is None:
         _check_profiled(args.profile, config.trainer.total_training_steps)
@@ -115,11 +117,15 @@ def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
     _quieten(is_rank, starts_ranks)
     if not args.dry_run and (not is_rank or _is_first_of_machine()):
         remove_leftovers()
+    if not is_rank and not args.dry_run:
+        ranks.announce_start(world_size, config.draws, str(config.model.path))
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
         ranks.start_fork_server(config.draws)
-    if not is_rank and not starts_ranks and not args.dry_run:
-        ranks.announce_start(world_size, config.draws)
-    with large_imports():  # torch too: only once the file is known to be well-formed
+    is_shown = not args.dry_run and os.environ.get("RANK", "0") == "0"
+    with (
+        awaited("importing libraries", is_shown),
+        large_imports(),
+    ):  # torch too: now the file is known to be well-formed
         if not starts_ranks and not args.dry_run:
             _join_run(is_rank)
         from grpo_megatron.checks.validate import validate
@@ -207,13 +213,14 @@ def _check_unused(output_dir: Path) -> None:
 
 def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     """Train as this rank until the run is over; returns the exit code."""
+    from grpo_megatron.observability.progress import awaited
     from grpo_megatron.parallel.heartbeat import when_stalled
     from grpo_megatron.training.stopping import Stopped, forget_outcome
 
     when_stalled(_report)
     if os.environ.get("RANK", "0") == "0":
         forget_outcome(config.trainer.output_dir)
-    with large_imports():
+    with awaited("importing Megatron-Core", os.environ.get("RANK", "0") == "0"), large_imports():
         from grpo_megatron.trainer import Trainer
 
     try:

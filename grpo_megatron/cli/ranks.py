@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.child import die_with_parent
-from grpo_megatron.cli.failures import END_FILE, explain_failure
+from grpo_megatron.cli.failures import END_FILE, explain_failure, has_started
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.storage.leftovers import folder_until_exit, private_folder
+from grpo_megatron.storage.start_times import begin_start
 
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
@@ -67,9 +68,11 @@ def start_ranks(
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
+    from grpo_megatron.observability.progress import awaited
     from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
 
-    announce_start(world_size, has_engine)
+    if not can_stop:  # `train` has announced it before its checks
+        announce_start(world_size, has_engine)
     logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
     if is_on_cpu(device):
         start_fork_server(has_engine)
@@ -84,11 +87,12 @@ def start_ranks(
             launch.signals_to_handle = "SIGHUP,SIGQUIT"
         before = _handle_requests(folder) if can_stop else {}
         try:
-            if is_on_cpu(device):
-                launch.start_method = "forkserver"
-                elastic_launch(launch, main)(argv)
-            else:
-                elastic_launch(launch, program)(*options)
+            with awaited("starting the ranks, which import libraries", True, is_over=lambda: has_started(folder)):
+                if is_on_cpu(device):
+                    launch.start_method = "forkserver"
+                    elastic_launch(launch, main)(argv)
+                else:
+                    elastic_launch(launch, program)(*options)
         except ChildFailedError as error:
             return explain_failure(error, folder)
         except SignalException as error:
@@ -102,14 +106,15 @@ def start_ranks(
     return 0
 
 
-def announce_start(world_size: int, has_engine: bool) -> None:
-    """The first line of a run: what is awaited, and for how long."""
+def announce_start(world_size: int, has_engine: bool, model: str | None = None) -> None:
+    """The first line of a run: what is awaited, and for how long. `model`: its path; None: the time is not kept."""
     parts = "Megatron-Core, then the engine" if has_engine else "Megatron-Core"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    print(
-        f"starting {ranks}: {parts}; a small model needs some {10 if has_engine else 5} s, a large one minutes",
-        flush=True,
-    )
+    seconds = None if model is None else begin_start(f"{ranks} of {Path(model).resolve()}, {parts}")
+    expected = f"a small model needs some {10 if has_engine else 5} s, a large one minutes"
+    if seconds is not None:
+        expected = f"the last start took {seconds:.0f} s, until the first step"
+    print(f"starting {ranks}: {parts}; {expected}", flush=True)
 
 
 def _handle_requests(folder: Path) -> dict[int, Any]:

@@ -67,6 +67,7 @@ class TrainerConfig(Section):
     async_save: bool = False  # training goes on while a checkpoint is written, from a copy on the host
     max_actor_ckpt_to_keep: int | None = Field(3, ge=1)  # older checkpoints are removed; null: keep all
     save_hf_at_end: bool = True  # write the trained model as a Hugging Face folder, output_dir/hf
+    # metrics.jsonl and report.html are written in any case
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow"]] = ["console", "jsonl"]
     project_name: str = Field("grpo_megatron", min_length=1, max_length=128)  # of wandb, swanlab and mlflow
     experiment_name: str | None = Field(

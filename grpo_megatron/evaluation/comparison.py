@@ -1,9 +1,9 @@
 """Paired comparison of two results on the same problems with the same prompts.
 
-The difference B - A is taken per problem. Its mean has a bootstrap interval over problems, which is narrower than two
-separate intervals suggest. McNemar's exact test uses the greedy answers. Let b problems be right only in A, and c only in
-B. If A and B are equally good, each of these problems is A's or B's with probability 1/2. So the two-sided p-value is
-2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
+The difference B - A is taken per problem. The interval of its mean (`paired_interval`) is narrower than two separate intervals
+suggest, and it does not collapse where the results are equal: other problems could differ. McNemar's exact test uses the greedy
+answers. Let b problems be right only in A, and c only in B. If A and B are equally good, each of these problems is A's or B's
+with probability 1/2. So the two-sided p-value is 2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.evaluation.estimates import interval
+from grpo_megatron.evaluation.estimates import paired_interval
 from grpo_megatron.evaluation.table import grid, limited
 
 MUST_BE_EQUAL = (
@@ -101,7 +101,7 @@ def _right_shares(task: dict[str, Any]) -> list[float]:
 
 def _paired(name: str, measure: str, left: list[float], right: list[float]) -> dict[str, Any]:
     differences = [y - x for x, y in zip(left, right, strict=True)]
-    low, high = interval(differences)
+    low, high = paired_interval(differences)
     count = len(differences)
     return {
         "task": name,

@@ -9,13 +9,14 @@ seeded, so that the same numbers give the same interval.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from grpo_megatron.data.wilson import wilson
+from grpo_megatron.data.wilson import Z, wilson
 
 RESAMPLES = 2000
 RIGHT = 0  # the vote for the right answer, in `majority`
@@ -64,6 +65,23 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
         return float(values[0]), float(values[0])
     low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5])
     return float(low), float(high)
+
+
+def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of differences in [-1, 1], one for each problem. It never collapses.
+
+    It is the normal interval after two problems are added, one with the difference +e and one with -e. Where each difference
+    is -1, 0 or 1, e is 1, and the interval is that of Bonett and Price (J. Educ. Behav. Stat. 37, 2012, p. 479), which
+    Fagerland et al. (Stat. Med. 33, 2014, p. 2850) recommend for paired proportions. Averages over samples differ by less. So
+    e^2 = (sum of d^2 + 1) / (m + 1) for m problems that differ: their mean squared difference, with one problem of 1 added.
+    """
+    d = np.asarray(differences, dtype=np.float64)
+    squares = float((d**2).sum())
+    pseudo = (squares + 1) / (int((d != 0).sum()) + 1)  # e^2
+    count = len(d) + 2
+    centre = float(d.sum()) / count
+    half = Z * math.sqrt(((squares + 2 * pseudo) / count - centre**2) / count)
+    return max(-1.0, centre - half), min(1.0, centre + half)
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:

@@ -52,8 +52,15 @@ class ConsoleSink(Sink):
         self._rows = 0
         self._bar: Any = None
         if self._stream.isatty():
+            # Without tqdm's own rate and time left: they would count the start and the warm-up as steps.
+            form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"
             self._bar = tqdm(
-                total=total_steps, initial=first_step, desc="GRPO", unit="step", file=self._stream, dynamic_ncols=True
+                total=total_steps,
+                initial=first_step,
+                desc="training",
+                bar_format=form,
+                file=self._stream,
+                dynamic_ncols=True,
             )
         self._progress, self._stopped = StepProgress(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
@@ -68,7 +75,7 @@ class ConsoleSink(Sink):
         while not self._stopped.wait(BAR_PERIOD_S if self._bar is not None else LOG_PERIOD_S):
             passed = self._progress.step_seconds()
             if self._bar is not None:
-                self._bar.set_postfix_str(self._progress.text())
+                self._bar.set_postfix_str(self._progress.text(self._bar.total - self._bar.n))
             elif passed < FIRST_LINE_S:
                 next_s = FIRST_LINE_S
             elif passed >= next_s:
@@ -92,6 +99,7 @@ class ConsoleSink(Sink):
         self.note(f"{step:>6}{cells}" + (f"  {reason}" if reason else ""))
         self._progress.finished(metrics.get("timing_s/step"))
         if self._bar is not None:
+            self._bar.set_postfix_str("", refresh=False)
             self._bar.update(
                 min(step + 1, self._bar.total) - self._bar.n
             )  # after the last step, validation logs once more
@@ -106,4 +114,5 @@ class ConsoleSink(Sink):
         self._stopped.set()
         self._thread.join()
         if self._bar is not None:
+            self._bar.set_postfix_str("")
             self._bar.close()

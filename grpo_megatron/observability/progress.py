@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 LIKE = 5  # the last steps, whose median is the time of the next one
+COUNT_PERIOD_S = 1.0  # of the line that counts, on a terminal
+STEP_PHASE = "step"  # the outermost phase of a training step
 FIRST_LINE_S = 60.0  # of a long step, in a log; the next ones after twice the time, each
 
 
@@ -37,24 +41,36 @@ class StepProgress:
         _, phases, began, _ = self._state
         return self._clock() - began if phases else 0.0
 
-    def text(self) -> str:
-        """ "gen 34 s, about 2 min of the step left"; empty between two steps."""
+    def text(self, steps_left: int | None = None) -> str:
+        """ "gen 34 s, about 2 min of the step and 3 h 5 min of the run left"; empty between two steps.
+
+        `steps_left` with this one; None: they are not known.
+        """
         _, phases, began, entered = self._state
         if not phases:
             return ""
         now = self._clock()
-        inner = phases[-1] if len(phases) > 1 else "step"
-        return f"{inner} {duration(now - entered)}" + self._left(now - began)
+        where = [phases[0]] if phases[0] != STEP_PHASE else []
+        inner = phases[-1] if phases[-1] != STEP_PHASE else "between phases"
+        text = " ".join([*(f"{name}:" for name in where if len(phases) > 1), inner, duration(now - entered)])
+        return text + (self._left(now - began, steps_left) if not where else "")
 
     def line(self) -> str:
         """The same for a log."""
         return f"step {self._state[0]}: {self.text()}; {duration(self.step_seconds())} of it are over"
 
-    def _left(self, passed: float) -> str:
+    def _left(self, passed: float, steps_left: int | None) -> str:
         if not self._seconds:
             return ""
-        left = statistics.median(self._seconds) - passed
-        return f", about {duration(left)} of the step left" if left > 0 else ", longer than the last steps"
+        each = statistics.median(self._seconds)
+        if passed >= each:
+            return ", longer than the last steps"
+        of_run = (
+            f" and {duration(each * steps_left - passed)} of the run"
+            if steps_left is not None and steps_left > 1
+            else ""
+        )
+        return f", about {duration(each - passed)} of the step{of_run} left"
 
 
 def duration(seconds: float) -> str:
@@ -67,18 +83,16 @@ def duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def awaited(what: str, is_shown: bool, first_s: float = 20.0) -> Iterator[None]:
-    """Prints that `what` is being done, if that takes longer than `first_s`; then after twice the time, each."""
+def awaited(
+    what: str, is_shown: bool, first_s: float = 20.0, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Shows that `what` is being done, until the block ends or `is_over()`. On a terminal a line counts the seconds.
+
+    Elsewhere a line is printed once it takes longer than `first_s`, and then after twice the time, each.
+    """
     stop = threading.Event()
-
-    def remind() -> None:
-        passed = 0.0
-        next_s = first_s
-        while not stop.wait(next_s - passed):
-            passed, next_s = next_s, 2 * next_s
-            print(f"{what}: {duration(passed)} so far", flush=True)
-
-    thread = threading.Thread(target=remind, name="awaited", daemon=True)
+    follow = _count if sys.stdout.isatty() else functools.partial(_remind, first_s=first_s)
+    thread = threading.Thread(target=follow, args=(what, stop, is_over), name="awaited", daemon=True)
     if is_shown:
         thread.start()
     try:
@@ -87,3 +101,23 @@ def awaited(what: str, is_shown: bool, first_s: float = 20.0) -> Iterator[None]:
         stop.set()
         if is_shown:
             thread.join()
+
+
+def _count(what: str, stop: threading.Event, is_over: Callable[[], bool]) -> None:
+    began, erase = time.monotonic(), ""
+    while not (stop.wait(COUNT_PERIOD_S) or is_over()):
+        erase = "\r\x1b[K"
+        _write_live(f"{erase}  {what}: {duration(time.monotonic() - began)}\r")  # other texts replace it
+    _write_live(erase)
+
+
+def _write_live(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _remind(what: str, stop: threading.Event, is_over: Callable[[], bool], first_s: float) -> None:
+    passed, next_s = 0.0, first_s
+    while not (stop.wait(next_s - passed) or is_over()):
+        passed, next_s = next_s, 2 * next_s
+        print(f"{what}: {duration(passed)} so far", flush=True)

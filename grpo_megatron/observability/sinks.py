@@ -1,4 +1,4 @@
-"""Sinks: where a step's metrics go. The console, metrics.jsonl and the report, TensorBoard, trackers of experiments.
+"""Sinks: where a step's metrics go. The console, metrics.jsonl and the report (always), TensorBoard, trackers of experiments.
 
 Only rank 0 writes. On other ranks `Sinks` holds no sink and every call does nothing. A resumed run repeats the steps
 after its checkpoint, and no sink may keep a step twice: jsonl drops its lines from `first_step` on, TensorBoard purges
@@ -27,6 +27,7 @@ from grpo_megatron.report.metrics_file import METRICS_FILE, read_metrics
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.storage.events import add_event, read_events
+from grpo_megatron.storage.start_times import finish_start
 
 ENDED_ON_REQUEST = ("stopped", "done")
 
@@ -54,6 +55,8 @@ class Sinks:
 
     def enter(self, step: int | None, phases: Sequence[str]) -> None:
         """The run has entered these nested phases."""
+        if phases and self._output_dir is not None:
+            finish_start()
         for sink in self._sinks:
             sink.enter(step, phases)
 
@@ -92,7 +95,7 @@ def build_sinks(
     run_config: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> Sinks:
-    """The sinks of `trainer.logger` under `trainer.output_dir`; none on ranks other than 0.
+    """The sinks of `trainer.logger`, and metrics.jsonl with the report, under `trainer.output_dir`; none on ranks other than 0.
 
     `first_step`: the step that this run starts with. Later steps of an earlier run are dropped. `run_config` is recorded
     by TensorBoard and the trackers. `stream`: the console, standard output by default. Raises ConfigError on every rank if a
@@ -106,7 +109,7 @@ def build_sinks(
     add_event(folder, "resumed" if first_step else "started", first_step)
     name = config.experiment_name or folder.resolve().name
     sinks: list[Sink] = []
-    for logger in dict.fromkeys(config.logger):
+    for logger in dict.fromkeys([*config.logger, "jsonl"]):  # always: the report is made of it
         if logger == "console":
             sinks.append(ConsoleSink(config.total_training_steps, first_step, stream, console_columns(run_config)))
         elif logger == "jsonl":

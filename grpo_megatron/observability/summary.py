@@ -76,7 +76,7 @@ class Summary:
         rows = self._rows()
         if rows:
             sinks.note("\n" + format_table(rows, ["held-out data", "before", "after"]))
-        with contextlib.suppress(FileNotFoundError):  # without the jsonl sink there are no curves
+        if (self.output_dir / METRICS_FILE).stat().st_size:
             from grpo_megatron.observability.curves import plot  # imports matplotlib, which other ranks do not need
 
             plot(self.output_dir / METRICS_FILE, self.output_dir / "curves.png")

@@ -9,27 +9,29 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.report.panels import PHASE, PagePanel, page_panels
 from grpo_megatron.report.run_folder import RunFolder
+from grpo_megatron.report.series import rounded
 
 PAGE_PARTS = Path(__file__).parent / "page"
 MAX_EVENTS = 200
 LONGEST_SETTING = 400  # characters of a config's value
 
 
-def render_report(runs: Sequence[RunFolder]) -> str:
-    """The page of what `update` has read of one or two runs."""
+def render_report(runs: Sequence[RunFolder], *, is_live: bool = False) -> str:
+    """The page of what `update` has read of one or two runs. `is_live`: its run will write it again, or append to it."""
     panels, constants = drawn_panels(runs)
     drawn = {name for panel in panels for name, _ in panel.curves}
     data = {
         "runs": [_run_data(run, drawn) for run in runs],
         "panels": [vars(panel) for panel in panels],
         "constants": constants,
+        "live": is_live,
     }
     parts = {
         "TITLE": escape(" and ".join(run.name for run in runs)),
@@ -40,6 +42,13 @@ def render_report(runs: Sequence[RunFolder]) -> str:
     }
     template = (PAGE_PARTS / "report.html").read_text(encoding="utf-8")
     return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], template)  # in one pass: texts may hold such words
+
+
+def appended_step(step: int, metrics: Mapping[str, float]) -> str:
+    """What the page of one run gets at its end for a further step. It is about one kilobyte per thirty metrics."""
+    values = {name: rounded(value) for name, value in metrics.items()}
+    row = embedded_json({"step": step, "time": round(time.time(), 1), "metrics": values})
+    return f'<script type="application/json" class="step">{row}</script>\n'
 
 
 def base_style() -> str:
@@ -107,6 +116,7 @@ def _run_data(run: RunFolder, drawn: set[str]) -> dict[str, Any]:
         "folder": str(run.folder),
         "state": run.state(),
         "updated": time.time(),
+        "silentSince": run.silent_since(),
         "done": run.steps_done(),
         "total": run.total_steps(),
         "stepSeconds": run.step_seconds(),

@@ -21,6 +21,7 @@ from grpo_megatron.report.samples import KeptSamples
 from grpo_megatron.report.series import Curves
 from grpo_megatron.storage.events import read_events
 
+SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
 RECENT = 20  # steps, whose median predicts the next ones
 ENDED = ("stopped", "stalled", "failed", "done")  # kinds of events
 FlatSettings = dict[str, Any]  # "section.key" -> value
@@ -118,11 +119,16 @@ class RunFolder:
         )
 
     def state(self) -> str:
-        """running, or one of ENDED: what the last event says. A run that was killed leaves no event and seems to run."""
+        """running, or one of ENDED: what the last event says. A run that was killed leaves no event: see `silent_since`."""
         kinds = [event["kind"] for event in self.events if event["kind"] != "guard"]
         if not kinds:  # of a version without events
             return "done" if (self.folder / "outcome.json").exists() else "running"
         return kinds[-1] if kinds[-1] in ENDED else "running"
+
+    def silent_since(self) -> float | None:
+        """Unix time of the last heartbeat, if the run seems to go on and that is longer ago than SILENT_S."""
+        now = self.now() if self.state() == "running" else None
+        return time.time() - now.age_s if now is not None and now.age_s > SILENT_S else None
 
     def now(self) -> Now | None:
         """None without a readable heartbeat."""

@@ -85,19 +85,26 @@ class Curves:
         low, high = min(bucket.low for bucket in buckets), max(bucket.high for bucket in buckets)
         if any(bucket.lost for bucket in buckets) or low > high:
             return None
-        return low if _rounded(low) == _rounded(high) else None
+        return low if rounded(low) == rounded(high) else None
 
     def means(self, name: str) -> list[float | None]:
         """Per bucket; None where the metric was not recorded."""
         return [bucket.total / bucket.count if bucket and bucket.count else None for bucket in self._buckets(name)]
 
-    def data(self, name: str) -> dict[str, list[float | None] | list[int]]:
-        """For the page: means `y` per bucket; `low`, `high` where a bucket has several steps; `lost`: numbers of buckets."""
+    def data(self, name: str) -> dict[str, Any]:
+        """For the page: means `y` per bucket; `low`, `high` where a bucket has several steps; `lost`: numbers of buckets.
+
+        `count`: how many values the last bucket has.
+        """
         buckets = list(self._buckets(name))
-        result: dict[str, list[float | None] | list[int]] = {"y": [_rounded(value) for value in self.means(name)]}
+        last = buckets[-1]
+        result: dict[str, Any] = {
+            "y": [rounded(value) for value in self.means(name)],
+            "count": last.count if last else 0,
+        }
         if self.width > 1:
-            result["low"] = [_rounded(bucket.low) if bucket else None for bucket in buckets]
-            result["high"] = [_rounded(bucket.high) if bucket else None for bucket in buckets]
+            result["low"] = [rounded(bucket.low) if bucket else None for bucket in buckets]
+            result["high"] = [rounded(bucket.high) if bucket else None for bucket in buckets]
         if lost := [number for number, bucket in enumerate(buckets) if bucket and bucket.lost]:
             result["lost"] = lost
         return result
@@ -108,5 +115,6 @@ class Curves:
             yield buckets.get(place)
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
+    """To DIGITS significant digits; None for what is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")

@@ -23,7 +23,6 @@ ONE_CURVE = {  # title -> the label of its curve that is shown
     "Engine against policy": "mean",
 }
 MAX_ROWS, MAX_EVENTS_SHOWN, SAMPLE_LINES = 16, 4, 6
-SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
 NARROWEST = 40
 
 
@@ -58,9 +57,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _head(run: RunFolder) -> list[str]:
     total, each, left = run.total_steps(), run.step_seconds(), run.seconds_left()
     steps = f"{run.steps_done():,}" + ("" if total is None else f" of {total:,}")
-    words = [f"{visible_line(run.name)}: {run.state()}", f"{steps} steps"]
+    is_silent = run.silent_since() is not None
+    words = [f"{visible_line(run.name)}: {'no sign of life' if is_silent else run.state()}", f"{steps} steps"]
     words += [f"{each:.3g} s per step"] if each is not None else []
-    words += [f"{time_text(left)} left"] if left is not None else []
+    words += [f"{time_text(left)} left"] if left is not None and not is_silent else []
     return [", ".join(words)]
 
 
@@ -68,8 +68,9 @@ def _now(run: RunFolder) -> Iterator[str]:
     now = run.now()
     if now is None or run.state() != "running":
         return
-    if now.age_s > SILENT_S:
-        yield f"no heartbeat for {time_text(now.age_s)}: the run may have been killed"
+    if (since := run.silent_since()) is not None:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(since))
+        yield f"no heartbeat since {when}, {time_text(now.age_s)} ago: the run was probably killed; started again, it resumes"
         return
     where = f"step {now.step}" if now.step is not None else "start"
     phase = f"{where}: {visible_line(now.phase)} for {time_text(now.phase_s + now.age_s)}" if now.phase else where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,16 +59,17 @@ from grpo_megatron.types import BY_MODEL
 def join_world(config: Config, device: Device) -> Mesh:
     """The mesh of the configured layout. Collective. Seeds this rank's generators."""
     megatron = config.actor.megatron
-    mesh = build_mesh(
-        device,
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        ep=megatron.expert_model_parallel_size,
-        cp=megatron.context_parallel_size,
-        rollout_tp=config.rollout.tensor_model_parallel_size,
-        seed=config.trainer.seed,
-        timeout_s=config.trainer.timeout_s,
-    )
+    with awaited("waiting for all ranks", os.environ.get("RANK", "0") == "0"):
+        mesh = build_mesh(
+            device,
+            tp=megatron.tensor_model_parallel_size,
+            pp=megatron.pipeline_model_parallel_size,
+            ep=megatron.expert_model_parallel_size,
+            cp=megatron.context_parallel_size,
+            rollout_tp=config.rollout.tensor_model_parallel_size,
+            seed=config.trainer.seed,
+            timeout_s=config.trainer.timeout_s,
+        )
     device.seed(config.trainer.seed, mesh.rank)
     if config.trainer.cpu_matmul == "onednn" and not device.is_cuda:
         use_onednn()

@@ -34,6 +34,7 @@ from grpo_megatron.training.update_metrics import record_update
 from grpo_megatron.types import Prompt
 
 NUM_NOTES = 10  # lines of progress per warm-up
+STAGE_NAME = "warm-up"  # on the console
 STAGE_FOLDER = "sft"  # in the output folder
 
 
@@ -89,10 +90,12 @@ def warm_up(
     guards = Guards(stage, mesh, save_hf, heartbeat.phase)
     metrics = Metrics(policy.device.synchronize)
     metrics.within = heartbeat.phase
+    follow = heartbeat.listener  # the console of the whole run, whose steps are others
 
     def save(steps_done: int) -> Path:
         return checkpoints.save(steps_done, policy, stage, {"collector": collector.state()}, [])
 
+    heartbeat.listener = lambda step, phases: follow(step, [STAGE_NAME, *phases] if phases else [])
     with build_sinks(trainer, rank=mesh.rank, first_step=first_step) as sinks, heartbeat.naming_timeouts():
         report = build_report(stage, checked, policy, sinks, guards)
         for step in range(first_step, config.sft.steps):
@@ -122,6 +125,7 @@ def warm_up(
             if cadence.saves_after(step + 1):
                 save(step + 1)
             stopping.after(step + 1, save)
+    heartbeat.listener = follow
     save_hf(config.trainer.output_dir / WARMUP_FOLDER)
 
 

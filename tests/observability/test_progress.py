@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_megatron.cli.ranks import announce_start
+from grpo_megatron.config import TrainerConfig
 from grpo_megatron.observability import console, report_sink
+from grpo_megatron.observability import progress as progress_module
 from grpo_megatron.observability.console import ConsoleSink
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
 from grpo_megatron.observability.report_sink import ReportSink
+from grpo_megatron.observability.sinks import JsonlSink, build_sinks
+from grpo_megatron.report.metrics_file import METRICS_FILE
+from grpo_megatron.storage import start_times
 from tests.report.material import group, make_run, sample
 
 
@@ -36,13 +45,28 @@ def test_the_time_left_is_that_of_the_last_steps() -> None:
     assert progress.text() == "gen 34 s"  # nothing is known of earlier steps
     for seconds in (90.0, 100.0, 300.0):
         progress.finished(seconds)
-    assert progress.text() == "gen 34 s, about 30 s of the step left"
+    assert progress.text() == progress.text(1) == "gen 34 s, about 30 s of the step left"
+    assert progress.text(4) == "gen 34 s, about 30 s of the step and 5 min 30 s of the run left"  # 4 x 100 s - 70 s
     assert progress.line() == "step 3: gen 34 s, about 30 s of the step left; 1 min 10 s of it are over"
     clock.now = 200.0
     assert progress.text() == "gen 2 min 34 s, longer than the last steps"
     progress.enter(3, [])
     assert (progress.text(), progress.step_seconds()) == ("", 0.0)
     assert duration(3 * 3600 + 60) == "3 h 1 min"
+
+
+def test_what_is_no_part_of_a_step_has_its_own_name_and_no_estimate() -> None:
+    clock = Clock()
+    progress = StepProgress(clock)
+    progress.finished(100.0)
+    progress.enter(4, ["save_checkpoint"])
+    clock.now = 20.0
+    assert progress.text(6) == "save_checkpoint 20 s"
+    progress.enter(12, [])
+    progress.enter(12, ["warm-up", "step", "update_actor"])
+    clock.now = 23.0
+    assert progress.text(6) == "warm-up: update_actor 3 s"
+    assert progress.line() == "step 12: warm-up: update_actor 3 s; 3 s of it are over"
 
 
 class Followed(io.StringIO):
@@ -83,22 +107,101 @@ def test_a_long_wait_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines and all(line == "building the engine: 0 s so far" for line in lines)
 
 
-def test_the_report_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing takes 0.2 s, so that it is due again 20 s later; the end of the run is always written."""
+def steps_in(page: str) -> list[int]:
+    """The last step that the page was written with, and those that were appended to it."""
+    data, *appended = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
+    return [json.loads(data)["runs"][0]["steps"][-1], *(json.loads(row)["step"] for row in appended)]
+
+
+def test_a_wait_is_counted_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is erased at the end, and it ends by itself when what is awaited is there."""
+    monkeypatch.setattr(progress_module, "COUNT_PERIOD_S", 0.01)
+    stream = Followed("importing: 0 s", is_terminal=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with awaited("importing", True):
+        assert stream.written.wait(60)
+    assert stream.getvalue().startswith("\r\x1b[K  importing: 0 s\r") and stream.getvalue().endswith("\r\x1b[K")
+    asked = threading.Event()
+    with awaited("never shown", True, is_over=lambda: asked.set() or True):
+        assert asked.wait(60)
+    assert "never" not in stream.getvalue()
+
+
+def test_the_time_of_a_start_is_told_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The start of a run is over with its first phase. The time is known for the same model and ranks only."""
+    monkeypatch.setenv("GRPO_MEGATRON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(start_times.BEGAN, raising=False)
+    clock = Clock()
+    clock.now = 1000.0
+    monkeypatch.setattr(start_times.time, "time", clock)
+    announce_start(2, True, "MODEL")
+    run = TrainerConfig.model_validate({"output_dir": tmp_path / "run", "logger": [], "total_training_steps": 1})
+    with build_sinks(run) as sinks, build_sinks(run, rank=1) as others:
+        clock.now = 1012.3
+        others.enter(0, ["step"])
+        sinks.enter(None, [])
+        assert not start_times.starts_path().exists()
+        sinks.enter(0, ["step"])
+        clock.now = 1050.0
+        sinks.enter(0, ["step", "gen"])
+    for ranks, model in ((2, "MODEL"), (4, "MODEL"), (2, "OTHER")):
+        announce_start(ranks, True, model)
+    start_times.starts_path().write_text("[")  # damaged: as if there was none
+    announce_start(2, True, "MODEL")
+    monkeypatch.delenv(start_times.BEGAN)
+    known = [
+        "; the last start took 12 s, until the first step" in line for line in capsys.readouterr().out.splitlines()
+    ]
+    assert known == [False, True, False, False, False]
+
+
+def test_every_step_is_in_the_report_which_takes_a_hundredth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes 0.2 s, so that it is due again 20 s later. The steps between are appended; start and end are written."""
     clock, written = Clock(), []
 
-    def write(path: Path, text: Any) -> None:
+    def write(path: Path, text: str) -> None:
         clock.now += 0.2
-        written.append(path.name)
+        written.append(clock.now)
+        path.write_text(text)
 
     monkeypatch.setattr(report_sink, "write_file", write)
-    sink = ReportSink(make_run(tmp_path / "run"), clock=clock)
+    folder = make_run(tmp_path / "run", steps=0)
+    rows, page = JsonlSink(folder / METRICS_FILE), folder / "report.html"
+    sink = ReportSink(folder, clock=clock)
+    assert len(written) == 1 and "report.html" not in [path.name for path in folder.glob(".*")]
+    seen = []
     for step in range(10):
-        clock.now = 5.0 * step
-        sink.log(step, {})
-    assert len(written) == 2  # at 0 s and, due at 20.2, at 25 s; the next one is due at 45.2, after step 9 at 45 s
-    sink.close()
+        clock.now = 5.0 + 5.0 * step
+        metrics = {"critic/score/mean": 0.1 * step}
+        rows.log(step, metrics)
+        sink.log(step, metrics)
+        seen.append(steps_in(page.read_text()))
+    # written at 5 s and, due at 25.2, at 30 s; the next one is due at 50.2, after step 9 at 50 s
+    assert seen == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 1, 2, 3, 4],
+        [5],
+        [5, 6],
+        [5, 6, 7],
+        [5, 6, 7, 8],
+        [5, 6, 7, 8, 9],
+    ]
     assert len(written) == 3
+    page.unlink()  # by its user: it is not begun in its middle
+    sink.log(10, {})
+    assert not page.exists()
+    sink.log(11, {})
+    assert steps_in(page.read_text()) == [9]
+    sink.close()
+    rows.close()
+    assert len(written) == 5
 
 
 def test_samples_of_a_step_without_a_report_are_not_made(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_resume_leaves_no_duplicates(tmp_path: Path) -> None:
         assert lines(path)[-1] == (step, float(step))  # on disk after each step, not only at the end of the run
     with path.open("a") as file:
         file.write('{"step": 5, "x": 5')
-    with build_sinks(run, first_step=3) as resumed:
+    with build_sinks(config(run.output_dir), first_step=3) as resumed:  # also where trainer.logger does not name it
         assert lines(path) == [(0, 0.0), (1, 1.0), (2, 2.0)]
         resumed.log(3, {"x": 30.0})
         resumed.log(4, {"x": 40.0})
@@ -150,8 +150,8 @@ def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     console.note("saved step 5")
     console.close()
     out = stream.getvalue()
-    assert re.search(r"GRPO:.* 4/10 ", out)
-    assert re.search(r"GRPO:.* 5/10 ", out)
+    assert re.search(r"training:.* 4/10 steps", out)
+    assert re.search(r"training:.* 5/10 steps", out)
     rows = [line.split("\r")[-1] for line in out.split("\n")]  # what stays on the screen above the bar
     assert "saved step 5" in rows
     assert sum(row.startswith("     4     0.2500") for row in rows) == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import yaml
 
 from grpo_megatron.cli.main import main
-from grpo_megatron.report.page import render_report
+from grpo_megatron.report.page import appended_step, render_report
 from grpo_megatron.report.run_folder import RunFolder
 from grpo_megatron.report.series import MAX_BUCKETS
 from tests.browser import DESKTOP, PHONE, WIDTHS, Browser
@@ -109,6 +111,14 @@ def test_a_long_run_has_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert max(value for value in data["metrics"]["actor/grad_norm"]["high"] if value is not None) == 5.0e5
 
 
+def test_every_part_of_a_page_is_bounded(tmp_path: Path) -> None:
+    """Texts of a size that no reader wants: the answer is cut where the samples are made, the settings and events here."""
+    many = [event("guard", step, "x" * 2000) for step in range(500)]
+    folder = make_run(tmp_path / "run", steps=3, config={"mine": {"text": "y" * 100_000}}, events=many)
+    page = render_report([opened(folder)])
+    assert len(page) < 600_000 and data_of(page)["runs"][0]["numEvents"] == 500
+
+
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +136,54 @@ def test_a_browser_shows_a_run(run: Path, browser: Browser, tmp_path: Path) -> N
             assert "guards.gradients=skip: step 7" in text and "stopped by SIGTERM" in text and "attempt 2" in text
             assert page.evaluate("document.querySelectorAll('.card').length") == 3
             assert page.evaluate("document.querySelectorAll('.plot .lost').length") == 1  # the gradient norm of step 7
+
+
+@pytest.mark.parametrize("steps", [40, 450], ids=["a step per place", "two steps per place"])
+def test_appended_steps_are_drawn_as_those_of_a_whole_page(steps: int, browser: Browser, tmp_path: Path) -> None:
+    """Three steps appended, then a line that a kill has cut off, against a page that was written with all of them."""
+    paths, drawn = {"appended": tmp_path / "appended.html", "whole": tmp_path / "whole.html"}, {}
+    folder = make_run(tmp_path / "run", steps=steps, total=500)
+    paths["whole"].write_text(render_report([opened(folder)]))
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-3]))
+    rows = [appended_step(step, metrics_of(step)) for step in range(steps - 3, steps)]
+    rows[-1] = rows[-1].replace("}}", ',"actor/entropy":null}}')  # the last value of a name counts: not finite
+    lines[-1] = lines[-1].replace("}", ',"actor/entropy":null}')
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    paths["whole"].write_text(render_report([opened(folder)]))
+    (folder / "metrics.jsonl").write_text("".join(lines[:-3]))
+    paths["appended"].write_text(render_report([opened(folder)], is_live=True) + "".join(rows) + rows[0][:90])
+    for name, path in paths.items():
+        with browser.open(path) as page:
+            assert page.faults() == []
+            drawn[name] = page.evaluate(
+                "[[...document.querySelectorAll('figure path')].map((path) => path.getAttribute('d')),"
+                " [...document.querySelectorAll('.legend, .tiles')].map((made) => made.textContent)]"
+            )
+    assert f"{steps} of 500" in drawn["whole"][1][0] and drawn["appended"] == drawn["whole"]
+
+
+def test_a_page_that_grows_old_says_so(run: Path, browser: Browser, tmp_path: Path) -> None:
+    """A step takes 10 s. The run's own page is suspicious after ten minutes; another page cannot know what came after it."""
+    folder, path = make_run(tmp_path / "run", steps=3), tmp_path / "page.html"
+    texts = []
+    for is_live, age_s in ((True, 100), (True, 3600), (False, 3600)):
+        page_text = render_report([opened(folder)], is_live=is_live)
+        path.write_text(re.sub(r'"updated":[\d.]+', f'"updated":{time.time() - age_s}', page_text))
+        with browser.open(path) as page:
+            texts.append(page.text("#top p"))
+    assert texts[0].startswith("running") and "(2 min ago); reload the page" in texts[0]
+    assert texts[1].startswith("no sign of life") and "(60 min ago), and a step takes 10 s: it hangs" in texts[1]
+    assert texts[2].startswith("running") and "ago" not in texts[2]
+    (folder / "heartbeats").mkdir()
+    beat = folder / "heartbeats" / "rank_00000.json"
+    beat.write_text('{"phase": "step/gen", "phase_s": 2.0, "step": 3, "step_s": 4.0}')
+    os.utime(beat, (1e9, 1e9))
+    path.write_text(render_report([opened(folder)]))
+    with browser.open(path) as page:
+        assert page.text("#top p").startswith("no sign of life") and "no heartbeat since Sep 9, 2001" in page.text(
+            "#top p"
+        )
 
 
 def test_a_pointer_a_finger_and_a_switch_change_a_curve(run: Path, browser: Browser, tmp_path: Path) -> None:

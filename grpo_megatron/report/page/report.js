@@ -1,6 +1,11 @@
 // The page of one run, or of two: facts, curves, time, samples, config, events. All texts enter as text nodes.
 (() => {
-  const { runs, panels, constants } = JSON.parse(document.getElementById("data").textContent);
+  const { runs, panels, constants, live } = JSON.parse(document.getElementById("data").textContent);
+  for (const appended of document.querySelectorAll("script.step")) {
+    let row = null;
+    try { row = JSON.parse(appended.textContent); } catch { /* a kill has cut it off */ }
+    if (row) extend(runs[0], row);
+  }
   const main = document.getElementById("main"), places = document.getElementById("places"), two = runs.length > 1;
   const STEERING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
   const visible = (text) => String(text).replace(STEERING, (character) => `<U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}>`);
@@ -23,6 +28,27 @@
     return made;
   }
 
+  // A step that was appended after the page was written. `count`: how many values the last place of a metric has.
+  function extend(run, { step, time, metrics }) {
+    const first = step - (step % run.width), last = () => run.steps.length - 1;
+    if (run.steps[last()] !== first) {
+      run.steps.push(first);
+      for (const data of Object.values(run.metrics)) { data.count = 0; for (const key of ["y", "low", "high"]) data[key]?.push(null); }
+    }
+    const place = last();
+    for (const [name, data] of Object.entries(run.metrics)) {
+      const value = metrics[name];
+      if (value === null) data.lost = [...(data.lost ?? []), place];
+      if (!isNumber(value)) continue;
+      data.y[place] = Number((((data.y[place] ?? 0) * data.count + value) / (data.count + 1)).toPrecision(6));
+      data.count += 1;
+      if (data.low) { data.low[place] = Math.min(data.low[place] ?? value, value); data.high[place] = Math.max(data.high[place] ?? value, value); }
+    }
+    run.updated = time;
+    run.done = Math.min(step + 1, run.total ?? step + 1);
+    if (isNumber(run.secondsLeft)) run.secondsLeft = run.stepSeconds * (run.total - run.done);
+  }
+
   // -- the head ------------------------------------------------------------------------------------------------------
   const STATES = { running: "calm", done: "right", stopped: "mark", stalled: "wrong", failed: "wrong" };
   function head() {
@@ -31,8 +57,12 @@
     for (const [which, run] of runs.entries()) {
       const line = make("p", "small"), badge = make("span", `badge ${STATES[run.state]}`, run.state);
       if (two) { const swatch = make("span", "swatch"); swatch.style.setProperty("--colour", COLOURS[which]); line.append(swatch, make("b", "", visible(run.name)), " "); }
-      line.append(badge, ` ${visible(run.folder)}, as of ${clock(run.updated)}`, run.state === "running" ? "; reload the page for newer numbers" : "");
+      const written = make("span");
+      line.append(badge, ` ${visible(run.folder)}, `, written);
       top.append(line);
+      const show = () => showAge(run, badge, written);
+      show();
+      if (live && run.state === "running") setInterval(show, 10000);
     }
     if (two) top.append(scrolled(table(["", ...runs.map((run) => visible(run.name))], facts(runs[0]).map(([label], row) => [label, ...runs.map((run) => facts(run)[row][1])]))));
     else {
@@ -40,6 +70,18 @@
       for (const [label, value] of facts(runs[0])) { const tile = make("div"); tile.append(make("dt", "", label), make("dd", "", value)); tiles.append(tile); }
       top.append(tiles);
     }
+  }
+  // A run that is killed leaves no event. Its own page then grows old; one that a command wrote has the last heartbeat.
+  const PATIENCE_S = 600, PATIENCE_STEPS = 5, PATIENCE_START_S = 3600;
+  function showAge(run, badge, written) {
+    const age = Math.max(0, Date.now() / 1000 - run.updated), patience = isNumber(run.stepSeconds) ? Math.max(PATIENCE_S, PATIENCE_STEPS * run.stepSeconds) : PATIENCE_START_S;
+    const ago = live && run.state === "running" ? ` (${age < 1 ? "now" : `${seconds(age < 10 ? Math.round(age) : age)} ago`})` : "";
+    const isOld = live && run.state === "running" && age > patience, each = isNumber(run.stepSeconds) ? `, and a step takes ${seconds(run.stepSeconds)}` : "";
+    written.textContent = `as of ${clock(run.updated)}${ago}`;
+    if (isOld) written.textContent += `${each}: it hangs, or it was killed. Reload the page to see whether it goes on.`;
+    else if (run.silentSince !== null) written.textContent += `; no heartbeat since ${clock(run.silentSince)}: it was probably killed`;
+    else if (live && run.state === "running") written.textContent += "; reload the page for newer numbers";
+    if (isOld || run.silentSince !== null) { badge.textContent = "no sign of life"; badge.className = "badge wrong"; }
   }
   function change(run, metric) {
     const y = run.metrics[metric]?.y.filter(isNumber);
