@@ -33,7 +33,9 @@ def served(line: str, cwd: Path, log: Path) -> Iterator[httpx.Client]:
         socket = str(Path(folder) / "socket")  # at most 107 characters, which pytest's own folders may exceed
         server = subprocess.Popen(
             ["timeout", "--kill-after=5", str(START_S), *argv_of(line), "--uds", socket],
-            **{"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
             cwd=cwd,
             env=os.environ | QUIET,
             start_new_session=True,
