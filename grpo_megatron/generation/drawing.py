@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load_engine
 from grpo_megatron.generation.settings import GenerationSettings
+from grpo_megatron.generation.text_stream import TextStream
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
 from grpo_megatron.rollout.stop import StopTexts
@@ -19,12 +20,24 @@ COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # of a collective
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """One answer. `finish_reason`: "stop" at an end token or a stop text, "length" when it was cut."""
+    """One answer. `finish_reason`: "stop" at an end token or a stop text, "length" when it was cut, "user" by the user."""
 
     sample: int
     text: str
     num_tokens: int
     finish_reason: str
+
+
+class WatchedStop(StopTexts):
+    """Stop texts, or none, and a watcher of each token: engines ask after every token whether it completes a text."""
+
+    def __init__(self, stop: StopTexts | None, watch: Callable[[Sequence[int]], None]) -> None:
+        self.token_ids = stop.token_ids if stop else ()
+        self._stop, self._watch = stop, watch
+
+    def completed_by(self, response_ids: Sequence[int]) -> bool:
+        self._watch(response_ids)
+        return self._stop is not None and self._stop.completed_by(response_ids)
 
 
 class Answerer:
@@ -70,14 +83,27 @@ class Answerer:
     def answers(self, prompts: Sequence[tuple[Sequence[int], str]], max_tokens: int) -> list[ModelAnswer]:
         """`--samples` answers of each (token ids, uid), prompt by prompt. The uid decides the draws."""
         keys = [(ids, uid, sample) for ids, uid in prompts for sample in range(self.args.samples)]
-        requests = [self._request(ids, uid, sample, max_tokens) for ids, uid, sample in keys]
+        requests = [self._request(ids, uid, sample, max_tokens, self._stop) for ids, uid, sample in keys]
         completions = self.engine.generate(requests, WEIGHTS_VERSION)
         return [
             ModelAnswer(sample, self._decode(one.response_ids), len(one.response_ids), one.finish_reason)
             for (_, _, sample), one in zip(keys, completions, strict=True)
         ]
 
-    def _request(self, ids: Sequence[int], uid: str, sample: int, max_tokens: int) -> Request:
+    def streamed(
+        self, ids: Sequence[int], uid: str, max_tokens: int, write: Callable[[str], None], is_ended: Callable[[], bool]
+    ) -> ModelAnswer:
+        """One answer, in one process. `write` gets its text in pieces. `is_ended`, asked after each step, ends it."""
+        text = TextStream(self._decode, write)
+        request = self._request(ids, uid, 0, max_tokens, WatchedStop(self._stop, text.add))
+        self.engine.submit(uid, request, WEIGHTS_VERSION)
+        while not is_ended():
+            for _, one in self.engine.poll():
+                return ModelAnswer(0, text.finish(one.response_ids), len(one.response_ids), one.finish_reason)
+        self.engine.abort([uid])
+        return ModelAnswer(0, text.finish(), text.num_tokens, "user")
+
+    def _request(self, ids: Sequence[int], uid: str, sample: int, max_tokens: int, stop: StopTexts | None) -> Request:
         args = self.args
         return Request(
             prompt_ids=tuple(ids),
@@ -87,7 +113,7 @@ class Answerer:
             top_p=args.top_p if args.temperature else 1.0,
             top_k=(args.top_k or -1) if args.temperature else -1,
             stop_token_ids=tuple(self.settings.style.stop_token_ids),
-            stop=self._stop,
+            stop=stop,
         )
 
     def _decode(self, ids: Any) -> str:

