@@ -3,9 +3,10 @@
     python tools/benchmark.py convert [--gigabytes 2] [--repeats 5] [--cold] [--folder DIR]
     python tools/benchmark.py grade --data DIR [--problems 200]
     python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER] [--delta]
-    python tools/benchmark.py overlap [--milliseconds 20] [--workers 1]
+    python tools/benchmark.py overlap [--milliseconds 4] [--workers 1]
     python tools/benchmark.py passes [--workload "26 M"]
     python tools/benchmark.py waiting [--steps 12]
+    python tools/benchmark.py saving [--steps 5] [--folder DIR]
     python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
     python tools/benchmark.py step [--workload 0.4M] [--rounds 3] [--plain]
     python tools/benchmark.py rollout | update | transformers [--workload 0.4M] [--repeats 5]
@@ -21,12 +22,14 @@ sync: a random Llama of 0.56 GB on four ranks, synced by the plan and, in turn, 
 every rank. --engine: into vLLM. --network: between two network namespaces (root). --delta: syncs that send changes beside full
 ones, also with --network. --preset, --plan: large layouts, only planned.
 
-overlap: rewards graded while the engine generates, beside rewards graded afterwards.
+overlap: rewards graded while the engine generates, beside rewards graded afterwards; in a step and in a validation.
 
 passes: the training part of a step with and without passes that it can do without.
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
 of one rank beside requests that ranks share.
+
+saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for.
 
 scale: the host side of a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
 
@@ -56,6 +59,7 @@ from typing import Any
 import benchmark_overlap
 import benchmark_passes
 import benchmark_rank
+import benchmark_saving
 import benchmark_scale
 import benchmark_step
 import benchmark_sync
@@ -277,6 +281,9 @@ def main(arguments: list[str] | None = None) -> int:
     waiting_parser = commands.add_parser("waiting", help="partial rollouts, and requests that ranks share")
     benchmark_waiting.add_arguments(waiting_parser)
     waiting_parser.set_defaults(run=benchmark_waiting.waiting)
+    saving_parser = commands.add_parser("saving", help="checkpoints while training goes on")
+    benchmark_saving.add_arguments(saving_parser)
+    saving_parser.set_defaults(run=benchmark_saving.saving)
     scale_parser = commands.add_parser("scale", help="the host side of a step with thousands of ranks")
     benchmark_scale.add_arguments(scale_parser)
     scale_parser.set_defaults(run=benchmark_scale.scale)

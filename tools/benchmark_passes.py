@@ -1,16 +1,15 @@
 """`tools/benchmark.py passes`: the training part of a step, with and without the passes that it can do without.
 
-One rank on the CPU, two random models of the issue's workloads. Both ways of a pair take turns on the same batch.
+One rank on the CPU, two random models. Both ways of a pair take turns on the same batch. Of a step on two ranks, the updates
+of both are made one after the other, and the longer one is the step's time.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -21,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmark_workload import machine
+
 WORKLOADS: dict[str, dict[str, Any]] = {
     "0.4 M": {
         "model": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -28,6 +29,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "prompts": 16,
         "prompt_length": 24,
         "response_length": 32,
+        "long_responses": True,
     },
     "26 M": {
         "model": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8},
@@ -40,7 +42,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 RATIOS = [(256, 64), (128, 128), (64, 256), (16, 256)]  # prompt and response tokens, 4:1 to 1:16
 SAMPLES = 8
-Ways = dict[str, Callable[[], Any]]  # the first is what the others are compared with
+LONG = 2000  # tokens of one response of each prompt, where ranks are balanced
+Ways = dict[str, Callable[[], Any]]  # the first is what the others are compared with; seconds that a way returns count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +60,7 @@ def passes(args: argparse.Namespace) -> int:
     from grpo_megatron.parallel.mesh import build_mesh
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core")]
-    machine = f"{os.cpu_count()} cores ({platform.machine()}), {torch.get_num_threads()} threads"
-    print(f"{machine}, load {os.getloadavg()[0]:.1f}; {', '.join(versions)}; medians of {args.repeats}")
+    print(f"{machine()}; {torch.get_num_threads()} threads, medians of {args.repeats}")
     for name in args.workload or WORKLOADS:
         with tempfile.TemporaryDirectory(prefix="benchmark-passes-") as root:
             for title, ways in pairs(Path(root), WORKLOADS[name], mesh).items():
@@ -74,8 +75,8 @@ def in_turn(ways: Ways, repeats: int) -> dict[str, float]:
     for _ in range(repeats + 1):
         for name, way in ways.items():
             begin = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - begin)
+            told = way()
+            seconds[name].append(time.perf_counter() - begin if told is None else told)
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
@@ -109,6 +110,10 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
         batch.old_logprobs = None
         policy.update(batch, loss, complete=lambda batch: None)
 
+    def with_reference() -> None:
+        policy.logprobs(batch)
+        folded()
+
     # Half of the groups have equal rewards.
     uninformative = replace(
         table, reward=[r if p % 2 else 1.0 for r, p in zip(table.reward, table.prompt_index, strict=True)]
@@ -131,18 +136,52 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
                     update, make_batch(*draw(shape), actor.model_copy(update={"share_prompts": True}))
                 ),
             }
+    balance: dict[str, Ways] = {}
+    if workload.get("long_responses"):
+        balance[f"the slower of two ranks, one response in {SAMPLES} of {LONG} tokens"] = {
+            f"balanced by {name}": functools.partial(slower, batches, update)
+            for name, batches in long_tail(workload, actor, policy.arch).items()
+        }
     return {
         "old log-probabilities and update": {"a pass of their own": separate, "of the update's pass": folded},
+        "KL with a coefficient of 0": {"with the reference's pass": with_reference, "without it": folded},
         "update, half of the groups uninformative": {
             "a backward pass for all rows": functools.partial(update, all_backward),
             "only for rows with an advantage": functools.partial(update, some),
         },
+        **balance,
         **sharing,
     }
 
 
-def draw(workload: dict[str, Any]) -> tuple[Any, list[list[int]]]:
-    """The table of one step and its sequences. Responses end after half to all of the limit; half of the rewards are 1."""
+def long_tail(workload: dict[str, Any], actor: Any, arch: Any) -> dict[str, list[Any]]:
+    """What ranks are balanced by -> the batches of two ranks, from short responses and a few very long ones."""
+    from grpo_megatron.models.shape import sequence_cost
+
+    shape = {**workload, "prompts": 3, "response_length": 300}
+    table, sequences = draw(shape, [LONG if row % SAMPLES == 0 else None for row in range(3 * SAMPLES)])
+    costs = {"tokens": None, "FLOP": sequence_cost(arch)}
+    return {
+        name: [make_batch(table, sequences, actor, rank=rank, dp=2, cost=cost) for rank in range(2)]
+        for name, cost in costs.items()
+    }
+
+
+def slower(batches: list[Any], update: Callable[[Any], None]) -> float:
+    """Seconds of the batch that takes the longest."""
+    seconds = []
+    for batch in batches:
+        begin = time.perf_counter()
+        update(batch)
+        seconds.append(time.perf_counter() - begin)
+    return max(seconds)
+
+
+def draw(workload: dict[str, Any], lengths: list[int | None] | None = None) -> tuple[Any, list[list[int]]]:
+    """The table of one step and its sequences. Responses end after half to all of the limit; half of the rewards are 1.
+
+    `lengths`: of each response in turn; None: as without it.
+    """
     from grpo_megatron.types import GroupTable
 
     rng, vocab = random.Random(0), workload["vocab_size"]
@@ -152,6 +191,7 @@ def draw(workload: dict[str, Any]) -> tuple[Any, list[list[int]]]:
         prompt = [rng.randrange(vocab) for _ in range(workload["prompt_length"])]
         for i in range(SAMPLES):
             length = rng.randint(workload["response_length"] // 2, workload["response_length"])
+            length = (lengths[len(sequences)] if lengths else None) or length
             sequences.append([*prompt, *(rng.randrange(vocab) for _ in range(length))])
             row = (p, i, float(i % 2), len(prompt), length, False, 0)
             columns = ("prompt_index", "index", "reward", "prompt_length", "response_length", "truncated", "holder")
@@ -160,7 +200,9 @@ def draw(workload: dict[str, Any]) -> tuple[Any, list[list[int]]]:
     return table, sequences
 
 
-def make_batch(table: Any, sequences: list[list[int]], actor: Any) -> Any:
+def make_batch(
+    table: Any, sequences: list[list[int]], actor: Any, *, rank: int = 0, dp: int = 1, cost: Any = None
+) -> Any:
     import torch
 
     from grpo_megatron.algo.plan import make_plan
@@ -169,12 +211,14 @@ def make_batch(table: Any, sequences: list[list[int]], actor: Any) -> Any:
 
     count = len(table.groups())
     longest = max(table.response_length)
-    plan = make_plan(table, AlgorithmConfig(), actor, dp=1, train_batch_size=count, max_response_length=longest)
-    rows = plan.rows(0)
+    plan = make_plan(
+        table, AlgorithmConfig(), actor, dp=dp, train_batch_size=count, max_response_length=longest, cost=cost
+    )
+    rows = plan.rows(rank)
     return build_batch(
         rows,
         plan,
-        0,
+        rank,
         tokens=[torch.tensor(sequences[row]) for row in rows],
         prompt_lengths=[table.prompt_length[row] for row in rows],
         rollout_logprobs=[torch.full((table.response_length[row],), -1.0) for row in rows],

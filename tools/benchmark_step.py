@@ -3,10 +3,8 @@
 Both train the same random model on the same prompts with the same reward, in float32, on two processes of one thread each:
 8 samples per prompt of exactly the same number of tokens, one optimizer step per rollout, no KL term, token-mean loss. Both
 sides are started in turn, and the first steps of each run are not counted. TRL is installed into an environment of its own,
-under outputs/benchmark/. It generates by transformers' `generate`.
-
-Its vLLM mode is not run: TRL writes new weights with vLLM's `load_weights`, and vLLM on CPU has emptied those parameters
-after loading, because it packs them. (TRL 1.16 supports vLLM 0.22 to 0.31; the lock of this project has 0.32.)
+under outputs/benchmark/. It generates by transformers' `generate`; with --trl-vllm also by vLLM within its processes
+(benchmark_trl_vllm.py says what this takes on the CPU).
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from benchmark_trl_vllm import trl_vllm_python
 from benchmark_workload import SAMPLES, WORKLOADS, Workload, machine, write_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,19 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="this project without trainer.cpu_matmul and share_prompts"
     )
+    parser.add_argument("--trl-vllm", action="store_true", help="TRL's vLLM mode, too")
 
 
 def step(args: argparse.Namespace) -> int:
     python = trl_python()
     print(machine())
-    print(f"TRL's environment: {', '.join(TRL)}; two processes, transformers' generate. Its vLLM mode: {NO_VLLM}")
+    print(f"TRL's environment: {', '.join(TRL)}; two processes")
     for name in args.workload or WORKLOADS:
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="step-") as folder:
             measure(WORKLOADS[name], Path(folder), python, args)
     return 0
-
-
-NO_VLLM = "not run, since TRL's load_weights needs parameters that vLLM on CPU has packed"
 
 
 def trl_python() -> Path:
@@ -77,9 +74,12 @@ def measure(workload: Workload, folder: Path, python: Path, args: argparse.Names
     steps, first = STEPS[workload.name], FIRST_COUNTED[workload.name]
     write_folder(folder, workload, workload.prompts * steps)
     (folder / "own.yaml").write_text(yaml.safe_dump(own_config(folder, workload, steps)))
-    trl = [python, *launch(), ROOT / "tools/benchmark_step_trl.py", folder, workload.name]
+    trl = [*launch(), ROOT / "tools/benchmark_step_trl.py", folder, workload.name]
     own = [sys.executable, *launch(), ROOT / "tools/benchmark_step_own.py"]
-    sides: dict[str, list[Any]] = {"TRL": [*trl, folder / "TRL.json", "--steps", steps]}
+    sides: dict[str, list[Any]] = {"TRL": [python, *trl, folder / "TRL.json", "--steps", steps]}
+    if args.trl_vllm:
+        with_vllm = trl_vllm_python(CACHE / "trl-vllm")
+        sides["TRL, its vLLM mode"] = [with_vllm, *trl, folder / "TRL_vllm.json", "--steps", steps, "--vllm"]
     for number, way in enumerate(OWN[workload.name]):
         extra = [] if args.plain else SHARED
         sides[f"own, {way}"] = [*own, folder / f"own{number}.json", folder / "own.yaml", way, *extra]

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import benchmark_trl_vllm
 from benchmark_workload import SAMPLES, WORKLOADS, Workload, family_processor_seconds
 
 
@@ -44,7 +45,7 @@ def settings(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
         "report_to": [],
         "disable_tqdm": True,
         "logging_steps": 1,
-        "use_vllm": args.vllm,
+        **(benchmark_trl_vllm.settings(workload.max_length) if args.vllm else {}),
         "ddp_backend": "gloo" if processes > 1 else None,
         "ddp_find_unused_parameters": False if processes > 1 else None,
     }
@@ -60,6 +61,8 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true")
     args = parser.parse_args()
     sys.path.insert(0, str(args.folder))
+    if args.vllm:
+        benchmark_trl_vllm.prepare()
 
     import torch
     from benchmark_reward import trl_reward

@@ -83,7 +83,7 @@ class Generator:
         compared = any(rewards.facts(name).compares for name in {prompt.reward for prompt in prompts} - {"", BY_MODEL})
         capacity = len(prompts) * len(indices) if compared else self.capacity  # else groups would be torn apart
         samples: dict[int, Sample] = {}
-        self.grading.begin(prompt.reward for prompt in prompts)
+        self.grading.begin((prompt.reward for prompt in prompts), len(queues[self.mesh.rollout_block]))
         with metrics.phase("gen"):
             for finished in stream_shared(self.engine, queues, request, version, self.mesh, capacity):
                 for number, completion in finished:

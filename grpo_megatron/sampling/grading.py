@@ -1,14 +1,16 @@
 """Grading: the rewards of the samples of one draw. The reward workers grade what is complete while the engine draws the rest.
 
-Where grading took less than WORTH_OVERLAP_S of a worker's time in the draw before, it waits until all is drawn: workers that
-wake up for microseconds would only take the engine's processor. The rewards are the same either way. A reward that compares
-the samples of its batch gets them all, by prompt and sample, when the last one is drawn.
+Where grading should take less than WORTH_OVERLAP_S of a worker's time, it waits until all is drawn: workers that wake up for
+microseconds would only take the engine's processor. The expected time is that of a sample in the last draw with the same reward
+functions: those of validation may differ from those of training. The rewards are the same either way. A reward that compares the
+samples of its batch gets them all, by prompt and sample, when the last one is drawn.
 
 A problem of the workers is kept until `finish` (workers/kept_problem.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,15 +31,20 @@ class Grading:
 
     def __init__(self, pool: RewardPool | None, tokenizer: Any) -> None:
         self.pool, self.tokenizer = pool, tokenizer
+        self._functions: frozenset[str] = frozenset()  # of this draw
+        self._seconds_per_sample: dict[frozenset[str], float] = {}  # in the last draw with these functions
         self._overlaps = True
         self._samples: list[Sample] = []  # in the order in which the pool got them
         self._waiting: list[Sample] = []  # for the last one to be drawn
         self._kept = KeptProblem(pool)
 
-    def begin(self, rewards: Iterable[str]) -> None:
-        """Before the first sample. `rewards` names all reward functions of the draw."""
+    def begin(self, rewards: Iterable[str], num_samples: int) -> None:
+        """Before the first sample. `rewards` names all reward functions of the draw, `num_samples` are to be graded here."""
         self._samples, self._waiting, self._kept.text = [], [], None
-        self._kept.attempt(lambda pool: pool.begin(sorted({*rewards} - {BY_MODEL})))
+        self._functions = frozenset(rewards) - {BY_MODEL}
+        seconds = self._seconds_per_sample.get(self._functions, math.inf)
+        self._overlaps = seconds * num_samples > self._worth_overlap
+        self._kept.attempt(lambda pool: pool.begin(sorted(self._functions)))
 
     def add(self, sample: Sample) -> None:
         """Queue a complete sample, if a function rewards it, and set its text. Returns at once."""
@@ -65,9 +72,10 @@ class Grading:
             self._samples.append(sample)
             self._submit(sample)
         results: list[RewardResult] = self._kept.attempt(lambda pool: pool.collect()) or []
-        self._overlaps = (
-            any(r.status in FAILED for r in results) or sum(r.seconds for r in results) > self._worth_overlap
-        )
+        if results:
+            has_failed = any(r.status in FAILED for r in results)
+            seconds = math.inf if has_failed else sum(r.seconds for r in results) / len(results)
+            self._seconds_per_sample[self._functions] = seconds
         for sample, result in zip(self._samples, results, strict=False):
             sample.reward = result.reward
             sample.reward_metrics = {

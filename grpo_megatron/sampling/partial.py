@@ -67,9 +67,9 @@ class PartialCollector(PolicyCollector):
         waiting = [group for group in self.waiting if step - group.version <= self.partial.max_staleness]
         num_dropped, self.waiting = len(self.waiting) - len(waiting), waiting
         in_progress = self.waiting + self._begin(step, count, metrics)
-        grading = self.generator.grading
-        grading.begin(sorted({sample.prompt.reward for group in in_progress for sample in group.samples}))
         unfinished = [sample for group in in_progress for sample in _unfinished(group)]
+        functions = {sample.prompt.reward for group in in_progress for sample in group.samples}
+        self.generator.grading.begin(functions, len(unfinished))
         with metrics.phase("gen"):
             num_rounds = 0
             while not self._has_enough(in_progress, step, count):

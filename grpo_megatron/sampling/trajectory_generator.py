@@ -89,7 +89,7 @@ class TrajectoryGenerator(Generator):
         ]
         number_of = {trajectory.key: number for number, trajectory in enumerate(trajectories)}
         samples: dict[int, Sample] = {}
-        self.grading.begin(prompt.reward for prompt in prompts)
+        self.grading.begin((prompt.reward for prompt in prompts), len(wanted))
         with metrics.phase("gen"):
             problem = None
             try:

@@ -26,10 +26,10 @@ class TurnGrading(Grading):
         self.gives_rewards = gives_rewards
         self._last_turns: list[tuple[Sample, Turn, Sample]] = []  # trajectory, its last turn, that turn as a sample
 
-    def begin(self, rewards: Iterable[str]) -> None:
+    def begin(self, rewards: Iterable[str], num_samples: int) -> None:
         """See Grading."""
         self._last_turns = []
-        super().begin(rewards)
+        super().begin(rewards, num_samples)
 
     def add(self, sample: Sample) -> None:
         """See Grading."""

@@ -8,11 +8,14 @@ attention 10 (4 + 1600) = 16,040 of 16,040 + 100 x 42 + 50 x 21 = 21,290, so the
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from grpo_megatron.algo.packing import SequenceCost, balance, imbalance
 from grpo_megatron.algo.plan import make_plan, revise_plan
@@ -22,6 +25,7 @@ from grpo_megatron.types import GroupTable, Plan
 from tests.algo.test_plan import make_table, plan_of
 
 NO_KL = {"use_kl_loss": False, "ppo_max_token_len_per_gpu": 12}
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 GSM8K_PROMPT, GSM8K_RESPONSE = (100, 40), (5.2, 0.5)  # mean and deviation, of the log for responses: median 181 tokens
 
 
@@ -160,15 +164,32 @@ def test_padding_and_imbalance_of_lengths_like_those_of_gsm8k(dp: int, layouts: 
 
     Few tokens on a rank make a multiple of 1,024 coarse: 64 ranks have 4,800 on each, where it is 7 %.
     """
-    cost = SequenceCost(per_token=360_000_000, per_response_token=136_000_000, per_square=24 * 896)  # Qwen2.5-0.5B
     for seed, (multiple, cp) in itertools.product(range(3), layouts):
-        table = gsm8k_like(seed)
-        actor = ActorConfig.model_validate({"megatron": {"context_parallel_size": cp}})
-        plan = make_plan(
-            table, AlgorithmConfig(), actor, dp=dp, train_batch_size=128, max_response_length=1024, cost=cost
-        )
-        assert plan.metrics["perf/dp_imbalance_tokens"] < 0.05 and plan.metrics["perf/dp_imbalance_flops"] < 0.05
-        lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
-        micro_batches = [micro for per_rank in plan.mini_batches for mini in per_rank for micro in mini]
-        padding = sum(num_padding_tokens([lengths[row] for row in micro], multiple, cp) for micro in micro_batches)
-        assert padding / (padding + sum(lengths)) < 0.03, (multiple, cp)
+        check_padding_and_imbalance(gsm8k_like(seed), dp, multiple, cp)
+
+
+def check_padding_and_imbalance(table: GroupTable, dp: int, multiple: int, cp: int) -> None:
+    cost = SequenceCost(per_token=360_000_000, per_response_token=136_000_000, per_square=24 * 896)  # Qwen2.5-0.5B
+    actor = ActorConfig.model_validate({"megatron": {"context_parallel_size": cp}})
+    size = len(table.groups())
+    plan = make_plan(table, AlgorithmConfig(), actor, dp=dp, train_batch_size=size, max_response_length=1024, cost=cost)
+    assert plan.metrics["perf/dp_imbalance_tokens"] < 0.05 and plan.metrics["perf/dp_imbalance_flops"] < 0.05
+    lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
+    micro_batches = [micro for per_rank in plan.mini_batches for mini in per_rank for micro in mini]
+    padding = sum(num_padding_tokens([lengths[row] for row in micro], multiple, cp) for micro in micro_batches)
+    assert padding / (padding + sum(lengths)) < 0.03, (multiple, cp)
+
+
+def test_padding_and_imbalance_of_the_real_gsm8k() -> None:
+    """64 questions with the answers of eight problems each, in Qwen's tokens. Measured: 0.02 %, and 0.8 % with cp 2."""
+    source, rows = SHARED / "tokenizers" / "qwen" / "tokenizer.json", SHARED / "gsm8k" / "test.jsonl"
+    if not (source.exists() and rows.exists()):
+        pytest.skip(f"Qwen's tokenizer.json or GSM8K not found under {SHARED}")
+    tokenizer = Tokenizer.from_file(str(source))
+    problems = [json.loads(line) for line in rows.read_text().splitlines()[:512]]
+    prompts, responses = (
+        [len(tokenizer.encode(problem[name]).ids) for problem in problems] for name in ("question", "answer")
+    )
+    table = make_table([[(float(i % 2), prompts[p], responses[p + 64 * i]) for i in range(8)] for p in range(64)])
+    for dp, (multiple, cp) in itertools.product((2, 4, 8), ((1, 1), (8, 1), (4, 2))):
+        check_padding_and_imbalance(table, dp, multiple, cp)

@@ -118,6 +118,7 @@ def update(
     rows = share(len(pairs), policy.mesh.dp_rank, policy.mesh.dp)
     local = list(range(len(rows)))
     micros = [local[i : i + micro] for i in range(0, len(local), micro)]
+    packings = {} if distributed else both_packings(policy, pairs, micros, rows)
     gradients: dict[str, torch.Tensor] = {}
     step = policy._step
 
@@ -130,6 +131,7 @@ def update(
     weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
     policy._step = step
     found = {"gradients": gradients, "weights": weights, "norm": metrics["actor/grad_norm"], "sums": sums}
+    found["packings"] = packings
     if checks_passes:
         found["folded"] = folded(policy, make_batch(pairs, [micros], rows, masked=True))
         found["without backward"] = without_backward(policy, make_batch(pairs, [[[], *micros]], rows, masked=True))
@@ -188,8 +190,7 @@ def shared_prompts(policy: Any, pairs: Any, micros: list[list[int]], rows: list[
     """Two prompts for all rows: largest differences of shared prompts to plain packs, gradients relative to their tensor's."""
     from grpo_megatron.models import tree_attention
 
-    two = [(pairs[0 if row < 3 else 3][0], response) for row, (_, response) in enumerate(pairs)]
-    batch = make_batch(two, [micros], rows, masked=True)
+    batch = make_batch(with_two_prompts(pairs), [micros], rows, masked=True)
     results = []
     for batch.shares_prompts in (False, True):
         with mock.patch.object(tree_attention, "QUERY_BLOCK", 16):  # the responses are short
@@ -200,6 +201,21 @@ def shared_prompts(policy: Any, pairs: Any, micros: list[list[int]], rows: list[
     (gradients, plain, all_tokens), (shared, tree, fewer) = results
     errors = [(g - shared[name]).abs().max() / g.abs().max() for name, g in gradients.items() if g.abs().max() > 0]
     return {"gradients": max(errors).item(), "logprobs": (plain - tree).abs().max().item(), "saved": all_tokens - fewer}
+
+
+def with_two_prompts(pairs: Any) -> Any:
+    return [(pairs[0 if row < 3 else 3][0], response) for row, (_, response) in enumerate(pairs)]
+
+
+def both_packings(
+    policy: Any, pairs: Any, micros: list[list[int]], rows: list[int]
+) -> dict[bool, dict[str, torch.Tensor]]:
+    """Two prompts for all rows: shares its prompts? -> the gradients, as whole Hugging Face tensors."""
+    batch, found = make_batch(with_two_prompts(pairs), [micros], rows, masked=True), {}
+    for batch.shares_prompts in (False, True):
+        policy.backward(batch, micros, loss, [])
+        found[batch.shares_prompts] = whole(policy, named_gradients(policy))
+    return found
 
 
 def policy_loss(inputs: Any) -> Any:

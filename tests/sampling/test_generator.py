@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,6 +128,25 @@ def test_quick_rewards_are_graded_after_the_draw(seconds: float, overlaps: bool)
     assert pool.events.count("submit") == 8 and pool.events[-1] == "collect"
 
 
+def test_slow_rewards_of_a_validation_are_graded_while_it_draws_although_those_of_training_are_quick() -> None:
+    """And a validation of 13 samples of 0.01 s is worth it, against 0.1 s, where a step of 8 is not."""
+    pool = SlowPool()
+    grading = Grading(pool, Letters())  # type: ignore[arg-type]
+
+    def overlaps(reward: str, count: int, seconds: float) -> bool:
+        pool.seconds = seconds
+        grading.begin([reward], count)
+        for index in range(count):
+            grading.add(Sample(replace(prompt(0), reward=reward), 0, index, [1], [0.0], "stop", 0))
+        is_early = len(pool.items) == count
+        assert grading.finish() is None and len(pool.items) == count
+        return is_early
+
+    assert [overlaps("quick", 8, 0.01), overlaps("slow", 8, 1.0)] == [True, True]  # not known yet
+    assert [overlaps("quick", 8, 0.01), overlaps("slow", 8, 1.0)] == [False, True]
+    assert [overlaps("quick", 13, 0.01), overlaps("quick", 8, 0.01)] == [True, False]
+
+
 def test_a_response_is_graded_while_the_others_are_drawn() -> None:
     pool = SlowPool()
     samples, _ = draw_and_grade(pool)
@@ -200,7 +220,7 @@ def test_a_reward_reads_the_whole_turn_and_what_is_known_of_it() -> None:
     chat = [{"role": "user", "content": "Q"}]
     prompt = Prompt("u", (1,), "Q <think>\n", "42", "s", "gsm8k", columns={"a": 1}, data_source="d", messages=chat)
     sample = Sample(prompt, 0, 0, [0, 1, 2, 3], [0.0] * 4, "stop", 7)
-    grading.begin(["gsm8k"])
+    grading.begin(["gsm8k"], 1)
     grading.add(sample)
     assert grading.finish() is None
     about = {"prompt": "Q <think>\n", "messages": chat, "columns": {"a": 1}, "data_source": "d", "is_chat": True}
@@ -215,7 +235,7 @@ def test_a_reward_that_compares_gets_all_samples_by_prompt_and_index(monkeypatch
     monkeypatch.setattr(rewards, "facts", lambda name: RewardFacts(batch=True, compares=True))
     pool = SlowPool()
     grading = Grading(pool, Letters())  # type: ignore[arg-type]
-    grading.begin(["r"])
+    grading.begin(["r"], 3)
     about = Prompt("u", (1,), "", "", "s", "r")
     drawn = [
         Sample(about, p, i, [0] * (2 * p + i + 1), [0.0] * (2 * p + i + 1), "stop", 0)
