@@ -131,6 +131,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "yaml": ("reading.yaml_text", "planning.resolved", "training.config_record"),
     "matplotlib": ("observability.curves",),
     "numpy": ("data.",),
+    "numba": ("sync.digest_cpu",),
     "pyarrow": ("data.arrow_rows",),
     "tqdm": ("data.survey", "observability.console", "training.validation", "evaluation.", "convert."),
     "latex2mathml": ("evaluation.formulas",),
