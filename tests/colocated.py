@@ -8,6 +8,7 @@ from typing import Any
 def colocate(
     policy: Any,
     engine: Any,
+    tensors: Any = None,
     *,
     dtype: str = "float32",
     max_length: int = 128,
@@ -15,7 +16,7 @@ def colocate(
     bucket_megabytes: int = 1,
     delta: Any = None,
 ) -> Any:
-    """Collective. The engine must read shards, and sleeps afterwards."""
+    """Collective. The engine must read shards, and sleeps afterwards. `tensors`: what it reads; None: no whole experts."""
     from grpo_megatron.models.build import DTYPES
     from grpo_megatron.models.resharding import Resharding
     from grpo_megatron.models.sync_parameters import engine_tensors
@@ -28,7 +29,7 @@ def colocate(
         policy.arch,
         mesh,
         policy.stage_of,
-        engine_tensors(policy.arch, mesh.rollout_tp, reads_shards=True),
+        tensors or engine_tensors(policy.arch, mesh.rollout_tp, reads_shards=True),
         dtype=DTYPES[dtype],
         device=policy.device.torch_device,
         bucket_megabytes=bucket_megabytes,

@@ -60,23 +60,25 @@ def print_plans(folder: Path | None, preset: str | None, bucket_megabytes: int) 
     titles = ("training -> rollout", "GB per rank", "floor", "GB per node", "floor", "sends", "messages", "rounds")
     titles = (*titles, "buffers, MiB", "transfer, s", "planned in, s", "memory, MiB")
     print("| " + " | ".join(titles) + " |\n|" + " --- |" * len(titles))
-    for grid in layouts(arch):
+    for grid, rollout_ep in layouts(arch):
         with multiprocessing.get_context("fork").Pool(1) as alone:  # so that the peak memory is this plan's
-            print(alone.apply(functools.partial(row, arch, grid, bucket_megabytes)), flush=True)
+            print(alone.apply(functools.partial(row, arch, grid, rollout_ep, bucket_megabytes)), flush=True)
 
 
-def layouts(arch: Architecture) -> list[Grid]:
-    """TP8 x PP4, or for experts TP4 x PP8 x EP8, on 64 and 512 ranks."""
-    tp, pp, ep = (4, 8, 8) if arch.num_experts else (8, 4, 1)
-    worlds = (512,) if arch.num_experts else (64, 512)
-    return [Grid(world, tp, pp, ep, rollout_tp, PER_NODE) for world in worlds for rollout_tp in (4, 8)]
+def layouts(arch: Architecture) -> list[tuple[Grid, int]]:
+    """TP8 x PP4, or for experts TP4 x PP8 x EP8, on 64 and 512 ranks; and the engine's expert parallelism."""
+    if arch.num_experts:
+        return [(Grid(512, 4, 8, 8, rollout_tp, PER_NODE), ep) for rollout_tp, ep in ((4, 1), (8, 1), (8, 8))]
+    return [(Grid(world, 8, 4, 1, rollout_tp, PER_NODE), 1) for world in (64, 512) for rollout_tp in (4, 8)]
 
 
-def row(arch: Architecture, grid: Grid, bucket_megabytes: int) -> str:
+def row(arch: Architecture, grid: Grid, rollout_ep: int, bucket_megabytes: int) -> str:
     """A line of the table. `sends`: of the busiest rank over the mean of ranks that hold the same, over the network."""
     before, begin = peak_memory(), time.perf_counter()
     stages = [len(range(stage, arch.num_layers, grid.pp)) for stage in range(grid.pp)]
-    planned = planned_sync(arch, grid, stages, itemsize=ITEMSIZE, bucket_megabytes=bucket_megabytes)
+    planned = planned_sync(
+        arch, grid, stages, itemsize=ITEMSIZE, bucket_megabytes=bucket_megabytes, rollout_ep=rollout_ep
+    )
     RankPlan(planned.plan, planned.rounds, 0)
     seconds, memory = time.perf_counter() - begin, peak_memory() - before
     floor = floor_of(planned.plan.parameters, planned.plan.spans, grid)
@@ -85,7 +87,8 @@ def row(arch: Architecture, grid: Grid, bucket_megabytes: int) -> str:
         planned.traffic.sent[NETWORK].sum(axis=1).reshape(grid.pp, -1, grid.ep, grid.tp)
     )  # [pp, replicas / ep, ep, tp]
     cells = (
-        f"TP{grid.tp} PP{grid.pp} DP{grid.replicas}{f' EP{grid.ep}' * (grid.ep > 1)} -> TP{grid.rollout_tp}",
+        f"TP{grid.tp} PP{grid.pp} DP{grid.replicas}{f' EP{grid.ep}' * (grid.ep > 1)} -> TP{grid.rollout_tp}"
+        f"{f' EP{rollout_ep}' * (rollout_ep > 1)}",
         f"{received.min():.2f} to {received.max():.2f}",
         f"{needed.min():.2f} to {needed.max():.2f}",
         f"{planned.over_borders.max() / 1e9:.1f}",

@@ -99,6 +99,8 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
         training.append("distributed optimizer")
     yield _line("training", ", ".join([*training, config.model.dtype]))
     engines = f"{counted(world_size // rollout_tp, 'engine')} of tp {rollout_tp}"
+    if config.rollout.has_whole_experts:
+        engines += f", experts over ep {config.rollout.expert_parallel_size}"
     yield _line("rollout", engines if config.draws else "no engine: nothing is drawn")
     yield from (_line(name, text) for name, text in device_lines(config))
 

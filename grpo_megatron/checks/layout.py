@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -21,6 +22,7 @@ def layout_problems(config: Config, world_size: int, arch: Architecture | None) 
     """Sizes that do not divide each other. `arch` None: the model could not be read; only the world size is checked."""
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    engine_split = functools.partial(engine_split_problems, has_whole_experts=config.rollout.has_whole_experts)
     yield from _context_problems(config, world_size)
     if world_size % (tp * pp):
         best_tp, best_pp = _nearest_layout(world_size, tp, pp, arch)
@@ -34,10 +36,10 @@ def layout_problems(config: Config, world_size: int, arch: Architecture | None) 
             f" or start a multiple of {tp * pp} ranks (trainer.nnodes x trainer.n_gpus_per_node)"
         )
     if world_size % rollout_tp:
-        sizes = [n for n in divisors(world_size) if arch is None or not engine_split_problems(arch, n)]
+        sizes = [n for n in divisors(world_size) if arch is None or not engine_split(arch, n)]
         best = min(sizes, key=lambda n: abs(n - rollout_tp))
         yield f"{ROLLOUT_TP}={rollout_tp} does not divide the world size {world_size}; set {ROLLOUT_TP}={best}"
-    for key, size, split in ((TP, tp, split_problems), (ROLLOUT_TP, rollout_tp, engine_split_problems)):
+    for key, size, split in ((TP, tp, split_problems), (ROLLOUT_TP, rollout_tp, engine_split)):
         if arch is not None and (problems := split(arch, size)):
             yield f"{key}={size} cannot cut this model: {', '.join(problems)}; set one of {fitting_sizes(arch, split)}"
     if arch is not None and stage_layers(arch.num_layers, megatron) is None:

@@ -70,6 +70,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("actor.megatron.fp8", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", FIXED),
     # The engine is built anew.
     **_keys("rollout", "engine engine_options n temperature top_p top_k seed tensor_model_parallel_size", APPLIES),
+    "rollout.expert_parallel_size": APPLIES,
     **_keys("rollout", "gpu_memory_utilization max_num_seqs max_num_batched_tokens enforce_eager", APPLIES),
     **_keys("rollout", "free_cache_engine quantization enable_prefix_caching", APPLIES),
     **_keys("rollout", "update_weights_bucket_megabytes sync delta_full_every delta_max_density", APPLIES),

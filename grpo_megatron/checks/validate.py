@@ -20,7 +20,7 @@ from grpo_megatron.checks.critic import critic_arch, critic_problems, read_criti
 from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
 from grpo_megatron.checks.epochs import epoch_problems, with_total_steps
-from grpo_megatron.checks.experts import expert_problems
+from grpo_megatron.checks.experts import engine_expert_problems, expert_problems
 from grpo_megatron.checks.families import family_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
@@ -130,7 +130,9 @@ def validate(
 
     problems.add(layout_problems(config, world_size, arch))
     problems.add(family_problems(config, arch))
-    problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=config.trainer.device == "cpu"))
+    on_cpu = config.trainer.device == "cpu"
+    problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=on_cpu))
+    problems.add(engine_expert_problems(config.rollout, arch, on_cpu=on_cpu))
     problems.add(batch_problems(config))
     problems.add(sampling_problems(config))
     problems.add(stop_problems(config.rollout, arch))

@@ -69,10 +69,11 @@ def planned_sync(
     itemsize: int,
     bucket_megabytes: int,
     reads_shards: bool = True,
+    rollout_ep: int = 1,
 ) -> PlannedSync:
     """The plan that `Resharding` makes. `layers`: of each pipeline stage."""
     parameters = sync_parameters(arch, grid, stages_of_parameters(arch, layers))
-    spans = engine_tensors(arch, grid.rollout_tp, reads_shards=reads_shards).spans
+    spans = engine_tensors(arch, grid.rollout_tp, reads_shards=reads_shards, rollout_ep=rollout_ep).spans
     return PlannedSync(*plan_rounds(parameters, spans, grid, (bucket_megabytes << 20) // itemsize), itemsize)
 
 
@@ -99,6 +100,7 @@ def planned_for(config: Config, arch: Architecture, world_size: int) -> PlannedS
         itemsize=DTYPE_BYTES[config.model.dtype],
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
         reads_shards=find_engine(config.rollout.engine).reads_shards,
+        rollout_ep=config.rollout.expert_parallel_size,
     )
 
 

@@ -59,6 +59,9 @@ class RolloutConfig(Section):
     top_k: int = -1  # no other value may be set, either
     seed: Seed = 42  # each sample's seed is a hash of this, the step, the prompt and the sample's index
     tensor_model_parallel_size: int = Field(1, ge=1)
+    expert_parallel_size: int = Field(
+        1, ge=1
+    )  # 1: each rank of an engine has a part of each expert; else that of tensors
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)  # share of the device's memory that vLLM may take
     max_num_seqs: Count = 256  # sequences that one engine decodes at a time
     max_num_batched_tokens: int = Field(8192, ge=1)  # tokens of one engine step
@@ -77,6 +80,11 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = []  # further tokens that end it
     partial: PartialConfig = PartialConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether a rank of an engine has some experts whole, and nothing of the others."""
+        return self.expert_parallel_size > 1
 
     @model_validator(mode="before")
     @classmethod

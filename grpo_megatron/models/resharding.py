@@ -13,6 +13,7 @@ from grpo_megatron.models.precision import dequantized
 from grpo_megatron.models.sync_parameters import sync_parameters
 from grpo_megatron.models.weights import global_parameters, model_rows
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.sync import digest_cpu
 from grpo_megatron.sync.attest import Expected, expected_digests
 from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
 from grpo_megatron.sync.exchange import Exchange
@@ -51,11 +52,19 @@ class Resharding:
         self.plan = RankPlan(plan, rounds, mesh.rank)
         self._constants = Constants(arch, mesh, stage_of)
         self._shares = [*self.plan.shares(), *self._constants.shares()]
+        if device.type == "cpu":
+            digest_cpu.load(self._digested() * dtype.itemsize)
         rows = model_rows(arch)
         self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
         if len(set(mesh.all_gather(plan.digest))) > 1:
             raise RankError("the ranks have planned different weight syncs: their configs or their versions differ")
         self._delta = None if delta is None else self._build_delta(delta)
+
+    def _digested(self) -> int:
+        """Elements of which this rank computes digests at a sync: of its shares, and of what its engine reads."""
+        own = sum(share.tensor.numel_of((share.start, share.stop)) for share in self._shares)
+        spans = ((tensor, self.tensors.spans[name]) for name, tensor in self.tensors.tensors.items())
+        return own + sum(tensor.numel_of(of_ranks[self.plan.engine_rank]) for tensor, of_ranks in spans)
 
     def _build_delta(self, limits: DeltaLimits) -> DeltaSync:
         problem, delta = None, None

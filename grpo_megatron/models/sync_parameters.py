@@ -45,12 +45,13 @@ def _sync_parameter(row: WeightRow, arch: Architecture, grid: Grid, stage: int) 
     )
 
 
-def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool) -> EngineTensors:
+def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, rollout_ep: int = 1) -> EngineTensors:
     """What an engine of `rollout_tp` ranks gets, and which part of it each of them reads.
 
     `reads_shards`: the parts that vLLM reads. Linear layers are cut evenly. Key-value heads are shared by several ranks if
     there are more ranks than heads. The vocabulary is padded to a multiple of 64 first, so that the last rank has fewer
-    tokens, or none. Without `reads_shards`, every rank reads everything.
+    tokens, or none. With `rollout_ep` (1 or `rollout_tp`), a rank reads neighbouring experts whole, and nothing of the
+    others. Without `reads_shards`, every rank reads everything.
     """
     tensors: dict[str, SyncTensor] = {}
     spans: dict[str, tuple[Interval, ...]] = {}
@@ -58,7 +59,8 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool) -
         for index, (name, shape) in enumerate(zip(row.hf, row.hf_shapes(arch), strict=True)):
             tensor = tensors[name] = SyncTensor(name, shape, row.split_dim or 0)
             if reads_shards:
-                spans[name] = tuple(_span(row, index, tensor.length, arch, r, rollout_tp) for r in range(rollout_tp))
+                cut = _experts_span if row.expert is not None and rollout_ep > 1 else _span
+                spans[name] = tuple(cut(row, index, tensor.length, arch, r, rollout_tp) for r in range(rollout_tp))
             else:
                 spans[name] = ((0, tensor.length),) * rollout_tp
     return EngineTensors(tensors, spans)
@@ -75,3 +77,7 @@ def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int
         return head * arch.head_dim, (head + 1) * arch.head_dim
     size = length // ranks
     return rank * size, (rank + 1) * size
+
+
+def _experts_span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Interval:
+    return (0, length) if row.ep_rank(arch, ranks) == rank else (0, 0)

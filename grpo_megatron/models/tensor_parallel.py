@@ -9,12 +9,12 @@ from grpo_megatron.models.architecture import Architecture
 ENGINE_VOCABULARY_MULTIPLE = 64  # vLLM pads the embedding to it, for every tp (Megatron-Core: to 8 x tp)
 
 
-def split_problems(arch: Architecture, tp: int) -> list[str]:
-    """Why `tp` ranks cannot share a model; empty when they can."""
-    mlp = "rows of an expert's MLP" if arch.num_experts else "rows of the MLP"
+def split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = False) -> list[str]:
+    """Why `tp` ranks cannot share a model; empty when they can. `has_whole_experts`: they do not cut experts."""
+    mlp = ("rows of an expert's MLP" if arch.num_experts else "rows of the MLP", arch.ffn_hidden_size)
     sizes = (
         ("attention heads", arch.num_attention_heads),
-        (mlp, arch.ffn_hidden_size),
+        ("experts", arch.num_experts) if has_whole_experts and arch.num_experts else mlp,
         ("rows of a dense layer's MLP", arch.dense_ffn_hidden_size),
         ("rows of the shared experts' MLP", arch.shared_ffn_hidden_size),
     )
@@ -27,9 +27,9 @@ def split_problems(arch: Architecture, tp: int) -> list[str]:
     return problems
 
 
-def engine_split_problems(arch: Architecture, tp: int) -> list[str]:
+def engine_split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = False) -> list[str]:
     """`split_problems`, and why vLLM cannot cut the vocabulary over `tp` ranks."""
-    problems = split_problems(arch, tp)
+    problems = split_problems(arch, tp, has_whole_experts=has_whole_experts)
     multiple = ENGINE_VOCABULARY_MULTIPLE
     padded = -(-arch.vocab_size // multiple) * multiple
     if padded % tp:

@@ -42,6 +42,7 @@ def serve_command(folder: Path, config: Config) -> str:
     tp = config.rollout.tensor_model_parallel_size
     length = config.data.max_prompt_length + config.data.max_response_length
     layout = f" --tensor-parallel-size {tp}" if tp > 1 else ""
+    layout += " --enable-expert-parallel" if config.rollout.has_whole_experts else ""
     eager = " --enforce-eager" if on_cpu or config.rollout.enforce_eager else ""  # as the run's engine
     return f"{serve} {shlex.quote(str(folder))} --dtype {config.model.dtype} --max-model-len {length}{layout}{eager}"
 

@@ -25,7 +25,9 @@ def shapes(config: Config, arch: Architecture, world_size: int, per_node: int) -
     sizes = divisors(world_size)
     engines = [now.rollout_tp]
     if config.draws:
-        engines = [n for n in sizes if n <= most_engine and not engine_split_problems(arch, n)]
+        has_whole_experts = config.rollout.has_whole_experts
+        fitting = (n for n in sizes if not engine_split_problems(arch, n, has_whole_experts=has_whole_experts))
+        engines = [n for n in fitting if n <= most_engine]
     experts = divisors(arch.num_experts) if arch.num_experts else [1]
     pipelines = [*_pipelines(arch.num_layers, sizes), (now.pp, now.first_layers)]
     tps = [n for n in sizes if n <= most_tp and not split_problems(arch, n)]

@@ -69,7 +69,11 @@ class Layout:
         megatron = config.actor.megatron.model_copy(update=self._megatron(config.actor.megatron))
         actor = config.actor.model_copy(update={"megatron": megatron, "ppo_max_token_len_per_gpu": self.tokens})
         rollout = config.rollout.model_copy(
-            update={"tensor_model_parallel_size": self.rollout_tp, "gpu_memory_utilization": self.utilization}
+            update={
+                "tensor_model_parallel_size": self.rollout_tp,
+                "expert_parallel_size": self.rollout_tp if config.rollout.has_whole_experts else 1,
+                "gpu_memory_utilization": self.utilization,
+            }
         )
         return config.model_copy(update={"actor": actor, "rollout": rollout})
 
@@ -124,6 +128,8 @@ class Layout:
         for name in self.changed(before):
             if LAYOUT_KEYS[name] != OVERRIDES:
                 yield f"{LAYOUT_KEYS[name]}={_written(getattr(self, name))}"
+        if (ep := after.rollout.expert_parallel_size) != config.rollout.expert_parallel_size:
+            yield f"rollout.expert_parallel_size={ep}"
         table = after.actor.megatron.override_transformer_config
         if table != config.actor.megatron.override_transformer_config:
             yield f"{OVERRIDES}={{{', '.join(f'{key}: {_written(value)}' for key, value in table.items())}}}"

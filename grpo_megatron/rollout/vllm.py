@@ -127,6 +127,7 @@ class VllmEngine(StatefulEngine):
         self._llm.start_weight_update()
 
     def _load(self, bucket: WeightBucket) -> str | None:
+        bucket = [(name, tensor) for name, tensor in bucket if self._memory.reads(name)]
         return self._attempt(functools.partial(self._llm.update_weights, {"update_info": {"tensors": bucket}}))
 
     def _finish_update(self, version: int, *, is_complete: bool) -> None:

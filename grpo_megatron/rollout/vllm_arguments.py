@@ -61,7 +61,10 @@ ENGINE_KWARGS = PassThrough(
         "worker_cls": _CONTRACT,
         "pipeline_parallel_size": _NEVER,
         "data_parallel_size": _NEVER,
-        "enable_expert_parallel": _NEVER,
+        "enable_eplb": _NEVER,
+        "eplb_config": _NEVER,
+        "expert_placement_strategy": _CONTRACT,
+        "enable_expert_parallel": "set rollout.expert_parallel_size",
         "enable_sleep_mode": "set rollout.free_cache_engine",
         "model": "set model.path",
         "tokenizer": "set model.tokenizer_path",
@@ -116,6 +119,7 @@ def vllm_arguments(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "tensor_parallel_size": rollout_tp,
+        "enable_expert_parallel": rollout.has_whole_experts,
         "distributed_executor_backend": "external_launcher" if on_cuda else executor,
         "seed": rollout.seed,  # must be the same within a block; every sample also has its own seed
         "logprobs_mode": "processed_logprobs",  # vLLM's default ignores temperature: not the distribution drawn from

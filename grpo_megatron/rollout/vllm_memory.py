@@ -73,6 +73,7 @@ class EngineMemory:
 
     def __init__(self, model: nn.Module, engine: EngineTensors, engine_rank: int) -> None:
         self._places = list(_places(model, engine, engine_rank))
+        self._elsewhere = {name for name in engine.tensors if _is_elsewhere(engine, name, engine_rank)}
         self._of_layer: dict[int, list[_Place]] = {}
         for place in self._places:
             self._of_layer.setdefault(id(place.layer), []).append(place)
@@ -80,6 +81,11 @@ class EngineMemory:
         self._processed: set[int] = set()  # layers, since `begin`
         self._at_hook: dict[str, Tensor] = {}
         self._shapes: dict[tuple[int, str], torch.Size] = {}  # as loaded
+
+    def reads(self, name: str) -> bool:
+        """Whether vLLM may be given the tensor. It must not get experts of other ranks: when a layer has all of its own
+        experts it is complete, and 0.26 fails at a further one."""
+        return name not in self._elsewhere
 
     def begin(self) -> None:
         """Before a weight update: forget the last one, and watch the layers' methods."""
@@ -152,17 +158,29 @@ def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterat
     for name, module in list(modules.items()):
         if hasattr(module, "w13_weight"):  # some module within `experts`, or this itself
             modules[name.partition(_EXPERTS)[0] + _EXPERTS] = module
+    first_experts: dict[str, int] = {}
     for name, tensor in engine.tensors.items():
         start, stop = engine.spans[name][engine_rank]
         if start < stop:
             layer, parameter, expert, offset = _find(modules, name, engine, engine_rank)
+            if expert is not None:
+                expert -= first_experts.setdefault(name.partition(_EXPERTS)[0], expert)
             yield _Place(layer, parameter, expert, offset, stop - start, tensor, start)
+
+
+def _is_elsewhere(engine: EngineTensors, name: str, engine_rank: int) -> bool:
+    """Whether the tensor is an expert of another rank."""
+    start, stop = engine.spans[name][engine_rank]
+    return start == stop and _EXPERT.fullmatch(name) is not None
 
 
 def _find(
     modules: dict[str, nn.Module], name: str, engine: EngineTensors, engine_rank: int
 ) -> tuple[nn.Module, str, int | None, int | None]:
-    """(layer, parameter, expert, offset) of a Hugging Face tensor. Raises RuntimeError if vLLM's model lacks it."""
+    """(layer, parameter, expert, offset) of a Hugging Face tensor. Raises RuntimeError if vLLM's model lacks it.
+
+    Experts are counted over the whole model.
+    """
     match = _EXPERT.fullmatch(name)
     if match is not None:
         return _find_expert(modules, match)

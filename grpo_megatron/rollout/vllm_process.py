@@ -89,6 +89,8 @@ def build(
         if device.is_cuda:
             for name, value in runner_environment(rollout, dtype, vllm.__version__).items():
                 os.environ.setdefault(name, value)
+        elif rollout.has_whole_experts:
+            vllm_versions.divide_cpu_experts()
         executor, transfer = _classes(on_cpu=not device.is_cuda)
         arguments = vllm_arguments(
             rollout,

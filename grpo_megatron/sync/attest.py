@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.digest import digest_and_sum
 from grpo_megatron.sync.tensors import EngineTensors, Interval, Share, SyncTensor
 
 
@@ -69,8 +69,9 @@ def _digest_shares(shares: Sequence[Share], read: Callable[[str], Tensor]) -> tu
     digests: list[Tensor] = []
     sums: list[Tensor] = []
     for part, share in _parts(shares, read):
-        digests.append(part_digest(part, share.tensor, share.start))
-        sums.append(part.sum(-1).sum())  # on CPU twice as fast as aminmax, 60 times as isfinite().all()
+        digest, number = digest_and_sum(part, share.tensor, share.start)
+        digests.append(digest)
+        sums.append(number)
     is_finite = torch.stack(sums).isfinite()
     if not is_finite.all():  # a sum may also have overflowed
         extremes = torch.stack([value for part, _ in _parts(shares, read) for value in torch.aminmax(part)])

@@ -11,16 +11,19 @@ A change within one word is always noticed, because a and b are odd. A change of
 of about 2^(t - 64), where t is the lowest bit that differs in any word. So only changes that are confined to the highest
 bits of words can escape, for example two flipped signs of a bfloat16 tensor, both in columns 3, 7, 11, ...
 
-torch.mv on int64 runs at the speed of a copy on CPU (measured). CUDA has none; the form used there was not run on a GPU yet.
+torch.mv on int64 runs at the speed of a copy on CPU (measured); for large models a compiled kernel is faster (digest_cpu.py).
+CUDA has no such product; the form used there was not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
+from grpo_megatron.sync import digest_cpu
 from grpo_megatron.sync.tensors import SyncTensor
 
 WORD_BYTES = 8
@@ -35,25 +38,51 @@ def part_digest(part: Tensor, tensor: SyncTensor, start: int) -> Tensor:
 
     Needs no contiguous memory, and does not wait for the device.
     """
-    bits = part.detach().view(_INTEGERS[part.element_size()])
-    if bits.dim() == 1:
-        return _digest(bits[None], row=0, column=start)
-    return _digest(bits, row=start, column=0) if tensor.axis == 0 else _digest(bits, row=0, column=start)
+    return _digest(*_placed(part, tensor, start))[0]
 
 
-def _digest(bits: Tensor, row: int, column: int) -> Tensor:
-    """The digest of integers [R, C], whose first element is at (row, column) of the whole tensor."""
+@torch.no_grad()
+def digest_and_sum(part: Tensor, tensor: SyncTensor, start: int) -> tuple[Tensor, Tensor]:
+    """`part_digest`, and a number that is not finite if any value is not: the sum of the values, or 0 or NaN.
+
+    The sum may also overflow.
+    """
+    placed = _placed(part, tensor, start)
+    digest, number = _digest(*placed)
+    return digest, placed[0].sum(-1).sum() if number is None else number  # aminmax takes twice as long on CPU
+
+
+def _placed(part: Tensor, tensor: SyncTensor, start: int) -> tuple[Tensor, int, int]:
+    """The part in two dimensions, and the row and column of its first element."""
+    part = part.detach()
+    if part.dim() == 1:
+        return part[None], 0, start
+    return (part, start, 0) if tensor.axis == 0 else (part, 0, start)
+
+
+def _digest(values: Tensor, row: int, column: int) -> tuple[Tensor, Tensor | None]:
+    """The digest of values [R, C], whose first one is at (row, column) of the whole tensor; NaN or a sum if any is not
+    finite, or None if that was not looked at."""
+    bits = values.view(_INTEGERS[values.element_size()])
     num_rows, num_columns = bits.shape
     per_word = WORD_BYTES // bits.element_size()
     head = min(-column % per_word, num_columns)  # elements before the first whole word
     tail = head + (num_columns - head) // per_word * per_word  # end of the last whole word
-    sums = torch.zeros(num_rows, dtype=torch.int64, device=bits.device)
+    rows = _numbers(_ROWS, row, row + num_rows, bits.device)
+    digest, number = torch.zeros((), dtype=torch.int64, device=bits.device), None
     if tail > head:
-        sums += _product(_as_words(bits[:, head:tail]), (column + head) // per_word)
+        words, first_word = _as_words(bits[:, head:tail]), (column + head) // per_word
+        factors = _numbers(_WORDS, first_word, first_word + words.shape[1], words.device)
+        if digest_cpu.is_used_for(words):
+            digest, is_finite = digest_cpu.weighted_sum(words, rows, factors, values.dtype)
+            number = torch.tensor(0.0 if is_finite else math.nan)
+        else:
+            digest = (_product(words, factors) * rows).sum()
     for first, last in ((0, head), (tail, num_columns)):
         if last > first:
-            sums += _edge(bits[:, first:last], column + first, per_word)
-    return (sums * _numbers(_ROWS, row, row + num_rows, bits.device)).sum()
+            digest = digest + (_edge(bits[:, first:last], column + first, per_word) * rows).sum()
+            number = None if number is None else number + values[:, first:last].sum()
+    return digest, number
 
 
 def _as_words(bits: Tensor) -> Tensor:
@@ -65,9 +94,8 @@ def _as_words(bits: Tensor) -> Tensor:
     return bits.view(torch.int64)
 
 
-def _product(words: Tensor, first: int) -> Tensor:
-    """Per row the sum of b[first + w] * word. [R]"""
-    factors = _numbers(_WORDS, first, first + words.shape[1], words.device)
+def _product(words: Tensor, factors: Tensor) -> Tensor:
+    """Per row the sum of b[w] * word. [R]"""
     return torch.mv(words, factors) if words.device.type == "cpu" else _product_in_chunks(words, factors)
 
 

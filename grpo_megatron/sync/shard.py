@@ -41,10 +41,14 @@ class Shard:
     def begin(self, tensor: int) -> Tensor:
         """The full-shaped tensor, with what this rank's engine reads and the rank holds itself.
 
-        If that is all that the engine reads, and in one piece, the tensor is a window on the parameter.
+        If that is all that the engine reads, and in one piece, the tensor is a window on the parameter. A tensor of which
+        the engine reads nothing has the memory of one element.
         """
         whole, own = self._plan.tensor(tensor), self._plan.own.get(tensor, [])
-        if len(own) == 1 and (own[0].start, own[0].stop) == self._plan.plan.spans[whole.name][self._plan.engine_rank]:
+        start, stop = self._plan.plan.spans[whole.name][self._plan.engine_rank]
+        if start == stop:
+            return self._pool.empty((1,) * len(whole.shape)).expand(whole.shape)
+        if len(own) == 1 and (own[0].start, own[0].stop) == (start, stop):
             window = _window(self.local(own[0]), whole, own[0].start)
             if window is not None and window.dtype == self._pool.dtype:
                 return window

@@ -18,6 +18,7 @@ from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.data.item_table import rewards_of
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.build import build_pool
+from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.export import Serving, save_hf
 from grpo_megatron.models.loss_pass import LossFunction, MetricSums
@@ -39,6 +40,7 @@ from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
+from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.guards import Guards
@@ -107,7 +109,6 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
     """The engine, awake and without usable weights. Collective. Raises RankError if too little memory is free."""
     assert checked.end_tokens is not None, "only a dry run has no tokenizer"
     mesh.agree(memory_problem(config, device.memory()))
-    reads_shards = find_engine(config.rollout.engine).reads_shards
     return build_engine(
         config.rollout,
         config.model.path,
@@ -116,18 +117,25 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         eos_token_ids=checked.end_tokens.ids,
-        tensors=engine_tensors(checked.arch, mesh.rollout_tp, reads_shards=reads_shards),
+        tensors=_engine_tensors(config, checked.arch),
     )
 
 
-def build_resharding(config: Config, policy: Policy, engine: RolloutEngine) -> Resharding:
+def _engine_tensors(config: Config, arch: Architecture) -> EngineTensors:
+    rollout = config.rollout
+    reads_shards = find_engine(rollout.engine).reads_shards
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    return engine_tensors(arch, tp, reads_shards=reads_shards, rollout_ep=ep)
+
+
+def build_resharding(config: Config, policy: Policy) -> Resharding:
     """The plan from the policy's layout to the engine's. Collective."""
     is_delta = config.rollout.sync == "delta"
     return Resharding(
         policy.arch,
         policy.mesh,
         policy.stage_of,
-        engine_tensors(policy.arch, policy.mesh.rollout_tp, reads_shards=engine.reads_shards),
+        _engine_tensors(config, policy.arch),
         dtype=DTYPES[config.model.dtype],
         device=policy.device.torch_device,
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
@@ -174,7 +182,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Policy
         policy,
         engine,
         policy.mesh,
-        build_resharding(config, policy, engine),
+        build_resharding(config, policy),
         probe=Probe(
             policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
         ),

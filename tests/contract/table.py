@@ -82,6 +82,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "call vllm:LLM.finish_weight_update 0 weight_version": ("0.32",),
     "name vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides": ("0.32",),
     "call vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides 0": ("0.32",),
+    "name vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": ("0.32",),
+    "name vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply": ("0.32",),
 }
 
 # Megatron-Core's files through which we use Transformer Engine; what they use of it must be there too.

@@ -102,7 +102,7 @@ def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], flo
     return loaded, policy.update(batch, loss)[1]["actor/grad_norm"]
 
 
-def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
+def engine_cycles(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int) -> list[float]:
     """Twice: sync, generate, compute the policy's logprobs of the same tokens, update. The largest difference per cycle."""
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.models.sync_parameters import engine_tensors
@@ -113,11 +113,12 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int) -> list[float]:
 
     device, mesh = world(layout, rollout_tp)
     policy = build(folder, device, mesh)
-    rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
+    sizes = {"tensor_model_parallel_size": rollout_tp, "expert_parallel_size": rollout_ep}
+    rollout = RolloutConfig(**sizes, engine_options={"kv_cache_gib": 0.03})
     limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [2]}
-    tensors = engine_tensors(policy.arch, rollout_tp, reads_shards=True)
+    tensors = engine_tensors(policy.arch, rollout_tp, reads_shards=True, rollout_ep=rollout_ep)
     engine = build_engine(rollout, folder, mesh, device, **limits, tensors=tensors)
-    colocation = colocate(policy, engine)
+    colocation = colocate(policy, engine, tensors)
     pairs = tiny.make_sequences(6)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = tiny.make_batch(pairs, [[list(range(len(rows)))]], rows)

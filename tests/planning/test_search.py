@@ -44,6 +44,8 @@ def test_the_arguments_of_a_layout_make_its_config(monkeypatch: pytest.MonkeyPat
         assert load_config(EXAMPLE, list(layout.overrides(config))) == layout.applied(config)
         assert Layout.of(layout.applied(config)) == layout
     assert not list(layouts[-1].overrides(config))
+    divided = load_config(EXAMPLE, ["rollout.expert_parallel_size=8"])  # as many as the engine's ranks
+    assert "rollout.expert_parallel_size=4" in list(Layout(tp=4, pp=4, rollout_tp=4).overrides(divided))
     strict = load_config(EXAMPLE, ["actor.megatron.sequence_parallel=true"])
     alone = Layout(tp=1, pp=8)
     assert "actor.megatron.sequence_parallel=null" in list(alone.overrides(strict))

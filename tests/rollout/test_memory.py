@@ -12,22 +12,23 @@ from tests.worlds import run
 
 pytestmark = pytest.mark.slow
 
-# ranks = rollout tp -> (family, dtype, with all faults). Biases, q and k norms, a tied head, experts.
+# ranks = rollout tp -> (family, dtype, rollout ep, with all faults). Biases, q and k norms, a tied head, experts.
 CASES = {
     1: [
-        ("qwen2", "float32", True),
-        ("mixtral", "bfloat16", True),
-        ("qwen3", "bfloat16", False),
-        ("llama-tied", "float32", False),
-        ("qwen3-moe", "float32", False),
-        ("deepseek-v3", "bfloat16", False),
+        ("qwen2", "float32", 1, True),
+        ("mixtral", "bfloat16", 1, True),
+        ("qwen3", "bfloat16", 1, False),
+        ("llama-tied", "float32", 1, False),
+        ("qwen3-moe", "float32", 1, False),
+        ("deepseek-v3", "bfloat16", 1, False),
     ],
     2: [
-        ("qwen3-moe", "bfloat16", True),
-        ("qwen2", "bfloat16", True),
-        ("llama-tied", "bfloat16", False),
-        ("qwen3", "float32", False),
-        ("mixtral", "float32", False),
+        ("qwen3-moe", "bfloat16", 1, True),
+        ("qwen2", "bfloat16", 1, True),
+        ("llama-tied", "bfloat16", 1, False),
+        ("qwen3", "float32", 1, False),
+        ("mixtral", "float32", 1, False),
+        ("mixtral", "bfloat16", 2, True),
     ],
 }
 

@@ -111,16 +111,25 @@ class World:
         return shard
 
 
-def planned(arch: Architecture, grid: Grid, sizes: list[int], budget: int) -> tuple[SyncPlan, Rounds, Traffic]:
+def planned(
+    arch: Architecture, grid: Grid, sizes: list[int], budget: int, rollout_ep: int = 1
+) -> tuple[SyncPlan, Rounds, Traffic]:
     """As `Resharding` plans it. `budget`: elements."""
     parameters = sync_parameters(arch, grid, stages_of_parameters(arch, sizes))
-    return plan_rounds(parameters, engine_tensors(arch, grid.rollout_tp, reads_shards=True).spans, grid, budget)
+    engine = engine_tensors(arch, grid.rollout_tp, reads_shards=True, rollout_ep=rollout_ep)
+    return plan_rounds(parameters, engine.spans, grid, budget)
 
 
 def world(
-    arch: Architecture, grid: Grid, sizes: list[int], *, budget: int = 1 << 14, dtype: torch.dtype = torch.bfloat16
+    arch: Architecture,
+    grid: Grid,
+    sizes: list[int],
+    *,
+    budget: int = 1 << 14,
+    dtype: torch.dtype = torch.bfloat16,
+    rollout_ep: int = 1,
 ) -> World:
-    plan, rounds, traffic = planned(arch, grid, sizes, budget)
+    plan, rounds, traffic = planned(arch, grid, sizes, budget, rollout_ep)
     generator = torch.Generator().manual_seed(0)
     whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in planned_shapes(arch).items()}
     return World(arch, grid, plan, rounds, traffic, whole)

@@ -168,20 +168,24 @@ def test_200_steps_at_one_learning_rate_are_lossless(lr: float, record_property:
     run_training([lr] * 200, record_property)
 
 
-LAYOUTS = [  # family, layout, layers of each stage
-    ("llama-tied", Grid(8, tp=2, pp=2, rollout_tp=4, ranks_per_node=4), [3, 1]),
-    ("qwen3", Grid(8, tp=8, rollout_tp=2, ranks_per_node=2), [4]),
-    ("qwen3-moe", Grid(8, tp=1, pp=4, ep=2, rollout_tp=4, ranks_per_node=8), [2, 1, 0, 1]),
-    ("mixtral", Grid(8, tp=2, pp=2, ep=2, rollout_tp=8, ranks_per_node=4), [2, 2]),
-    ("llama-groups", Grid(8, tp=4, pp=2, rollout_tp=8, ranks_per_node=4), [2, 2]),
-    ("llama", Grid(4, tp=2, rollout_tp=2, ranks_per_node=4), [4]),  # nothing moves
+LAYOUTS = [  # family, layout, layers of each stage, rollout ep
+    ("llama-tied", Grid(8, tp=2, pp=2, rollout_tp=4, ranks_per_node=4), [3, 1], 1),
+    ("qwen3", Grid(8, tp=8, rollout_tp=2, ranks_per_node=2), [4], 1),
+    ("qwen3-moe", Grid(8, tp=1, pp=4, ep=2, rollout_tp=4, ranks_per_node=8), [2, 1, 0, 1], 1),
+    ("qwen3-moe", Grid(4, tp=2, pp=2, rollout_tp=4, ranks_per_node=2), [2, 2], 4),
+    ("mixtral", Grid(8, tp=2, pp=2, ep=2, rollout_tp=8, ranks_per_node=4), [2, 2], 1),
+    ("llama-groups", Grid(8, tp=4, pp=2, rollout_tp=8, ranks_per_node=4), [2, 2], 1),
+    ("llama", Grid(4, tp=2, rollout_tp=2, ranks_per_node=4), [4], 1),  # nothing moves
 ]
 
 
-@pytest.mark.parametrize(("family", "grid", "sizes"), LAYOUTS)
+@pytest.mark.parametrize(("family", "grid", "sizes", "rollout_ep"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_other_layouts_are_lossless(family: str, grid: Grid, sizes: list[int], dtype: torch.dtype) -> None:
-    world = DeltaWorld(simulation.world(architecture(family), grid, sizes, budget=1 << 16, dtype=dtype))
+def test_other_layouts_are_lossless(
+    family: str, grid: Grid, sizes: list[int], rollout_ep: int, dtype: torch.dtype
+) -> None:
+    simulated = simulation.world(architecture(family), grid, sizes, budget=1 << 16, dtype=dtype, rollout_ep=rollout_ep)
+    world = DeltaWorld(simulated)
     for version, share in enumerate((0.0, 0.01, 0.5, 0.0, 0.04)):
         change(world, share)
         assert_exact(world, world.sync(version))

@@ -5,13 +5,17 @@ The reference is the definition itself, in Python's integers: words of 8 bytes, 
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.sync import digest
-from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync import digest, digest_cpu
+from grpo_megatron.sync.digest import digest_and_sum, part_digest
 from grpo_megatron.sync.tensors import SyncTensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -113,7 +117,74 @@ def test_devices_without_an_integer_mv_get_the_same(monkeypatch: pytest.MonkeyPa
     values = tensor_of((33, 24), torch.bfloat16)
     healthy = whole_digest(values)
     monkeypatch.setattr(digest, "_CHUNK_BYTES", 100)
-    words = digest._as_words(values.view(torch.int16))
-    factors = digest._numbers(digest._WORDS, 0, words.shape[1], words.device)
-    monkeypatch.setattr(digest, "_product", lambda w, first: digest._product_in_chunks(w, factors))
+    monkeypatch.setattr(digest, "_product", digest._product_in_chunks)
     assert whole_digest(values) == healthy
+
+
+# -- the compiled kernel -----------------------------------------------------------------------------------------------
+
+ALL_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SPECIAL = [math.nan, math.inf, -math.inf, -0.0, 0.0, 6e-8, -65504.0]  # a subnormal float16, and its largest value
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[None]:
+    if importlib.util.find_spec("numba") is None:
+        pytest.skip("numba is not installed; torch's form is used then")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_cpu, "SMALLEST_TENSOR", 1)
+        patch.setattr(digest_cpu, "_loaded", [])
+        digest_cpu.load(digest_cpu.SMALLEST_SYNC)
+        yield
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.one_of(st.tuples(st.integers(1, 60)), st.tuples(st.integers(1, 9), st.integers(1, 60))),
+    axis=st.integers(0, 1),
+    start=st.integers(0, 60),
+    stop=st.integers(0, 60),
+    dtype=st.sampled_from(ALL_DTYPES),
+    special=st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(SPECIAL)), max_size=3),
+)
+def test_the_compiled_kernel_gives_what_torch_gives(
+    kernel: None,
+    shape: tuple[int, ...],
+    axis: int,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    special: list[tuple[int, float]],
+) -> None:
+    """The digest of each cut, and whether it is finite: any alignment, rows with gaps, edges of less than a word."""
+    axis %= len(shape)
+    values = tensor_of(shape, dtype)
+    for place, value in special:
+        values.view(-1)[place % values.numel()] = value
+    low, high = sorted((min(start, shape[axis]), min(stop, shape[axis])))
+    part, tensor = values.narrow(axis, low, high - low), SyncTensor("w", shape, axis)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_cpu, "is_used_for", lambda words: False)
+        expected = part_digest(part, tensor, low)
+    got, number = digest_and_sum(part, tensor, low)
+    assert got == expected
+    assert number.isfinite() == part.isfinite().all()
+
+
+def test_every_exponent_of_bfloat16_is_classified(kernel: None) -> None:
+    """All 65,536 values, each with finite neighbours in its word."""
+    values = torch.ones(1 << 16, 4, dtype=torch.bfloat16)
+    values[:, 2] = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for row in values[:: 1 << 7]:  # one sign, exponent and first bit of the fraction each
+        _, number = digest_and_sum(row, SyncTensor("w", (4,), 0), 0)
+        assert number.isfinite() == row.isfinite().all()
+
+
+def test_the_kernel_is_compiled_for_large_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_cpu, "_loaded", [])
+    monkeypatch.setattr(digest_cpu, "_compiled", lambda: "compiled")
+    digest_cpu.load(digest_cpu.SMALLEST_SYNC - 1)
+    assert not digest_cpu._loaded
+    monkeypatch.setattr(digest_cpu.importlib.util, "find_spec", lambda name: None)
+    digest_cpu.load(digest_cpu.SMALLEST_SYNC)
+    assert not digest_cpu._loaded and not digest_cpu.is_used_for(torch.zeros(1 << 20, dtype=torch.int64))

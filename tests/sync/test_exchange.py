@@ -26,7 +26,10 @@ UNEVEN = {1: [4], 2: [1, 3], 4: [2, 1, 0, 1]}
 EVEN = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}
 
 
-def _layouts() -> Iterator[tuple[str, Grid, tuple[int, ...]]]:
+Layout = tuple[str, Grid, tuple[int, ...], int]  # family, layout, layers of each stage, rollout ep
+
+
+def _layouts() -> Iterator[Layout]:
     """Every family meets every kind of layout; which of them, rotates."""
     families = itertools.cycle(FAMILIES)
     for number, (tp, pp, replicas) in enumerate(SIZES):
@@ -38,19 +41,35 @@ def _layouts() -> Iterator[tuple[str, Grid, tuple[int, ...]]]:
             experts = {"qwen3-moe": 8, "mixtral": 4}.get(family)
             ep = replicas if experts and experts % replicas == 0 else 1
             sizes = (EVEN if number % 2 else UNEVEN)[pp]
-            yield family, Grid(world_size, tp, pp, ep, rollout_tp, ranks_per_node), tuple(sizes)
+            yield family, Grid(world_size, tp, pp, ep, rollout_tp, ranks_per_node), tuple(sizes), 1
     next(families)
 
 
-LAYOUTS = list(_layouts())
+def _with_whole_experts() -> Iterator[Layout]:
+    """Engines whose ranks have whole experts: with fewer, as many and more of them than the training layout's ranks."""
+    families = itertools.cycle([("qwen3-moe", 8), ("mixtral", 4), ("deepseek-v3", 4)])
+    for number, (tp, pp, replicas) in enumerate(SIZES):
+        world_size = tp * pp * replicas
+        if world_size > 8 and number % 2:
+            continue
+        family, experts = next(families)
+        for rollout_tp in (2, 4, 8):
+            if world_size % rollout_tp == experts % rollout_tp == 0:
+                ep = replicas if experts % replicas == 0 and number % 2 else 1
+                grid = Grid(world_size, tp, pp, ep, rollout_tp, (2, 4, 8)[number % 3])
+                yield family, grid, tuple((EVEN if number % 2 else UNEVEN)[pp]), rollout_tp
 
 
-def _name(layout: tuple[str, Grid, tuple[int, ...]]) -> str:
-    family, grid, sizes = layout
-    ep = f" EP{grid.ep}" if grid.ep > 1 else ""
+LAYOUTS = [*_layouts(), *_with_whole_experts()]
+
+
+def _name(layout: Layout) -> str:
+    family, grid, sizes, rollout_ep = layout
+    ep, engine_ep = (f" EP{size}" if size > 1 else "" for size in (grid.ep, rollout_ep))
     stages = "+".join(map(str, sizes))
     return (
-        f"{family} TP{grid.tp} PP{stages} x{grid.replicas}{ep} to TP{grid.rollout_tp}, nodes of {grid.ranks_per_node}"
+        f"{family} TP{grid.tp} PP{stages} x{grid.replicas}{ep} to TP{grid.rollout_tp}{engine_ep},"
+        f" nodes of {grid.ranks_per_node}"
     )
 
 
@@ -65,8 +84,8 @@ def budget_of(number: int) -> int:
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: _name(LAYOUTS[number]))
 def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
-    family, grid, sizes = LAYOUTS[number]
-    world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number))
+    family, grid, sizes, rollout_ep = LAYOUTS[number]
+    world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number), rollout_ep=rollout_ep)
     handed, counts = simulation.run(world)
     for rank in range(grid.world_size):
         assert handed[rank].keys() == world.whole.keys()
@@ -76,6 +95,8 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
                 t[tensor.name].narrow(tensor.axis, start, stop - start) for t in (handed[rank], world.whole)
             )
             assert torch.equal(got, expected), (rank, tensor.name)
+            if start == stop:
+                assert handed[rank][tensor.name].untyped_storage().nbytes() == got.itemsize, tensor.name
     floor = floor_of(world.plan.parameters, world.plan.spans, grid)
     assert [sum(c.received.values()) for c in counts] == floor.ranks.tolist()
     over_borders = [0] * grid.num_nodes
@@ -113,9 +134,9 @@ def test_the_pool_gives_no_memory_that_a_tensor_refers_to() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[::20], ids=_name)
-def test_the_floor_is_what_counting_row_by_row_gives(layout: tuple[str, Grid, tuple[int, ...]]) -> None:
-    family, grid, sizes = layout
-    plan, _, _ = simulation.planned(architecture(family), grid, list(sizes), 1 << 22)
+def test_the_floor_is_what_counting_row_by_row_gives(layout: Layout) -> None:
+    family, grid, sizes, rollout_ep = layout
+    plan, _, _ = simulation.planned(architecture(family), grid, list(sizes), 1 << 22, rollout_ep)
     floor = floor_of(plan.parameters, plan.spans, grid)
     assert (floor.ranks.tolist(), floor.nodes.tolist()) == _floors(plan)
 

@@ -26,9 +26,9 @@ MIB = 1 << 20
 def test_no_rank_sends_much_more_than_others_that_hold_the_same() -> None:
     """Over the network. And the message buffers fit the budget, unless a single part alone exceeds it."""
     num_compared = 0
-    for number, (family, grid, sizes) in enumerate(LAYOUTS):
+    for number, (family, grid, sizes, rollout_ep) in enumerate(LAYOUTS):
         budget = budget_of(number)
-        plan, _, traffic = simulation.planned(architecture(family), grid, list(sizes), budget)
+        plan, _, traffic = simulation.planned(architecture(family), grid, list(sizes), budget, rollout_ep)
         groups: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         for rank, sent in enumerate(traffic.sent[NETWORK].sum(axis=1)):
             stage, replica = rank // (grid.tp * grid.replicas), rank // grid.tp % grid.replicas
