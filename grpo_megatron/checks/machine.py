@@ -11,6 +11,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device, count_cuda_devices
 from grpo_megatron.observability.sinks import check_loggers
 from grpo_megatron.rollout.build import engine_packages
+from grpo_megatron.storage.lock import in_use_by, lock_holder
 
 NO_DEVICE = "torch sees no CUDA device on this machine"
 
@@ -27,6 +28,13 @@ def output_problems(config: Config) -> Problems:
         check_loggers(config.trainer.logger)
     except ConfigError as error:
         yield str(error)
+
+
+def in_use_problems(config: Config) -> Problems:
+    """No other run writes into the output folder. Nothing is locked: the run itself will do that."""
+    holder = lock_holder(config.trainer.output_dir)
+    if holder is not None:
+        yield f"trainer.output_dir={str(config.trainer.output_dir)!r}: {in_use_by(holder)}"
 
 
 def package_problems(config: Config) -> Problems:
