@@ -78,7 +78,7 @@ def device_lines(config: Config) -> Iterator[tuple[str, str]]:
     """For the plan, (name, text): whether it is a plan for this machine, and the kernels that a rank would use here."""
     device = config.trainer.device
     if device != "cpu" and count_cuda_devices() == 0:
-        meaning = "cpu here" if device == "auto" else "a plan for another machine"
+        meaning = "here a run would be on the CPU" if device == "auto" else "a plan for another machine"
         yield "device", f"{device}, and {NO_DEVICE}: {meaning}"
         return
     yield "kernels", _kernels(config)

@@ -144,14 +144,17 @@ def _validate(
 
 
 def _problems_of_the_start(args: argparse.Namespace, argv: list[str], config: Config, world_size: int) -> Iterator[str]:
-    """A command for another kind of config, and ranks that this process cannot start."""
+    """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
     from grpo_megatron.checks.scored_rows import trains_scores
+    from grpo_megatron.planning.resolved import resolved_problem
 
     if args.command == "train-reward" and not trains_scores(config):
         yield (
             f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"
             " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
         )
+    if args.resolved_config is not None and (problem := resolved_problem(args.resolved_config)):
+        yield problem
     if _starts_ranks(args, world_size) and config.trainer.nnodes > 1:
         yield _many_nodes(config, argv)
 
