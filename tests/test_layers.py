@@ -265,7 +265,7 @@ def test_the_command_line_starts_light() -> None:
             "importing",
             "cli",
         }
-        | {"storage", "storage.leftovers", "storage.lock"},  # standard library only
+        | {"storage.leftovers"},  # standard library only
         "cli.failures": {"reading.bounds", "config"},
         "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers", "storage.start_times"},
         "cli.plan": {"config", "importing"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from grpo_megatron.checks.memory import (
     is_counted_by_megatron,
     memory_of_stages,
 )
+from grpo_megatron.checks.page_rows import fitted_row, named_row, named_rows
 from grpo_megatron.checks.partial import partial_lines
 from grpo_megatron.checks.passes import pass_lines
 from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases
@@ -34,16 +34,20 @@ from grpo_megatron.models.architecture import Architecture
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
+LABEL_WIDTH, CELL_WIDTH = 22, 8  # of the table of phases
 SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam
 
 
-def describe_run(config: Config, checked: Checked, world_size: int, device_gib: float | None = None) -> str:
+def describe_run(
+    config: Config, checked: Checked, world_size: int, device_gib: float | None = None, *, width: int = 120
+) -> str:
     """The plan of a validated config: layout, step, lengths, model, memory, data. Several lines.
 
-    `device_gib`: the memory of one device in GiB, to say which phases fit it.
+    `device_gib`: the memory of one device in GiB, to say which phases fit it. `width`: characters of a line, apart from
+    tables and the prompt.
     """
     models = count_models(config, checked, world_size)
-    source = "parameters from the weight table; Megatron-Core is not installed here"
+    source = "by the weight table: Megatron-Core is not installed here"
     if is_counted_by_megatron():
         source = "parameters counted in Megatron-Core's own modules"
     sections = {
@@ -54,37 +58,30 @@ def describe_run(config: Config, checked: Checked, world_size: int, device_gib: 
         f"Memory of one rank, in GiB ({source})": chain(
             _memory_lines(config, world_size, *models), _host_lines(config, checked.arch, models[0])
         ),
-        "Weight sync": weight_sync_lines(config, checked.arch, world_size) if config.draws else [],
-        "Data": (_line(name, text) for name, text in data_lines(config, checked)),
+        "Weight sync": named_rows(weight_sync_lines(config, checked.arch, world_size) if config.draws else []),
+        "Data": named_rows(data_lines(config, checked)),
         "One prompt, as the model reads it": prompt_lines(checked),
-        "The reward of two answers to it": chain.from_iterable(
-            _wrapped(name, text) for name, text in trial_lines(checked.reward_calls)
-        ),
+        "The reward of two answers to it": named_rows(trial_lines(checked.reward_calls)),
     }
     if config.trainer.device != "cpu":
         phases = memory_phases(config, checked.arch, world_size, *models)
-        title = "Device memory of one rank in each phase, in GiB (~: estimated, checks/phases.py says how)"
-        sections[title] = _phase_lines(config, checked.arch, phases, device_gib)
-    written = {title: [f"  {line}" for line in lines] for title, lines in sections.items()}
-    parts = ["\n".join([title, *lines]) for title, lines in written.items() if lines]
+        title = "Device memory of one rank in each phase, in GiB (~: estimated)"
+        sections[title] = _phase_lines(config, checked.arch, phases, device_gib, width - 2)
+    written = {
+        title: [f"  {part}" for line in lines for part in fitted_row(line, width - 2)]
+        for title, lines in sections.items()
+    }
+    parts = ["\n".join([title, *map(str.rstrip, lines)]) for title, lines in written.items() if lines]
     return "\n\n".join(parts)
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:<18}{text}"
-
-
-def _wrapped(name: str, text: str) -> list[str]:
-    return textwrap.wrap(_line(name, text), 96, subsequent_indent=_line("", ""), break_on_hyphens=False)
 
 
 def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     nodes, per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if world_size == nodes * per_node:
-        yield _line("ranks", f"{world_size} = {counted(nodes, 'node')} x {per_node}")
+        yield named_row("ranks", f"{world_size} = {counted(nodes, 'node')} x {per_node}")
     else:
-        yield _line("ranks", f"{world_size} (the config has {nodes} x {per_node})")
+        yield named_row("ranks", f"{world_size} (the config has {nodes} x {per_node})")
     tp, cp = megatron.tensor_model_parallel_size, megatron.context_parallel_size
     pp, ep = megatron.pipeline_model_parallel_size, megatron.expert_model_parallel_size
     sizes = [f"tp {tp}", f"pp {pp}", f"dp {data_parallel_size(config, world_size)}"]
@@ -97,12 +94,12 @@ def _layout_lines(config: Config, world_size: int) -> Iterator[str]:
         training.append("sequence parallel")
     if megatron.use_distributed_optimizer:
         training.append("distributed optimizer")
-    yield _line("training", ", ".join([*training, config.model.dtype]))
+    yield named_row("training", ", ".join([*training, config.model.dtype]))
     engines = f"{counted(world_size // rollout_tp, 'engine')} of tp {rollout_tp}"
     if config.rollout.has_whole_experts:
         engines += f", experts over ep {config.rollout.expert_parallel_size}"
-    yield _line("rollout", engines if config.draws else "no engine: nothing is drawn")
-    yield from (_line(name, text) for name, text in device_lines(config))
+    yield named_row("rollout", engines if config.draws else "no engine: nothing is drawn")
+    yield from (named_row(name, text) for name, text in device_lines(config))
 
 
 def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[str]:
@@ -113,26 +110,26 @@ def _step_lines(config: Config, checked: Checked, world_size: int) -> Iterator[s
     dp = data_parallel_size(config, world_size)
     if config.algorithm.source == "file":
         responses = "" if n == 1 else f" x {n} responses = {batch * n:,}"
-        yield _line("samples", f"{counted(batch, 'row')}{responses}, read from files")
+        yield named_row("samples", f"{counted(batch, 'row')}{responses}, read from files")
     else:
         samples = f"{counted(batch, 'prompt')} x {n} = {batch * n:,}"
-        yield _line("samples", f"{samples}, about {_divided(batch * n, engines)} per engine")
+        yield named_row("samples", f"{samples}, about {_divided(batch * n, engines)} per engine")
     mini_batches = counted(actor.num_mini_batches(batch), "mini-batch", "mini-batches")
     updates = f"{mini_batches} x {counted(actor.ppo_epochs, 'epoch')} = {actor.num_updates(1, batch)}"
-    yield _line("optimizer steps", f"{updates}, of {samples_per_update:,} samples each")
-    yield _line("per dp rank", f"about {_divided(samples_per_update, dp)} samples of each optimizer step")
+    yield named_row("optimizer steps", f"{updates}, of {samples_per_update:,} samples each")
+    yield named_row("per dp rank", f"about {_divided(samples_per_update, dp)} samples of each optimizer step")
     cap = f"at most {actor.ppo_max_token_len_per_gpu:,} tokens"
     if actor.ppo_micro_batch_size_per_gpu:
         cap += f" and {counted(actor.ppo_micro_batch_size_per_gpu, 'sequence')}"
-    yield _line("micro-batch", f"{cap}, packed")
-    yield _line("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
+    yield named_row("micro-batch", f"{cap}, packed")
+    yield named_row("objective", f"{config.algorithm.adv_estimator}, {actor.loss_mode}, {actor.loss_agg_mode}")
     lines = chain(
         partial_lines(config),
         pass_lines(config),
         reward_lines(config, checked.reward_calls),
         environment_lines(config, checked.first_messages),
     )
-    yield from (_line(name, text) for name, text in lines)
+    yield from (named_row(name, text) for name, text in lines)
 
 
 def _samples_of_prompt(config: Config) -> int:
@@ -144,7 +141,7 @@ def _samples_of_prompt(config: Config) -> int:
 
 def _length_lines(config: Config, arch: Architecture) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    yield _line(
+    yield named_row(
         "sequence",
         f"prompt {prompt:,} + response {response:,} = {prompt + response:,}"
         f" of the model's {arch.max_position_embeddings:,}",
@@ -153,7 +150,7 @@ def _length_lines(config: Config, arch: Architecture) -> Iterator[str]:
 
 def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
     arch = checked.arch
-    yield _line("path", str(config.model.path))
+    yield named_row("path", str(config.model.path))
     mlp = f"MLP {arch.ffn_hidden_size}"
     if arch.num_experts:
         mlp = f"{arch.experts_per_token} of {arch.num_experts} experts of {arch.ffn_hidden_size}"
@@ -162,26 +159,28 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
     vocabulary = f"vocabulary {arch.vocab_size:,}"
     if arch.tied:
         vocabulary += " (tied)"
-    yield _line("architecture", f"{arch.family}: {arch.num_layers} layers x {arch.hidden_size}, {mlp}, {vocabulary}")
+    yield named_row(
+        "architecture", f"{arch.family}: {arch.num_layers} layers x {arch.hidden_size}, {mlp}, {vocabulary}"
+    )
     heads = f"{arch.num_attention_heads} heads of {arch.head_dim}, {arch.num_query_groups} for keys and values"
     if arch.latent is not None:
         heads += f"; latents of {arch.latent.q_rank or 'no'} (queries), {arch.latent.kv_rank} (keys and values)"
-    yield _line("attention", heads)
-    yield _line("parameters", f"{arch.num_parameters():,}")
+    yield named_row("attention", heads)
+    yield named_row("parameters", f"{arch.num_parameters():,}")
     if checked.has_weights:
-        yield _line("weights", "complete, by name and shape")
+        yield named_row("weights", "complete, by name and shape")
     else:
-        yield _line("weights", "NOT FOUND, so not checked; training needs *.safetensors in the folder")
+        yield named_row("weights", "NOT FOUND, so not checked; training needs *.safetensors in the folder")
     if checked.tokenizer is None:
-        yield _line("tokenizer", "NOT FOUND, so neither it nor the lengths of prompts were checked")
+        yield named_row("tokenizer", "NOT FOUND, so neither it nor the lengths of prompts were checked")
     else:
-        yield _line("tokenizer", f"{len(checked.tokenizer):,} tokens")
+        yield named_row("tokenizer", f"{len(checked.tokenizer):,} tokens")
         assert checked.end_tokens is not None
         for number, text in enumerate(checked.end_tokens.lines(checked.tokenizer)):
-            yield _line("" if number else "answers end with", text)
+            yield named_row("" if number else "answers end with", text)
     reward_models = reward_model_lines(config, checked.reward_folder, checked.reward_folders)
-    yield from (_line("reward model", text) for text in reward_models)
-    yield from (_line("critic", text) for text in critic_lines(config, checked.critic_folder))
+    yield from (named_row("reward model", text) for text in reward_models)
+    yield from (named_row("critic", text) for text in critic_lines(config, checked.critic_folder))
 
 
 def count_models(
@@ -235,8 +234,19 @@ def _host_lines(config: Config, arch: Architecture, policy: list[StageParameters
     )
 
 
-def _phase_lines(config: Config, arch: Architecture, phases: list[Phase], device_gib: float | None) -> Iterator[str]:
+def _phase_lines(
+    config: Config, arch: Architecture, phases: list[Phase], device_gib: float | None, width: int
+) -> Iterator[str]:
     """A column per phase, a row per part; then the smallest device that fits, or whether `device_gib` does."""
+    count = (width - LABEL_WIDTH) // CELL_WIDTH
+    for start in range(0, len(phases), count):
+        yield from [""] if start else []
+        yield from _phase_table(config, arch, phases[start : start + count], device_gib)
+    if device_gib is None:
+        yield "--gpu NAME (or GIB) marks the phases that do not fit."
+
+
+def _phase_table(config: Config, arch: Architecture, phases: list[Phase], device_gib: float | None) -> Iterator[str]:
     yield _cells("", [phase.name for phase in phases])
     if config.actor.megatron.pipeline_model_parallel_size > 1:
         yield _cells("fullest stage", [str(phase.stage) for phase in phases])
@@ -250,7 +260,6 @@ def _phase_lines(config: Config, arch: Architecture, phases: list[Phase], device
         if config.draws:
             yield _cells("engine's share", [f"{p.utilization:g} x" if p.utilization else "-" for p in phases])
         yield _cells("a device of", [f"{phase.smallest_device / GIB:.2f}" for phase in phases])
-        yield "--gpu NAME (or GIB) marks the phases that do not fit."
         return
     shares = [phase.utilization * device_gib for phase in phases]
     if config.draws:
@@ -271,7 +280,7 @@ def _share_lines(config: Config, arch: Architecture, phases: list[Phase], device
 
 
 def _cells(label: str, cells: list[str]) -> str:
-    return f"{label:<22}" + "".join(f"{cell:>9}" for cell in cells)
+    return f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)
 
 
 def _divided(number: int, parts: int) -> str:

@@ -41,3 +41,12 @@ def epoch_problems(config: Config, rows: int) -> Problems:
         yield (
             f"{counted} steps, and trainer.total_training_steps={trainer.total_training_steps}; leave one of them out"
         )
+
+
+def profile_problems(profiled: range | None, steps: int) -> Problems:
+    """A run of so many steps has those that --profile names."""
+    if profiled is not None and profiled.stop > steps:
+        yield (
+            f"--profile: the run has {steps} steps, counted from 0, so there is no step {profiled[-1]}; name earlier steps, or"
+            " raise trainer.total_training_steps"
+        )

@@ -11,6 +11,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device, count_cuda_devices
 from grpo_megatron.observability.sinks import check_loggers
 from grpo_megatron.rollout.build import engine_packages
+from grpo_megatron.storage.lock import in_use_by, lock_holder
 
 NO_DEVICE = "torch sees no CUDA device on this machine"
 
@@ -27,6 +28,13 @@ def output_problems(config: Config) -> Problems:
         check_loggers(config.trainer.logger)
     except ConfigError as error:
         yield str(error)
+
+
+def in_use_problems(config: Config) -> Problems:
+    """No other run writes into the output folder. Nothing is locked: the run itself will do that."""
+    holder = lock_holder(config.trainer.output_dir)
+    if holder is not None:
+        yield f"trainer.output_dir={str(config.trainer.output_dir)!r}: {in_use_by(holder)}"
 
 
 def package_problems(config: Config) -> Problems:
@@ -70,7 +78,7 @@ def device_lines(config: Config) -> Iterator[tuple[str, str]]:
     """For the plan, (name, text): whether it is a plan for this machine, and the kernels that a rank would use here."""
     device = config.trainer.device
     if device != "cpu" and count_cuda_devices() == 0:
-        meaning = "cpu here" if device == "auto" else "a plan for another machine"
+        meaning = "here a run would be on the CPU" if device == "auto" else "a plan for another machine"
         yield "device", f"{device}, and {NO_DEVICE}: {meaning}"
         return
     yield "kernels", _kernels(config)

@@ -22,7 +22,7 @@ from grpo_megatron.rewards.composite import COMPOSITE
 
 
 def name_problems(config: Config) -> Problems:
-    """Estimator, loss, aggregation, KL penalties, task and reward."""
+    """Estimator, loss, aggregation and KL penalties."""
     actor = config.actor
     registries: list[tuple[str, str, Registry[Any]]] = [
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, advantage_estimators),
@@ -46,6 +46,10 @@ def name_problems(config: Config) -> Problems:
             yield f"{key}: {error}"
         except Exception as error:  # whatever the user's module raises while it is imported
             yield f"{key}={name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
+
+
+def reward_name_problems(config: Config) -> Problems:
+    """Task and reward."""
     if problem := task_problem(config):
         yield problem
         return

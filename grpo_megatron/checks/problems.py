@@ -18,8 +18,11 @@ class ProblemList:
     def __init__(self) -> None:
         self.messages: list[str] = []
 
-    def add(self, problems: Iterable[str]) -> None:
+    def add(self, problems: Iterable[str]) -> bool:
+        """Returns whether there was none, so that a check which builds on this one can run."""
+        before = len(self.messages)
         self.messages += problems
+        return len(self.messages) == before
 
     def attempt(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """`read(...)`. If it raises ConfigError, its message becomes a problem and the result is None."""

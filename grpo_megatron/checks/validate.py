@@ -9,51 +9,40 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
-from grpo_megatron.checks.critic import critic_arch, critic_problems, read_critic
+from grpo_megatron.checks.critic import critic_problems
 from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
-from grpo_megatron.checks.epochs import epoch_problems, with_total_steps
+from grpo_megatron.checks.epochs import epoch_problems, profile_problems, with_total_steps
 from grpo_megatron.checks.experts import engine_expert_problems, expert_problems
 from grpo_megatron.checks.families import family_problems
 from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.learning_rate import schedule_problems
-from grpo_megatron.checks.machine import device_problems, output_problems, package_problems
-from grpo_megatron.checks.memory import parameters_from_table
+from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
 from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.names import name_problems, task_problem
+from grpo_megatron.checks.model_folders import ModelFolders
+from grpo_megatron.checks.names import name_problems, reward_name_problems, task_problem
 from grpo_megatron.checks.passes import sharing_problems
 from grpo_megatron.checks.passthrough import transformer_problems
-from grpo_megatron.checks.phases import memory_phases, phase_problems
 from grpo_megatron.checks.problems import ProblemList, Problems
-from grpo_megatron.checks.prompt_inputs import read_train_prompts, read_val_prompts
 from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, examples_of, report_trials
+from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, report_trials
 from grpo_megatron.checks.reward_columns import column_problems
-from grpo_megatron.checks.reward_model import (
-    MAIN,
-    OTHERS,
-    check_reward_folder,
-    read_reward_model,
-    reward_model_problems,
-    scoring_models,
-)
-from grpo_megatron.checks.score_head import read_scored_model, score_head_problems
-from grpo_megatron.checks.scored_rows import trains_scores
+from grpo_megatron.checks.reward_model import MAIN, OTHERS, reward_model_problems
+from grpo_megatron.checks.run_rows import RunRows
+from grpo_megatron.checks.run_start import RunStart
+from grpo_megatron.checks.score_head import score_head_problems
+from grpo_megatron.checks.shortage import SHORTAGE_KEYS, phase_shortages
 from grpo_megatron.checks.sources import source_problems, with_recognised_tasks
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
-from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
-from grpo_megatron.device import device_bytes
 from grpo_megatron.environments.environment import ChatMessage
-from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.precision import hardware_problems, precision_problems
 from grpo_megatron.models.reward_folder import RewardFolder
@@ -102,135 +91,137 @@ class Checked:
 
 
 def validate(
-    config: Config, world_size: int, *, dry_run: bool = False, elsewhere: bool = False, rehearsed: bool = False
+    config: Config,
+    world_size: int,
+    *,
+    dry_run: bool = False,
+    elsewhere: bool = False,
+    rehearsed: bool = False,
+    start: RunStart | None = None,
 ) -> Checked:
     """Check the whole config for a world of `world_size` ranks. Raises ConfigError with every problem, one per line.
 
     `dry_run`: the model folder may lack weights, and the machine Megatron-Core and vLLM. `elsewhere`: the plan is for
-    another machine, so the tokenizer and data files may be missing on this one. `rehearsed`: run the user's code, the reward
-    functions and the environment's reset,
-    on a row of the data, in a worker process; one process of a run is enough.
+    another machine, so the tokenizer and data files may be missing on this one. `rehearsed`: look whether another run uses
+    the output folder, and run the user's code, the reward functions and the environment's reset, on a row of the data, in a
+    worker process; one process of a run is enough. A check whose inputs are wrong themselves is left out.
     """
+    start = start or RunStart()
     problems = ProblemList()
+    problems.add(start.problems)
     config = with_recognised_tasks(config)
     data = config.data
-    scored_folder = None
-    if trains_scores(config):
-        scored_folder = problems.attempt(read_scored_model, config)
-        arch = scored_folder.arch if scored_folder is not None else None
-    else:
-        arch = problems.attempt(inputs.read_model, config.model.path, "model.path", config.model.family)
-    reward_folders = {}
-    for key, model in scoring_models(config).items():
-        if (folder := problems.attempt(read_reward_model, model, key)) is not None:
-            reward_folders[key] = folder
-    critic_folder = None
-    if config.critic.path is not None:
-        critic_folder = problems.attempt(read_critic, config.critic.path)
-
-    problems.add(layout_problems(config, world_size, arch))
-    problems.add(family_problems(config, arch))
-    on_cpu = config.trainer.device == "cpu"
-    problems.add(expert_problems(config.actor.megatron, world_size, arch, on_cpu=on_cpu))
-    problems.add(engine_expert_problems(config.rollout, arch, on_cpu=on_cpu))
-    problems.add(batch_problems(config))
-    problems.add(sampling_problems(config))
-    problems.add(stop_problems(config.rollout, arch))
-    problems.add(name_problems(config))
-    problems.add(source_problems(config) if task_problem(config) is None else [])
-    problems.add(score_head_problems(config))
-    problems.add(curation_problems(config))
-    problems.add(sharing_problems(config, arch))
-    problems.add(environment_problems(config))
-    problems.add(output_problems(config))
-    problems.add(precision_problems(config, arch))
-    problems.add(reward_model_problems(config, world_size, arch, reward_folders))
-    problems.add(critic_problems(config, world_size, arch, critic_folder))
-    problems.add(transformer_problems(config.actor.megatron.override_transformer_config))
-    if config.draws:
-        problems.add(engine_problems(config.rollout))
-    problems.add(length_problems(config, arch))
-    problems.add(inputs.missing_keys(config))
+    models = ModelFolders.read(config, problems)
+    has_layout = problems.add(_layout_problems(config, world_size, models.arch)) and models.are_complete(config)
+    has_layout &= not any(any(_layout_problems(config, world_size, arch)) for arch in models.other_archs)
+    problems.add(_setting_problems(config, models.arch))
+    problems.add(reward_model_problems(config, world_size, models.arch, models.rewards))
+    problems.add(critic_problems(config, world_size, models.arch, models.critic))
+    has_rewards = problems.add(reward_name_problems(config))
     if not dry_run:
-        problems.add(package_problems(config))
-        problems.add(device_problems(config, world_size))
-        problems.add(hardware_problems(config))
-
+        problems.add(_machine_problems(config, world_size))
     has_weights = inputs.has_weights(config.model.path)
-    if arch is not None:
-        if (has_weights or not dry_run) and scored_folder is not None:
-            problems.attempt(check_reward_folder, scored_folder, "model")
-        elif has_weights or not dry_run:
-            problems.attempt(inputs.check_weights, config.model.path, arch)
-        if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
-            problems.attempt(inputs.check_reference, config, arch)
-    for key, folder in reward_folders.items():
-        problems.attempt(check_reward_folder, folder, key)
-    if critic_folder is not None:
-        problems.attempt(check_reward_folder, critic_folder, "critic")
+    models.check_weights(config, problems, policy=has_weights or not dry_run)
 
-    tokenizer = None
-    folder_is_missing = arch is None and config.model.tokenizer_path is None  # reported above
-    if not folder_is_missing and (inputs.has_tokenizer(config) or not elsewhere):
-        tokenizer = problems.attempt(inputs.read_tokenizer, config, arch)
+    tokenizer = _read_tokenizer(config, models.arch, problems, elsewhere)
     end_tokens = None
     if tokenizer is not None:
-        end_tokens = problems.attempt(read_end_tokens, tokenizer, config.model.path, arch.vocab_size if arch else None)
+        vocab_size = models.arch.vocab_size if models.arch else None
+        end_tokens = problems.attempt(read_end_tokens, tokenizer, config.model.path, vocab_size)
     ends = end_tokens.ids if end_tokens else []
     environment = None
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
         environment = problems.attempt(check_environment, config, tokenizer, ends)
-    renderer = environment.renderer if environment else None
-    train_prompts = offline_groups = val_prompts = task_prompts = supervised_rows = val_loss_groups = None
-    if task_problem(config) is None:  # the task reads the rows
+    rows = RunRows()
+    if task_problem(config) is None and start.knows("data.task", "data.sources"):  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        train_prompts = problems.attempt(read_train_prompts, config, tokenizer, environment, is_plan=dry_run)
-        offline_groups = problems.attempt(inputs.read_offline_groups, config, tokenizer, renderer, ends)
-        val_prompts = problems.attempt(read_val_prompts, config, tokenizer, environment)
-        if config.data.val_tasks:
-            task_prompts = problems.attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
-        supervised_rows = problems.attempt(inputs.read_supervised, config, tokenizer, renderer, ends)
-        val_loss_groups = problems.attempt(inputs.read_val_loss_groups, config, tokenizer, renderer, ends)
+        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run)
 
-    prompts = [*examples_of(train_prompts or []), *(val_prompts or []), *(task_prompts or [])]
-    problems.add(column_problems(config, prompts))
-    num_rows = len(train_prompts or offline_groups or [])
-    problems.add(epoch_problems(config, num_rows))
-    config = with_total_steps(config, num_rows)
+    has_rewards &= problems.add(column_problems(config, rows.examples))
+    problems.add(epoch_problems(config, rows.num_trained))
+    config = with_total_steps(config, rows.num_trained)
     problems.add(method_problems(config))
-    if num_rows or config.trainer.total_epochs is None:  # else nobody knows the number of steps
+    if rows.num_trained or config.trainer.total_epochs is None:  # else nobody knows the number of steps
         problems.add(schedule_problems(config))
         problems.add(resume_problems(config) if not elsewhere else [])
-    problems.raise_if_any()
-    assert arch is not None
-    messages = calls = None
+        problems.add(profile_problems(start.profiled, config.trainer.total_training_steps))
+    calls = messages = None
     if rehearsed:
-        calls = problems.attempt(call_rewards, config, prompts)
-        messages = problems.attempt(rehearse, config, [*one_of_each(train_prompts or []), *(val_prompts or [])])
-        problems.raise_if_any()
+        problems.add(in_use_problems(config) if not dry_run else [])
+        if has_rewards and start.knows("data.task", "data.sources", "reward"):
+            calls = problems.attempt(call_rewards, config, rows.examples)
+        if environment is not None and start.knows("rollout.multi_turn"):
+            messages = problems.attempt(rehearse, config, rows.first_of_each)
+    if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.messages or not dry_run):  # else the plan's verdict
+        problems.add(phase_shortages(config, world_size, models, start.device, elsewhere=elsewhere))
+    problems.raise_if_any()
+    assert models.arch is not None
     if not dry_run:
         report_trials(config, calls or [])
-        problems.add(phase_shortages(config, world_size, arch, reward_folders, critic_folder))
-        problems.raise_if_any()
     return Checked(
-        arch,
+        models.arch,
         has_weights,
         tokenizer,
-        train_prompts or [],
-        [*(val_prompts or []), *(task_prompts or [])],
-        supervised_rows or [],
-        offline_groups or [],
-        reward_folders.pop(MAIN, None),
-        {key.removeprefix(OTHERS): folder for key, folder in reward_folders.items()},
+        rows.train_prompts,
+        [*rows.val_prompts, *rows.task_prompts],
+        rows.supervised,
+        rows.offline_groups,
+        models.rewards.get(MAIN),
+        {key.removeprefix(OTHERS): folder for key, folder in models.rewards.items() if key != MAIN},
         environment,
         messages or [],
         calls or [],
-        val_loss_groups or [],
-        scored_folder=scored_folder,
-        critic_folder=critic_folder,
+        rows.val_loss_groups,
+        scored_folder=models.scored,
+        critic_folder=models.critic,
         end_tokens=end_tokens,
         data=data,
     )
+
+
+def _layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:
+    """What must hold of a model before its memory can be counted."""
+    megatron = config.actor.megatron
+    yield from layout_problems(config, world_size, arch)
+    on_cpu = config.trainer.device == "cpu"
+    yield from expert_problems(megatron, world_size, arch, on_cpu=on_cpu)
+    yield from engine_expert_problems(config.rollout, arch, on_cpu=on_cpu)
+    yield from transformer_problems(megatron.override_transformer_config)
+
+
+def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
+    """Keys against each other and against the model."""
+    yield from family_problems(config, arch)
+    yield from batch_problems(config)
+    yield from sampling_problems(config)
+    yield from stop_problems(config.rollout, arch)
+    yield from name_problems(config)
+    yield from source_problems(config) if task_problem(config) is None else ()
+    yield from score_head_problems(config)
+    yield from curation_problems(config)
+    yield from sharing_problems(config, arch)
+    yield from environment_problems(config)
+    yield from output_problems(config)
+    yield from precision_problems(config, arch)
+    if config.draws:
+        yield from engine_problems(config.rollout)
+    yield from length_problems(config, arch)
+    yield from inputs.missing_keys(config)
+
+
+def _machine_problems(config: Config, world_size: int) -> Problems:
+    """What a run needs here, and a plan does not."""
+    yield from package_problems(config)
+    yield from device_problems(config, world_size)
+    yield from hardware_problems(config)
+
+
+def _read_tokenizer(config: Config, arch: Architecture | None, problems: ProblemList, elsewhere: bool) -> Any:
+    """None if there is none."""
+    is_reported = arch is None and config.model.tokenizer_path is None  # the folder is missing
+    if is_reported or (elsewhere and not inputs.has_tokenizer(config)):
+        return None
+    return problems.attempt(inputs.read_tokenizer, config, arch)
 
 
 def check_alone(config: Config) -> Checked:
@@ -246,24 +237,3 @@ def check_alone(config: Config) -> Checked:
             " both to 1, or start the config with: grpo-megatron train CONFIG"
         )
     return validate(config, 1, rehearsed=True)
-
-
-def phase_shortages(
-    config: Config,
-    world_size: int,
-    arch: Architecture,
-    reward_folders: Mapping[str, RewardFolder],
-    critic_folder: RewardFolder | None = None,
-) -> Problems:
-    """The phases of a valid config that cannot fit this rank's GPU. None on the CPU. Not run on a GPU yet."""
-    device = device_bytes(config.trainer.device)
-    if device is None:
-        return
-    megatron = config.actor.megatron
-    reward_models = [
-        parameters_from_table(folder.arch, megatron, has_output_head=False) for folder in reward_folders.values()
-    ]
-    own = critic_arch(config, arch, critic_folder)
-    critic = None if own is None else parameters_from_table(own, megatron, has_output_head=False)
-    phases = memory_phases(config, arch, world_size, parameters_from_table(arch, megatron), reward_models, critic)
-    yield from phase_problems(config, arch, phases, device)

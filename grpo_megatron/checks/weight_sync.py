@@ -107,14 +107,22 @@ def planned_for(config: Config, arch: Architecture, world_size: int) -> PlannedS
 _last_planned = functools.lru_cache(maxsize=1)(planned_sync)  # a page of a plan reads it twice
 
 
-def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> Iterator[str]:
-    """Lines of the dry run, for a layout that has been checked."""
+def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> Iterator[tuple[str, str]]:
+    """(name, text) for the printed plan of a layout that has been checked."""
     planned = planned_for(config, arch, world_size)
-    received, borders = (f"{sizes.max() / 1e9:,.4g} GB" for sizes in (planned.received, planned.over_borders))
-    whole = arch.num_parameters() * planned.itemsize / 1e9
-    messages = planned.operations(rank=0)
-    bandwidths = [NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S]
-    within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in bandwidths)
-    yield f"at most {received} of {whole:,.4g} GB into a rank, {borders} over the border of a node"
-    yield f"{planned.rounds.count:,} rounds, {messages:,} messages of rank 0; {planned.seconds():.2g} s at {within} per GPU"
-    yield f"within a node and {between} between nodes (estimated)"
+    whole, rounds = arch.num_parameters() * planned.itemsize, planned.rounds.count
+    if not planned.received.max():
+        yield "into a rank", f"nothing from other ranks: each has all {_size(whole)} that its engine reads"
+    else:
+        yield "into a rank", f"at most {_size(planned.received.max())} of {_size(whole)}"
+        if borders := planned.over_borders.max():
+            yield "", f"at most {_size(borders)} over the border of a node"
+    yield "messages", f"{planned.operations(rank=0):,} of rank 0, in {rounds:,} {'round' if rounds == 1 else 'rounds'}"
+    if config.trainer.device != "cpu" and planned.received.max():
+        within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S))
+        yield "seconds", f"{planned.seconds():.2g} at {within} per GPU in a node, {between} between nodes (estimated)"
+
+
+def _size(number: float) -> str:
+    unit, factor = next(((unit, f) for unit, f in (("GB", 1e9), ("MB", 1e6)) if number >= f), ("KB", 1e3))
+    return f"{number / factor:,.4g} {unit}"

@@ -20,6 +20,7 @@ import secrets
 import signal
 import sys
 import warnings
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,9 +34,8 @@ from grpo_megatron.cli.plan import print_plan, print_search
 from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
-from grpo_megatron.storage import StorageError
+from grpo_megatron.observability.progress import awaited
 from grpo_megatron.storage.leftovers import remove_leftovers
-from grpo_megatron.storage.lock import FolderLock
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -85,94 +85,98 @@ def _train(args: argparse.Namespace, argv: list[str]) -> int:
     except ConfigError as error:
         problems = problems_in(str(error))
         if isinstance(error, WrongKeys):
-            problems = with_other_mistakes(error, functools.partial(_check_rest, args))
+            problems = with_other_mistakes(error, functools.partial(_validate, args, argv, wrong_keys=error.keys))
         raise ConfigError("\n".join(in_file_order(problems, args.config, args.overrides))) from error
 
 
-def _check_rest(args: argparse.Namespace, config: Config) -> None:
-    """Check a config that lacks the keys which could not be read."""
-    is_rank = "RANK" in os.environ
-    _quieten(is_rank, starts_ranks=True)
-    with large_imports():
-        from grpo_megatron.checks.validate import validate
-    elsewhere = args.world_size is not None
-    validate(config, args.world_size or _world_size(config, is_rank), dry_run=args.dry_run, elsewhere=elsewhere)
-
-
 def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
-    is_reward = args.command == "train-reward"
-    config = load_config(args.config, args.overrides, reward_defaults if is_reward else None)
+    config = load_config(args.config, args.overrides, reward_defaults if args.command == "train-reward" else None)
     if args.command == "plan" and args.search:
         _quieten(is_rank=False, starts_ranks=False)
         return print_search(config, args)
-    from grpo_megatron.observability.progress import awaited
-
-    is_rank = "RANK" in os.environ
-    if config.trainer.total_epochs is None:
-        _check_profiled(args.profile, config.trainer.total_training_steps)
-    if not args.dry_run and config.trainer.total_epochs is None and _has_nothing_to_do(config):
+    is_rank, by_epochs = "RANK" in os.environ, config.trainer.total_epochs is not None
+    if not args.dry_run and not by_epochs and _has_nothing_to_do(config, args.profile):
         return 0
     world_size = args.world_size or _world_size(config, is_rank)
-    starts_ranks = not is_rank and not args.dry_run and world_size > 1
-    _quieten(is_rank, starts_ranks)
+    starts_ranks = _starts_ranks(args, world_size)
     if not args.dry_run and (not is_rank or _is_first_of_machine()):
         remove_leftovers()
     if not is_rank and not args.dry_run:
         ranks.announce_start(world_size, config.draws, str(config.model.path))
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
         ranks.start_fork_server(config.draws)
+    if not starts_ranks and not args.dry_run:
+        with awaited("importing libraries", os.environ.get("RANK", "0") == "0"), large_imports():
+            _join_run(is_rank)
+    checked = _validate(args, argv, config)
+    config = checked.resolved(config)
+    if not args.dry_run and by_epochs and _has_nothing_to_do(config, args.profile):
+        return 0
+    if args.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            print_plan(config, checked, world_size, args)
+        return 0
+    if starts_ranks:
+        del checked  # the ranks read the files themselves
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
+    return _run(config, checked, args.profile)
+
+
+def _validate(
+    args: argparse.Namespace, argv: list[str], config: Config, *, wrong_keys: Collection[str] = ()
+) -> Checked:
+    """Raises ConfigError with all problems, those of the command line too."""
+    is_rank = "RANK" in os.environ
+    world_size = args.world_size or _world_size(config, is_rank)
+    _quieten(is_rank, _starts_ranks(args, world_size))
     is_shown = not args.dry_run and os.environ.get("RANK", "0") == "0"
     with (
         awaited("importing libraries", is_shown),
         large_imports(),
     ):  # torch too: now the file is known to be well-formed
-        if not starts_ranks and not args.dry_run:
-            _join_run(is_rank)
+        from grpo_megatron.checks.run_start import RunStart
         from grpo_megatron.checks.validate import validate
-
-    is_first = os.environ.get("RANK", "0") == "0" and ranks.LAUNCHER_PID not in os.environ
-    checked = validate(
-        config, world_size, dry_run=args.dry_run, elsewhere=args.world_size is not None, rehearsed=is_first
+    device = None if args.gpu is None else args.gpu.usable_bytes
+    problems = list(_problems_of_the_start(args, argv, config, world_size))
+    return validate(
+        config,
+        world_size,
+        dry_run=args.dry_run,
+        elsewhere=args.world_size is not None,
+        rehearsed=os.environ.get("RANK", "0") == "0" and ranks.LAUNCHER_PID not in os.environ,
+        start=RunStart(problems, args.profile, device, wrong_keys),
     )
-    by_epochs = config.trainer.total_epochs is not None
-    config = checked.resolved(config)
-    if by_epochs:
-        _check_profiled(args.profile, config.trainer.total_training_steps)
-        if not args.dry_run and _has_nothing_to_do(config):
-            return 0
-    if is_reward and checked.scored_folder is None:
-        raise ConfigError(
+
+
+def _problems_of_the_start(args: argparse.Namespace, argv: list[str], config: Config, world_size: int) -> Iterator[str]:
+    """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
+    from grpo_megatron.checks.scored_rows import trains_scores
+    from grpo_megatron.planning.resolved import resolved_problem
+
+    if args.command == "train-reward" and not trains_scores(config):
+        yield (
             f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"
             " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
         )
-    if args.dry_run:
-        if os.environ.get("RANK", "0") == "0":
-            print_plan(config, checked, world_size, args)
-        return 0
-    if starts_ranks and config.trainer.nnodes > 1:
-        raise ConfigError(_many_nodes(config, argv))
-    if starts_ranks:
-        del checked  # the ranks read the files themselves
-        _check_unused(config.trainer.output_dir)
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
-    return _run(config, checked, args.profile)
+    if args.resolved_config is not None and (problem := resolved_problem(args.resolved_config)):
+        yield problem
+    if _starts_ranks(args, world_size) and config.trainer.nnodes > 1:
+        yield _many_nodes(config, argv)
 
 
-def _check_profiled(profiled: range | None, steps: int) -> None:
-    """Raise ConfigError if a run of so many steps does not have all those of --profile."""
-    if profiled is not None and profiled.stop > steps:
-        raise ConfigError(
-            f"--profile: the run has {steps} steps, counted from 0, so there is no step {profiled[-1]}; name earlier steps, or"
-            " raise trainer.total_training_steps"
-        )
+def _starts_ranks(args: argparse.Namespace, world_size: int) -> bool:
+    """Whether this process is to start the ranks of its machine, and is none itself."""
+    return "RANK" not in os.environ and not args.dry_run and world_size > 1
 
 
-def _has_nothing_to_do(config: Config) -> bool:
-    """Whether the run is done; then say so. A change that a resumed run may not make is left to `validate`."""
+def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
+    """Whether the run is done; then say so. What a resumed run may not change or profile is left to `validate`."""
+    from grpo_megatron.checks.epochs import profile_problems
     from grpo_megatron.checks.resume import resume_problems
     from grpo_megatron.training.stopping import is_done
 
-    if not is_done(config.trainer) or any(resume_problems(config)):
+    problems = [*resume_problems(config), *profile_problems(profiled, config.trainer.total_training_steps)]
+    if not is_done(config.trainer) or problems:
         return False
     if os.environ.get("RANK", "0") == "0":
         folder, steps = config.trainer.output_dir, config.trainer.total_training_steps
@@ -200,20 +204,8 @@ def _is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK") == "0" and ranks.LAUNCHER_PID not in os.environ
 
 
-def _check_unused(output_dir: Path) -> None:
-    """Raise ConfigError, before ranks are started, while another run uses the folder. Rank 0 will lock it."""
-    try:
-        if output_dir.is_dir():
-            FolderLock(output_dir).close()
-    except StorageError as error:
-        raise ConfigError(f"trainer.output_dir={str(output_dir)!r}: {error}") from error
-    except OSError:
-        pass  # reported by rank 0, which must write there
-
-
 def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     """Train as this rank until the run is over; returns the exit code."""
-    from grpo_megatron.observability.progress import awaited
     from grpo_megatron.parallel.heartbeat import when_stalled
     from grpo_megatron.training.stopping import Stopped, forget_outcome
 

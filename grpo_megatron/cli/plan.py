@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from typing import TYPE_CHECKING
 
 from grpo_megatron.config import Config, ConfigError
@@ -13,16 +14,22 @@ if TYPE_CHECKING:
 
 
 def print_plan(config: Config, checked: Checked, world_size: int, args: argparse.Namespace) -> None:
-    """Raises ConfigError, after the plan, if the run cannot fit the GPU."""
+    """Raises ConfigError, after the plan, if the run cannot fit the GPU. Then the resolved config is not written."""
     from grpo_megatron.planning.page import plan_page
-    from grpo_megatron.planning.resolved import write_resolved
+    from grpo_megatron.planning.resolved import write_beside_run, write_resolved
+    from grpo_megatron.planning.verdict import PAGE_WIDTH
 
-    if args.resolved_config is not None:
+    width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
+    page = plan_page(config, checked, world_size, args.gpu, elsewhere=args.world_size is not None, width=width)
+    if page.problem is not None:
+        print(page, flush=True)
+        raise ConfigError(page.problem)
+    if args.resolved_config is None:
+        written = write_beside_run(config)
+    else:
         write_resolved(config, args.resolved_config)
-    page, problem = plan_page(config, checked, world_size, args.gpu, elsewhere=args.world_size is not None)
-    print(page, flush=True)
-    if problem is not None:
-        raise ConfigError(problem)
+        written = str(args.resolved_config)
+    print(page.with_section("Every key with its value, as a config", [written]), flush=True)
 
 
 def print_search(config: Config, args: argparse.Namespace) -> int:

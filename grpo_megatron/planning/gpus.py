@@ -34,6 +34,7 @@ class Gpu:
     nvlink_bytes_per_s: float
     host_bytes_per_s: float
     network_bytes_per_s: float = 50e9
+    remark: str = ""  # how a name that stands for several sizes was understood
 
     @property
     def usable_bytes(self) -> float:
@@ -55,14 +56,15 @@ REFERENCE = "h100-80"  # whose peaks a device has that is given in GiB
 
 
 def find_gpu(text: str) -> Gpu:
-    """A GPU by name, without its size where there is one only, or by GiB of memory, with the peaks of REFERENCE.
+    """A GPU by name, or by GiB of memory, with the peaks of REFERENCE. Raises ValueError.
 
-    Raises ValueError.
+    The size may be left out. Where there are several, the first one of GPUS is taken, and `remark` says so.
     """
     name = text.lower()
     named = [gpu for gpu in GPUS.values() if name in (gpu.name, gpu.name.partition("-")[0])]
     if len(named) > 1:
-        raise ValueError(f"{text!r} is one of {', '.join(gpu.name for gpu in named)}; name one of them")
+        others = " and ".join(f"{gpu.name} has {gpu.name.partition('-')[2]} GB" for gpu in named[1:])
+        return replace(named[0], remark=f"{name}: taken as {named[0].name}; {others}")
     if named:
         return named[0]
     number = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?", text.strip(), re.IGNORECASE)

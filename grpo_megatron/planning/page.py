@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpo_megatron.checks.dry_run import describe_run
@@ -19,17 +18,39 @@ from grpo_megatron.planning.machine import PlannedMachine
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.plan_warnings import core_warning, plan_warnings
 from grpo_megatron.planning.traffic import border_traffic
-from grpo_megatron.planning.verdict import PAGE_WIDTH, misfit, verdict_lines, verdict_without_gpu
+from grpo_megatron.planning.verdict import PAGE_WIDTH, misfit, verdict_lines, verdict_without_gpu, wrapped_item
 from grpo_megatron.planning.workload import Workload
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
 
+@dataclass(frozen=True)
+class PlanPage:
+    """`problem`: why the run cannot fit, if this is certain. As a string, the page ends with the verdict."""
+
+    sections: tuple[str, ...]
+    verdict: str
+    problem: str | None
+
+    def __str__(self) -> str:
+        return "\n\n".join([*self.sections, self.verdict])
+
+    def with_section(self, title: str, lines: Sequence[str]) -> PlanPage:
+        """With one more section before the verdict."""
+        return replace(self, sections=(*self.sections, _section(title, lines)))
+
+
 def plan_page(
-    config: Config, checked: Checked, world_size: int, gpu: Gpu | None, *, elsewhere: bool = False
-) -> tuple[str, str | None]:
-    """The whole page of a valid config, and why the run cannot fit, if this is certain.
+    config: Config,
+    checked: Checked,
+    world_size: int,
+    gpu: Gpu | None,
+    *,
+    elsewhere: bool = False,
+    width: int = PAGE_WIDTH,
+) -> PlanPage:
+    """The page of a valid config, in lines of at most `width` characters where that is possible.
 
     `gpu`: the one to fit; None: that of this machine, if it has one. `elsewhere`: the plan is for other machines.
     """
@@ -50,26 +71,27 @@ def plan_page(
         f"Seconds of a step (estimated, at half of the largest lengths; {machine.gpu.name})": list(
             _step_lines(work, machine, found)
         ),
-        "Warnings": [line for warning in warnings for line in _wrapped(warning)],
-        "Verdict": list(
-            verdict_without_gpu(config, models, world_size)
-            if found is None
-            else verdict_lines(config, models, work, machine, found)
-        ),
+        "Warnings": [line for warning in warnings for line in wrapped_item(warning, width - 2)],
     }
-    parts = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items() if lines]
-    text = describe_run(config, checked, world_size, gpu.usable_gib if gpu is not None else None)
-    return "\n\n".join([text, *parts]), misfit(found) if found is not None else None
+    verdict = list(
+        verdict_without_gpu(config, models, world_size)
+        if found is None
+        else verdict_lines(config, models, work, machine, found, width - 2)
+    )
+    text = describe_run(config, checked, world_size, gpu.usable_gib if gpu is not None else None, width=width)
+    parts = [_section(title, lines) for title, lines in sections.items() if lines]
+    problem = misfit(found) if found is not None else None
+    return PlanPage((text, *parts), _section("Verdict", verdict), problem)
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines)])
 
 
 def _own_gpu(config: Config) -> Gpu | None:
     """With the peaks of REFERENCE. Not run on a GPU yet."""
     size = device_bytes(config.trainer.device)
     return None if size is None else replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, PAGE_WIDTH, initial_indent="- ", subsequent_indent="  ")
 
 
 def _border_lines(config: Config, models: PlannedModels, work: Workload, world_size: int) -> Iterator[str]:
@@ -98,4 +120,5 @@ def _step_lines(work: Workload, machine: PlannedMachine, found: Fit | None) -> I
     seconds = step_seconds(work, found.layout, machine, found.cache.tokens if found.cache is not None else 0)
     parts = {"generate": seconds.generate, "score": seconds.score, "update": seconds.update, "sync": seconds.sync}
     terms = " + ".join(f"{name} {value:.1f}" for name, value in parts.items() if value)
-    yield f"{seconds.step:.1f} = {terms}; {work.tokens / seconds.step / machine.world_size:,.0f} tokens/s per GPU"
+    yield f"{seconds.step:.1f} = {terms}"
+    yield f"{work.tokens / seconds.step / machine.world_size:,.0f} tokens/s per GPU"

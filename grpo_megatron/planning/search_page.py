@@ -47,6 +47,8 @@ def _head(config: Config, work: Workload, machine: PlannedMachine, result: Searc
         f"{work.arch.family} of {work.arch.num_parameters():,} parameters on {machine.world_size} x {gpu.name}"
         f" ({gpu.usable_gib:g} GiB), nodes of {machine.per_node}"
     )
+    if gpu.remark:
+        yield gpu.remark
     yield (
         f"a step: {work.samples:,} samples, prompts of {work.prompt_tokens:g} and responses of {work.response_tokens:g}"
         f" tokens on average, the longest {work.longest_response:,}"

@@ -14,18 +14,26 @@ from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.nearest import PlannedLayout, nearest_layouts
 from grpo_megatron.planning.workload import Workload
 
-PAGE_WIDTH = 98  # characters per line of a plan
+PAGE_WIDTH = 120  # characters per line of a plan, where the width of the terminal is not known
 
 
 def verdict_lines(
-    config: Config, models: PlannedModels, work: Workload, machine: PlannedMachine, found: Fit
+    config: Config, models: PlannedModels, work: Workload, machine: PlannedMachine, found: Fit, width: int = PAGE_WIDTH
 ) -> Iterator[str]:
     """For a named GPU. The last line is the verdict itself."""
+    if machine.gpu.remark:
+        yield machine.gpu.remark
     problems = [shortage(config, phase, found.device) for phase in found.full_phases]
     if not found.has_cache:
         problems.append(f"the engine's cache does not hold one sequence of {found.length:,} tokens (see the warnings)")
+    if not found.fits:
+        yield (
+            "too large even without the estimated parts:"
+            if found.is_impossible
+            else "too large by the estimated parts (~):"
+        )
     for problem in problems:
-        yield from textwrap.wrap(problem, PAGE_WIDTH, initial_indent="- ", subsequent_indent="  ")
+        yield from wrapped_item(problem, width)
     if not found.fits:
         near = nearest_layouts(config, models, work, machine)
         yield "nearest layouts that fit, with their estimated step:" if near else "no layout that was tried fits"
@@ -38,10 +46,14 @@ def _verdict(gpu: Gpu, found: Fit) -> str:
     name, size = found.fullest
     room = f"{gpu.name}, {round(gpu.usable_gib, 2):g} GiB usable" if "GiB" not in gpu.name else gpu.name
     fullest = f"fullest phase: {name}, {size / GIB:.2f} GiB"
-    if found.fits:
-        return f"FITS {room} ({fullest})"
-    reason = "even without the estimated parts" if found.is_impossible else "by the estimated parts"
-    return f"DOES NOT FIT {room} ({fullest}; {reason})"
+    return f"{'FITS' if found.fits else 'DOES NOT FIT'} {room} ({fullest})"
+
+
+def wrapped_item(text: str, width: int) -> list[str]:
+    """Lines of an item of a list."""
+    return textwrap.wrap(
+        text, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 def misfit(found: Fit) -> str | None:
@@ -65,7 +77,7 @@ def _described(planned: PlannedLayout, config: Config) -> Iterator[str]:
 def verdict_without_gpu(config: Config, models: PlannedModels, world_size: int) -> Iterator[str]:
     """Which of the known GPUs fit."""
     if config.trainer.device == "cpu":
-        yield "NO VERDICT for trainer.device=cpu: the plan counts the memory of GPUs; set trainer.device=auto"
+        yield "NO VERDICT for trainer.device=cpu: only the memory of GPUs is counted"
         return
     fits = {name: fit(config, models, world_size, gpu.usable_bytes).fits for name, gpu in GPUS.items()}
     yield "--gpu NAME or --gpu GIB says what to change, and which layouts fit."

@@ -60,6 +60,8 @@ def _header(run: NewRun, machine: Machine) -> Iterator[str]:
         where = f"{machine.nodes} x {machine.per_node} GPUs, {machine.gpu.name}"
     yield f"# GRPO on the task {run.task}."
     yield f"# Model: {arch.family}, {_count(arch.num_parameters())} parameters, {arch.num_layers} layers. Machine: {where}."
+    if machine.gpu is not None and machine.gpu.remark:
+        yield f"# --gpu {machine.gpu.remark}."
     yield "# Only what matters most is here: `grpo-megatron keys SECTION` lists every key with its default."
 
 

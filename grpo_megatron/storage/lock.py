@@ -67,17 +67,10 @@ class FolderLock:
                     return
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
-            holder = self._holder()
+            holder = _signature(self.path)
             if not _is_of_this_job(holder) or time.monotonic() > deadline:
-                raise StorageError(
-                    f"it is in use by {holder or 'another process'}; wait for its end, stop it, or use another folder"
-                )
+                raise StorageError(in_use_by(holder))
             time.sleep(1)
-
-    def _holder(self) -> str:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            return self.path.read_text(encoding="utf-8").strip()
-        return ""
 
     def _sign(self) -> None:
         since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
@@ -85,6 +78,38 @@ class FolderLock:
         with contextlib.suppress(OSError):  # a full disk: the name of the holder is a help, no part of the lock
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, text.encode(), 0)
+
+
+def lock_holder(folder: Path) -> str | None:
+    """Who holds the lock of `folder`; None if nobody does, or only this Slurm job, whose lock is waited for.
+
+    Writes nothing. A folder without the lock's file, or one that cannot be read, counts as free.
+    """
+    path = folder / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = _signature(path)
+        is_held = error.errno in (errno.EWOULDBLOCK, errno.EACCES) and not _is_of_this_job(holder)
+        return holder if is_held else None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def in_use_by(holder: str) -> str:
+    """A message about a folder."""
+    return f"it is in use by {holder or 'another process'}; wait for its end, stop it, or use another folder"
+
+
+def _signature(path: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
 
 
 def _job_suffix() -> str:

@@ -345,7 +345,7 @@ def test_a_missing_package_is_refused_before_a_run_only(
     monkeypatch.setitem(sys.modules, "grpo_megatron.models.meta", None)  # importing it raises ImportError
     assert "the package 'megatron' is not installed; pip install megatron-core" in refused()
     assert main.main(["train", str(run / "run.yaml"), "--dry-run"]) == 0
-    assert "parameters from the weight table; Megatron-Core is not installed here" in capsys.readouterr().out
+    assert "by the weight table: Megatron-Core is not installed here" in capsys.readouterr().out
 
 
 def test_a_users_module_that_raises_is_refused(

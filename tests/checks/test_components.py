@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.checks.components import component_problems, resolved_components, reward_name
-from grpo_megatron.checks.names import name_problems
+from grpo_megatron.checks.names import reward_name_problems
 from grpo_megatron.checks.reward_call import call_rewards, reward_lines
 from grpo_megatron.checks.reward_columns import column_problems
 from grpo_megatron.config import Config
@@ -28,7 +28,7 @@ def config(*components: dict[str, Any], task: str = "gsm8k", **reward: Any) -> C
 def test_the_example_of_the_docs_is_accepted() -> None:
     example = DOCS.read_text().partition("## Sums of several")[2].split("```")[1]
     made = Config.model_validate({"model": {"path": "m"}, **parse_yaml(example)})
-    assert list(name_problems(made)) == []
+    assert list(reward_name_problems(made)) == []
     assert [part["function"] for part in resolved_components(made)] == [
         "graded_answer",
         "format",
@@ -93,7 +93,7 @@ def test_names_stand_for_functions() -> None:
     ],
 )
 def test_what_is_refused(components: list[dict[str, Any]], more: dict[str, Any], problem: str) -> None:
-    problems = list(name_problems(config(*components, **more)))
+    problems = list(reward_name_problems(config(*components, **more)))
     assert len(problems) == 1, problems
     assert problem in problems[0]
 
@@ -120,7 +120,7 @@ def test_circles_of_gates(gates: dict[str, str], circles: list[str]) -> None:
 
 
 def test_a_composite_has_no_other_name() -> None:
-    (problem,) = name_problems(config(function="composite"))
+    (problem,) = reward_name_problems(config(function="composite"))
     assert (
         problem
         == "reward.function='composite' is the sum of reward.components; set those, and leave reward.function out"

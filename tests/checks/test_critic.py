@@ -13,7 +13,7 @@ from grpo_megatron.checks.dry_run import count_models, describe_run
 from grpo_megatron.checks.learning_rate import schedule_problems
 from grpo_megatron.checks.memory import memory_of_stages
 from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.names import name_problems
+from grpo_megatron.checks.names import name_problems, reward_name_problems
 from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.checks.resume import refusals
 from grpo_megatron.checks.reward_model import check_reward_folder
@@ -34,7 +34,7 @@ def config_of(**sections: Any) -> Config:
 
 def problems(**sections: Any) -> list[str]:
     config = config_of(**sections)
-    checks = (method_problems, name_problems, schedule_problems, batch_problems)
+    checks = (method_problems, name_problems, reward_name_problems, schedule_problems, batch_problems)
     return [*critic_problems(config, 2, None, None), *(problem for check in checks for problem in check(config))]
 
 

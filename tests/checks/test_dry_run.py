@@ -102,7 +102,7 @@ def test_the_plan_counts_what_a_step_is(run: Path, capsys: pytest.CaptureFixture
         "4 prompts, before training, every 5 steps, at the end",
     ):
         assert line in text, text
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_the_plan_says_which_passes_a_step_makes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,9 +168,9 @@ def test_epochs_and_validation_rows_that_cannot_be(run: Path, capsys: pytest.Cap
         assert expected in capsys.readouterr().err
 
 
-def test_a_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_its_config_only(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(run, capsys, f"trainer.output_dir={tmp_path / 'out'}")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.resolved.yaml"]
 
 
 @pytest.mark.skipif(not LLAMA_70B.exists(), reason=f"needs {LLAMA_70B}")
@@ -195,7 +195,8 @@ def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{2 * gib:>9.3f} {4 * gib:>9.3f} {6 * gib:>9.3f} {2 * gib:>9.3f} {14 * gib:>9.3f}" in text
     # Into a rank of a middle stage: an eighth of the model but its own shard. Into its node: what other stages have.
     into_rank, into_node = 2 * (70_553_706_496 / 8 - layers) / 1e9, 2 * (70_553_706_496 - 20 * 855_654_400) / 1e9
-    assert f"at most {into_rank:.2f} GB of 141.1 GB into a rank, {into_node:.1f} GB over the border of a node" in text
+    assert f"at most {into_rank:.2f} GB of 141.1 GB\n" in text
+    assert f"at most {into_node:.1f} GB over the border of a node\n" in text
     assert "NOT FOUND" in text
     assert "on the host" not in text
     keys = ["rollout.sync=delta", "rollout.engine_options={sleep_level: 1}", "rollout.tensor_model_parallel_size=4"]

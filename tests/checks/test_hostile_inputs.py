@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.checks.inputs import read_model
-from grpo_megatron.checks.names import name_problems
+from grpo_megatron.checks.names import name_problems, reward_name_problems
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, DataConfig, MegatronConfig
@@ -331,7 +331,7 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: py
         ("reward", "function"),
     ):
         config = Config.model_validate({"model": {"path": "m"}, section: {key: "ending_module:thing"}})
-        (problem,) = name_problems(config)
+        (problem,) = [*name_problems(config), *reward_name_problems(config)]
         assert problem.startswith(f"{section}.{key}: ")
         assert "importing module 'ending_module' ends the process" in problem
         assert "ending_module" not in sys.modules
@@ -343,7 +343,7 @@ def test_a_task_function_that_ends_the_process_is_named(tmp_path: Path, monkeypa
     (tmp_path / "ending_task.py").write_text("import sys\ndef task(): sys.exit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     config = Config.model_validate({"model": {"path": "m"}, "data": {"task": "ending_task:task"}})
-    (problem,) = name_problems(config)
+    (problem,) = reward_name_problems(config)
     assert problem.startswith("data.task: task 'ending_task:task': calling it ends the process (exit code 0)")
 
 

@@ -111,7 +111,10 @@ def test_a_run_without_cuda_is_refused_and_its_plan_is_not(
     ("device", "words"),
     [
         ("cpu", "kernels           Megatron-Core's layers; no Transformer Engine: this run is on the CPU"),
-        ("auto", "device            auto, and torch sees no CUDA device on this machine: cpu here"),
+        (
+            "auto",
+            "device            auto, and torch sees no CUDA device on this machine: here a run would be on the CPU",
+        ),
     ],
 )
 def test_the_plan_names_device_and_kernels(

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_megatron.checks.environment import check_environment, environment_lines, environment_problems
 from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.names import name_problems
+from grpo_megatron.checks.names import reward_name_problems
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.environments.environment import ChatMessage, Environment, Step
 
@@ -87,8 +87,8 @@ def test_an_environment_that_grades_needs_no_reward_function(tmp_path: Path) -> 
     task = tmp_path / "quiz.yaml"
     task.write_text("name: quiz\nversion: 1\ntitle: Quiz\nquestion: ['{q}']\nanswer: [{field: a}]\n")
     data = {"task": str(task)}
-    assert list(name_problems(config(GAME, data=data))) == []
-    (problem,) = name_problems(config(TALK, data=data))
+    assert list(reward_name_problems(config(GAME, data=data))) == []
+    (problem,) = reward_name_problems(config(TALK, data=data))
     assert "has no reward of its own" in problem
 
 

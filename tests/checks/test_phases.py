@@ -21,8 +21,9 @@ from unittest import mock
 
 import pytest
 
-from grpo_megatron.checks import validate
+from grpo_megatron.checks import shortage
 from grpo_megatron.checks.memory import parameters_from_table
+from grpo_megatron.checks.model_folders import ModelFolders
 from grpo_megatron.checks.phases import GIB, RESERVED, Phase, memory_phases, phase_problems
 from grpo_megatron.cli import main
 from grpo_megatron.config import Config
@@ -258,11 +259,14 @@ def test_the_check_before_the_engine_agrees_with_vllm() -> None:
 
 def test_a_run_on_gpus_is_refused_before_anything_is_built() -> None:
     config = config_of(WITH_GRADIENTS)
-    with mock.patch.object(validate, "device_bytes", return_value=80 * GIB):
-        problems = list(validate.phase_shortages(config, 8, arch_8b(), {}))
-        fits = list(validate.phase_shortages(config_of(), 8, arch_8b(), {}))
+    models = ModelFolders(arch_8b(), None, {}, None)
+    with mock.patch.object(shortage, "device_bytes", return_value=80 * GIB):
+        problems = list(shortage.phase_shortages(config, 8, models))
+        fits = list(shortage.phase_shortages(config_of(), 8, models))
+        assert not list(shortage.phase_shortages(config, 8, models, elsewhere=True))
     assert len(problems) == 2 and not fits
-    assert not list(validate.phase_shortages(config.model_copy(), 8, arch_8b(), {}))  # no GPU here
+    assert list(shortage.phase_shortages(config, 8, models, 80 * GIB, elsewhere=True)) == problems
+    assert not list(shortage.phase_shortages(config, 8, models))  # no GPU here
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -286,8 +290,8 @@ def test_the_plan_marks_phases_that_do_not_fit(run: Path, capsys: pytest.Capture
     assert sum(float(cells[3]) for cells in of_share) == pytest.approx(48, abs=0.02)
     assert main.main([*command, "--gpu-memory", "2.5"]) == 0
     out = capsys.readouterr().out
-    assert "fits       NO     fits       NO" in out and "- phase start does not fit a device of 2.50 GiB" in out
-    assert max(map(len, out.splitlines())) <= 100
+    assert "fits      NO    fits      NO" in out and "- phase start does not fit a device of 2.50 GiB" in out
+    assert max(map(len, out.splitlines())) <= 120
     assert out.splitlines()[-1].startswith("  DOES NOT FIT 2.5 GiB") and "by the estimated parts" in out
     assert main.main([*command, "--gpu", "0.001"]) == 2  # 1 MiB: not even the weights
     captured = capsys.readouterr()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_megatron.observability.flops import peak_tflops
@@ -23,8 +25,8 @@ def test_peaks_are_those_of_the_mfu() -> None:
 
 def test_a_gpu_by_name_or_by_gib() -> None:
     assert find_gpu("H100-80") is find_gpu("h100") is GPUS["h100-80"]
-    with pytest.raises(ValueError, match="'A100' is one of a100-80, a100-40"):
-        find_gpu("A100")
+    assert find_gpu("A100") == replace(GPUS["a100-80"], remark="a100: taken as a100-80; a100-40 has 40 GB")
+    assert find_gpu("a100-40") is GPUS["a100-40"] and not find_gpu("h100").remark
     other = find_gpu("62.5")
     assert (other.usable_gib, other.tflops, other.name) == (62.5, GPUS[REFERENCE].tflops, "62.5 GiB")
 

@@ -18,6 +18,7 @@ from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.machine import PlannedMachine
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.plan_warnings import plan_warnings
+from grpo_megatron.planning.resolved import resolved_path
 from grpo_megatron.planning.verdict import verdict_lines
 from grpo_megatron.planning.workload import Workload
 from tests.runs import make_run
@@ -32,8 +33,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def in_a_folder_with_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
 
 
 def page(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -54,7 +56,7 @@ def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) 
     arguments = [EXAMPLE, "--world-size", "64", "--gpu", "h100-80"]
     text = page(capsys, "train", "--dry-run", *arguments)
     assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 57.92 GiB)"
-    assert max(map(len, text.splitlines())) <= 110
+    assert max(map(len, text.splitlines())) <= 120
     assert page(capsys, "plan", *arguments) == text
     assert section(text, "KV cache of an engine") == [
         "  ~ 29.34 GiB = 769,216 tokens of 40 KiB",
@@ -64,7 +66,7 @@ def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) 
     assert not warnings(text)
     seconds = section(text, "Seconds of a step")[0]
     total, _, parts = seconds.partition(" = ")
-    terms = [float(term.split()[1]) for term in parts.partition(";")[0].split(" + ")]
+    terms = [float(term.split()[1]) for term in parts.split(" + ")]
     assert sum(terms) == pytest.approx(float(total), abs=0.3)
 
 
@@ -76,12 +78,62 @@ def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureF
     text = captured.out
     verdict = section(text, "Verdict")
     assert verdict[-1].strip().startswith("DOES NOT FIT a100-40, 39.38 GiB usable (fullest phase: scoring, 49.02 GiB")
-    assert "- phase scoring does not fit" in verdict[0]
+    assert verdict[0] == "  too large even without the estimated parts:"
+    assert "- phase scoring does not fit" in verdict[1]
     assert sum("fullest phase" in line and " s, " in line for line in verdict) == 3
     assert f"        {pp}=8" in verdict
     assert "does not fit a GPU of 39.38 GiB, even without the estimated parts (phase scoring, update)" in captured.err
     config = load_config(EXAMPLE, [f"{pp}=8"])
     assert fit(config, PlannedModels.read(config), 64, find_gpu("a100-40").usable_bytes).fits
+
+
+def test_a_page_for_a_narrow_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The name of a GPU without its size is explained, and the verdict ends the page."""
+    plans = {EXAMPLE: ["--world-size", "64", "--gpu", "a100"], str(run / "run.yaml"): []}
+    for config, more in plans.items():
+        with mock.patch.dict(os.environ, {"COLUMNS": "80"}):
+            text = page(capsys, "plan", config, *more)
+        assert max(map(len, text.splitlines())) <= 80, text
+    text = page(capsys, "plan", EXAMPLE, "--world-size", "64", "--gpu", "a100")
+    assert section(text, "Verdict") == [
+        "  a100: taken as a100-80; a100-40 has 40 GB",
+        "  FITS a100-80, 79.14 GiB usable (fullest phase: start, 57.94 GiB)",
+    ]
+
+
+def test_a_plan_writes_the_resolved_config_beside_the_output_folder(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second plan replaces it. What is the user's, or of another machine, stays as it is."""
+    config = str(run / "run.yaml")
+    keys = ["trainer.output_dir=new/mine", "rollout.n=3"]
+    title = "Every key with its value, as a config"
+    for n in (3, 5):
+        text = page(capsys, "plan", config, *keys, f"rollout.n={n}")
+        assert section(text, title) == ["  new/mine.resolved.yaml"]
+        assert load_config("new/mine.resolved.yaml").rollout.n == n
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["mine.resolved.yaml"]
+    assert page(capsys, "plan", "new/mine.resolved.yaml").split("\n\n")[1:] == text.split("\n\n")[1:]
+    (tmp_path / "new/mine.resolved.yaml").write_text("mine: true\n")
+    for keys, reason in (
+        (["trainer.output_dir=new/mine"], "new/mine.resolved.yaml is not of a dry run"),
+        (["--world-size", "2", f"trainer.output_dir={tmp_path}/no/folder/run"], "No such file or directory"),
+    ):
+        (line,) = section(page(capsys, "plan", config, *keys), title)
+        assert "not written: " in line and reason in line and "--resolved-config FILE" in line
+    assert (tmp_path / "new/mine.resolved.yaml").read_text() == "mine: true\n" and not (tmp_path / "no").exists()
+    assert resolved_path(Path("..")) == Path("../run.resolved.yaml") and resolved_path(Path()).parent == Path()
+
+
+def test_a_refused_plan_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(run / "run.yaml")
+    tiny = ["trainer.device=auto", "--gpu", "0.001"]
+    for keys in (["rollout.n=1"], tiny, [*tiny, "--resolved-config", "all.yaml"]):
+        assert main.main(["plan", config, *keys]) == 2
+    assert main.main(["plan", config, "rollout.n=1", "--resolved-config", "no/all.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert "the folder 'no' does not exist" in err and err.count("rollout.n=1") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["examples"]
 
 
 def test_a_machine_with_gpus_is_fitted_itself(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,8 +189,9 @@ def test_an_engine_without_a_cache_does_not_fit() -> None:
     models, machine = PlannedModels.read(config), PlannedMachine(find_gpu("h100-80"), 64)
     found = fit(config, models, 64, machine.gpu.usable_bytes)
     lines = list(verdict_lines(config, models, Workload.of(config, models), machine, found))
-    assert "the engine's cache does not hold one sequence of 4,096 tokens" in lines[0]
-    assert "DOES NOT FIT" in lines[-1] and "by the estimated parts" in lines[-1]
+    assert lines[0] == "too large by the estimated parts (~):"
+    assert "the engine's cache does not hold one sequence of 4,096 tokens" in lines[1]
+    assert "DOES NOT FIT" in lines[-1]
     assert any("rollout.gpu_memory_utilization" in line or "rollout.tensor" in line for line in lines[1:-1])
     config = load_config(EXAMPLE, ["rollout.gpu_memory_utilization=0.2"])  # the weights alone have 16.43 of 15.82
     assert fit(config, models, 64, machine.gpu.usable_bytes).is_impossible
