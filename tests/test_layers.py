@@ -265,9 +265,16 @@ def test_the_command_line_starts_light() -> None:
             "importing",
             "cli",
         }
-        | {"storage.leftovers"},  # standard library only
+        | {"observability.progress", "storage.leftovers"},  # standard library only
         "cli.failures": {"reading.bounds", "config"},
-        "cli.ranks": {"cli.failures", "child", "storage.atomic", "storage.leftovers", "storage.start_times"},
+        "cli.ranks": {
+            "cli.failures",
+            "child",
+            "observability.progress",
+            "storage.atomic",
+            "storage.leftovers",
+            "storage.start_times",
+        },
         "cli.plan": {"config", "importing"},
         "cli.commands": set(),
         "importing": set(),

@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo_megatron.child import die_with_parent
 from grpo_megatron.cli.failures import END_FILE, explain_failure, has_started
+from grpo_megatron.observability.progress import awaited
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.storage.leftovers import folder_until_exit, private_folder
 from grpo_megatron.storage.start_times import begin_start
@@ -68,7 +69,6 @@ def start_ranks(
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from grpo_megatron.observability.progress import awaited
     from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
 
     if not can_stop:  # `train` has announced it before its checks
