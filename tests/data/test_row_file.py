@@ -84,7 +84,7 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="was changed while it was in use"):
         list(rows.rows(1, 2))
     rows, modified = open_rows(lines), lines.stat().st_mtime_ns
-    lines.write_text('{"a": 11, "b":   2}\n')  # as many bytes
+    lines.write_text('{"a": 11, "b":  2}\n')  # as many bytes
     os.utime(lines, ns=(modified, modified))
     with pytest.raises(ConfigError, match="was changed while it was in use"):
         list(rows.rows(0, 2))
