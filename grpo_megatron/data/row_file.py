@@ -79,7 +79,9 @@ class LineFile(OffsetFile):
     def _lines(self, start: int, end: int) -> list[bytes]:
         """The lines of rows [start, end)."""
         lines = self._bytes_of(start, end).split(b"\n")
-        if len(lines) > end - start:  # behind the last newline, and blank ones
+        if not lines[-1]:  # behind the last newline
+            lines.pop()
+        if len(lines) > end - start:  # some are blank
             lines = [line for line in lines if line.strip()]
         if len(lines) != end - start:
             raise self._was_changed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,25 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
     lines.write_text('{"a": 11}\n{"a": 2}\n')
     with pytest.raises(ConfigError, match="was changed while it was in use"):
         list(rows.rows(1, 2))
+    rows, modified = open_rows(lines), lines.stat().st_mtime_ns
+    lines.write_text('{"a": 11, "b":  2}\n')  # as many bytes
+    os.utime(lines, ns=(modified, modified))
+    with pytest.raises(ConfigError, match="was changed while it was in use"):
+        list(rows.rows(0, 2))
+
+
+def test_a_row_that_is_too_long_is_wrong_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_megatron.data.row_file.MAX_ROW", 32)
+    monkeypatch.setattr("grpo_megatron.data.offset_file.OffsetFile.BLOCK", 32)
+    lines = tmp_path / "a.jsonl"
+    fits, long = {"a": "x" * 23}, {"a": "x" * 24}  # 32 and 33 bytes
+    lines.write_text("\n".join(map(json.dumps, [fits, long, {}, {}, long])))
+    rows = open_rows(lines)
+    first, second, third, fourth, fifth = rows.rows(0, 5)
+    assert (first, third, fourth) == (fits, {}, {})
+    assert all(isinstance(row, ValueError) and "at most 32 are read" in str(row) for row in (second, fifth))
 
 
 def test_parquet_and_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +131,8 @@ def test_values_that_json_lacks(tmp_path: Path) -> None:
     row = {"day": day, "bytes": b"\xff", "price": decimal.Decimal("1.50"), "deep": [{"day": day}], "none": None}
     expected = {"day": "2026-01-02", "bytes": "/w==", "price": "1.50", "deep": [{"day": "2026-01-02"}], "none": None}
     assert by_number(parquet(tmp_path / "a.parquet", [row] * 20)) == [expected] * 20
+    nested = parquet(tmp_path / "b.parquet", [{"deep": [{"day": day}], "text": "a"}] * 20)
+    assert by_number(nested) == [{"deep": [{"day": "2026-01-02"}], "text": "a"}] * 20
 
 
 def test_without_pyarrow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tracemalloc
@@ -62,6 +63,21 @@ def test_each_row_is_measured_once_over_processes_and_runs(tmp_path: Path) -> No
     assert (counted(rows, seen).run() == expected).all()
     assert seen == [*range(64, 80), *range(32, 48)]
     assert counted(rows, seen, key=None).run().shape == (100, 1)
+
+
+def test_rows_are_checked_without_garbage_collections(tmp_path: Path) -> None:
+    rows = RowSet([write(tmp_path / "a.jsonl", 40)], "s")
+    enabled: list[bool] = []
+
+    def parse(row: dict[str, Any]) -> int:
+        enabled.append(gc.isenabled())
+        if len(enabled) == 20:
+            raise KeyError("a mistake of the task's own")
+        return 0
+
+    with pytest.raises(KeyError):
+        Survey(rows, parse, lambda parsed: np.zeros((len(parsed), 1), np.int32), None).run()
+    assert not any(enabled) and gc.isenabled()
 
 
 def test_chunks_that_another_process_has_are_waited_for(tmp_path: Path) -> None:

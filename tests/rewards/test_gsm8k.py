@@ -15,6 +15,7 @@ from grpo_megatron.rewards import rewards
 from grpo_megatron.rewards.arithmetic import arithmetic_reward
 from grpo_megatron.rewards.graded import graded_reward
 from grpo_megatron.rewards.gsm8k import (
+    WINDOW,
     contains_number,
     gsm8k_reward,
     marked_number,
@@ -156,6 +157,11 @@ def test_the_prediction_as_text(text: str, answer: str | None) -> None:
 
 
 def test_an_answer_that_is_no_number_is_an_error_not_a_zero() -> None:
+    for digits in ("0", "007", "42", "9" * WINDOW):
+        assert numeric_answer(digits) == parse_number(digits) == int(digits)
+    for digits in ("9" * (WINDOW + 1), "\uff14\uff12", "\u00b2", ""):
+        with pytest.raises(ValueError, match="is not a number"):
+            numeric_answer(digits)
     assert numeric_answer("1,234") == numeric_answer("so it is\n#### 1,234") == 1234
     with pytest.raises(ValueError, match="'many' is not a number"):
         gsm8k_reward("#### 42", "many")
