@@ -143,13 +143,20 @@ def further_options(arch: Architecture) -> str:
 
 
 def unsupported_there(arch: Architecture) -> str | None:
-    """Why no options make Megatron-LM build this model. None: they do."""
+    """Why options alone do not make Megatron-LM build this model, or not in all versions. None: they do.
+
+    Source: gpt_builders.py and megatron/training of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and of August 2026.
+    """
     if arch.post_norms:
         return "norms after attention and MLP: Megatron-LM needs a layer spec of your own (--spec)"
     if arch.rope_linear_factor is not None and not float(arch.rope_linear_factor).is_integer():
         return (
             f"RoPE scaled linearly by {arch.rope_linear_factor:g}: --rotary-seq-len-interpolation-factor takes integers"
         )
+    if arch.rope_linear_factor is not None:
+        return "core_v0.16.1 and core_v0.17.1 read --rotary-seq-len-interpolation-factor and do not use it"
+    if arch.rope_factor not in (None, 8.0):
+        return f"versions up to August 2026 read --rope-scaling-factor and build the model with 8, not {arch.rope_factor:g}"
     if arch.rope_yarn is not None:
         return "YaRN: give its options (--yarn-..., or those of latent attention) yourself"
     return None

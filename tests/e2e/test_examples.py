@@ -16,15 +16,14 @@ import pytest
 import torch
 import yaml
 
-from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.starting import prepare
 from tests import worlds
-from tests.e2e import run_ranks
 from tests.generation.serving import argv_of, ask, served
 from tests.listeners import is_loopback, listeners
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
+MODEL = "outputs/gsm8k/model"
 
 
 def watched_command(*arguments: str, cwd: Path, timeout: float = 1100) -> tuple[str, set[str]]:
@@ -167,24 +166,29 @@ def notebook(folder: Path, code: str) -> tuple[list[float], dict[str, Any], str]
 
 @pytest.fixture(scope="module")
 def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """model/ with a real tokenizer and random weights, and gsm8k/ with enough of the real rows for two steps.
+    """A folder with the model that the header's first command writes, smaller, and rows enough for two steps.
 
-    The command is that of the example's header: the tokenizer's folder has tokenizer.json alone.
+    The model has a real tokenizer and random weights. The tokenizer's folder has tokenizer.json alone.
     """
     root = tmp_path_factory.mktemp("gsm8k")
+    (root / "examples").symlink_to(ROOT / "examples")
     (root / "gsm8k").mkdir()
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
-    small |= {"num_key_value_heads": 2, "max_window_layers": 4, "max_position_embeddings": 1024}
-    sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
-    header = (ROOT / "examples/gsm8k_cpu.yaml").read_text().partition("\n#   python -m grpo_megatron train")[0]
-    words = shlex.split(header.partition("grpo_megatron prepare ")[2].replace("\\\n#", ""))
-    values = {"QWEN2_CONFIG_JSON": SHARED / "hf_configs/Qwen2.5-0.5B.json", "outputs/gsm8k/model": root / "model"}
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    values = {"QWEN2_CONFIG_JSON": SHARED / "hf_configs/Qwen2.5-0.5B.json", MODEL: root / MODEL}
     values["QWEN2_TOKENIZER_FOLDER"] = SHARED / "tokenizers/qwen"
-    assert prepare.main([*(str(values.get(word, word)) for word in words), *sizes]) == 0
+    words = header_commands()[0].removeprefix("python -m grpo_megatron prepare ")
+    sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
+    assert prepare.main([*(str(values.get(word, word)) for word in shlex.split(words)), *sizes]) == 0
     for name in ("train", "test"):  # few rows, because every rank tokenises all of them
         lines = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (root / "gsm8k" / f"{name}.jsonl").write_text("".join(lines[:64]))
     return root
+
+
+def header_commands() -> list[str]:
+    """The two commands in the header of the example, one line each."""
+    header = (ROOT / "examples/gsm8k_cpu.yaml").read_text().replace("\\\n#", "")
+    return re.findall(r"^#   (python -m grpo_megatron .*)$", header, re.MULTILINE)
 
 
 def verl_file(source: Path, target: Path) -> Path:
@@ -214,19 +218,15 @@ def verl_file(source: Path, target: Path) -> Path:
 def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
     """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged.
 
+    The command is the second one of the example's header, shortened by overrides at its end, in the folder of the first.
     Two sources: the rows as they are published, and in a Parquet file of verl's form. PP2; tests/e2e/test_recipes.py has
     runs with DP2, tests/slurm/test_jobs.py one with TP2 x PP2.
     """
-    out = tmp_path / "run"
     verl = verl_file(gsm8k / "gsm8k" / "train.jsonl", tmp_path / "train.parquet")
-    overrides = [
-        f"model.path={gsm8k}/model",
+    shorter = [
         "data.train_files=[]",
         f"data.sources=[{{name: verl, files: {verl}, task: verl, weight: 1}},"
-        f" {{name: published, files: {gsm8k}/gsm8k/train.jsonl, weight: 3}}]",
-        "data.val_files=[]",  # the problems as a task of the scripted evaluation
-        "data.val_tasks=[gsm8k]",
-        f"data.val_data={gsm8k}",
+        " {name: published, files: gsm8k/train.jsonl, weight: 3}]",
         "data.val_max_samples=4",
         "data.max_response_length=24",
         "data.train_batch_size=4",
@@ -235,14 +235,11 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
         "rollout.engine_options.kv_cache_gib=0.1",
         "trainer.total_training_steps=2",
         "trainer.save_hf_at_end=false",
-        "trainer.n_gpus_per_node=2",
-        f"trainer.output_dir={out}",
         "actor.megatron.pipeline_model_parallel_size=2",
     ]
-    # Without the command line, whose start takes longest; test_quickstart_in_short covers it.
-    raw = load_config(ROOT / "examples/gsm8k_cpu.yaml", overrides).model_dump(mode="json")
-    worlds.run(run_ranks.train, 2, raw=raw, keep_weights=False)
-    first, second, last = rows(out)
+    _, command = header_commands()
+    watched_command(*shlex.split(command.replace("GSM8K/", "gsm8k/"))[1:], *shorter, cwd=gsm8k)
+    first, second, last = rows(gsm8k / "outputs/gsm8k/run")
     for row in (first, second):
         assert row["training/rollout_logp_diff_mean"] < 1e-6
         assert row["prompt_length/mean"] > 60  # chat template and a real question
