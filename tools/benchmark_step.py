@@ -2,9 +2,9 @@
 
 Both train the same random model on the same prompts with the same reward, in float32, on two processes of one thread each:
 8 samples per prompt of exactly the same number of tokens, one optimizer step per rollout, no KL term, token-mean loss. Both
-sides are started in turn, and the first steps of each run are not counted. TRL is installed into an environment of its own,
-under outputs/benchmark/. It generates by transformers' `generate`; with --trl-vllm also by vLLM within its processes
-(benchmark_trl_vllm.py says what this takes on the CPU).
+sides are started in turn, and the first steps of each run are not counted. TRL is installed by the first call into an
+environment of its own, outputs/benchmark/trl of this checkout. It generates by transformers' `generate`; with --trl-vllm also
+by vLLM within its processes (benchmark_trl_vllm.py says what this takes on the CPU).
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ def trl_python() -> Path:
     if not done.exists() or done.read_text() != " ".join(TRL):
         print(f"installing {', '.join(TRL)} into {venv} (about two minutes)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
-        subprocess.run([venv / "bin" / "python", "-m", "pip", "install", "--quiet", *TRL], check=True)
+        if subprocess.run([venv / "bin" / "python", "-m", "pip", "install", "--quiet", *TRL], check=False).returncode:
+            raise SystemExit(
+                f"error: pip could not install {', '.join(TRL)}. The wheels of torch ...+cpu are on PyTorch's own CPU index,"
+                " named on its 'Get started' page (Linux, Pip, CPU): add it with PIP_EXTRA_INDEX_URL and run again"
+            )
         done.write_text(" ".join(TRL))
     return venv / "bin" / "python"
 
