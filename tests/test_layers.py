@@ -132,6 +132,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "matplotlib": ("observability.curves",),
     "numpy": ("data.",),
     "numba": ("sync.digest_cpu",),
+    "triton": ("sync.digest_gpu",),
     "pyarrow": ("data.arrow_rows",),
     "tqdm": ("data.survey", "observability.console", "training.validation", "evaluation.", "convert."),
     "latex2mathml": ("evaluation.formulas",),
