@@ -133,6 +133,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "numpy": ("data.",),
     "msgspec": ("reading.json_lines",),
     "numba": ("sync.digest_cpu",),
+    "triton": ("sync.digest_gpu",),
     "pyarrow": ("data.arrow_rows",),
     "tqdm": ("data.survey", "observability.console", "training.validation", "evaluation.", "convert."),
     "latex2mathml": ("evaluation.formulas",),

@@ -12,12 +12,13 @@ of about 2^(t - 64), where t is the lowest bit that differs in any word. So only
 bits of words can escape, for example two flipped signs of a bfloat16 tensor, both in columns 3, 7, 11, ...
 
 torch.mv on int64 runs at the speed of a copy on CPU (measured); for large models a compiled kernel is faster (digest_cpu.py).
-CUDA has no such product; the form used there was not run on a GPU yet.
+CUDA has no such product, and a kernel of its own (digest_gpu.py), which was not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 
 import torch
@@ -96,11 +97,22 @@ def _as_words(bits: Tensor) -> Tensor:
 
 def _product(words: Tensor, factors: Tensor) -> Tensor:
     """Per row the sum of b[w] * word. [R]"""
-    return torch.mv(words, factors) if words.device.type == "cpu" else _product_in_chunks(words, factors)
+    if words.device.type == "cpu":
+        return torch.mv(words, factors)
+    if not _has_triton():
+        return _product_in_chunks(words, factors)
+    from grpo_megatron.sync.digest_gpu import row_sums
+
+    return row_sums(words, factors)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _product_in_chunks(words: Tensor, factors: Tensor) -> Tensor:
-    """torch.mv for devices that have none for integers. Not run on a GPU yet."""
+    """torch.mv for devices that have none for integers, and no Triton. Not run on a GPU yet."""
     chunks = words.split(max(1, _CHUNK_BYTES // (words.shape[1] * WORD_BYTES)))
     return torch.cat([(chunk * factors).sum(1) for chunk in chunks])
 

@@ -122,6 +122,25 @@ def host_copies() -> dict[str, Any]:
     return {"to the device": (1.074 / onto, "GB/s"), "to the host": (1.074 / back, "GB/s")}
 
 
+@probe
+def digests() -> dict[str, Any]:
+    """The kernel that digests weights, and torch's form of it: the same numbers, and bytes per second of each."""
+    needs_package("triton", "Triton")
+    from grpo_megatron.sync import digest
+    from grpo_megatron.sync.digest_gpu import row_sums
+
+    words = torch.randint(-(2**63), 2**63 - 1, (1 << 15, 1 << 12), device="cuda")
+    factors = digest._numbers(digest._WORDS, 0, words.shape[1], words.device)
+    for cut in (words, words[:, 5:1027]):
+        of_cut = factors[: cut.shape[1]]
+        assert torch.equal(row_sums(cut, of_cut), digest._product_in_chunks(cut, of_cut))
+    forms = {"kernel": row_sums, "torch": digest._product_in_chunks}
+    return {
+        name: (words.nbytes / 1e9 / _median_seconds(lambda form=form: form(words, factors)), "GB/s")
+        for name, form in forms.items()
+    }
+
+
 # -- torch and Megatron-Core -------------------------------------------------------------------------------------------
 
 
