@@ -10,28 +10,39 @@ from typing import Any
 from grpo_megatron.cli.commands import COMMANDS, STARTS_RANKS
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 
+RUNS = {  # name: line in --help
+    "train": "train with the settings of a YAML file",
+    "train-reward": "train a reward model on pairs, or a process reward model on labelled steps",
+    "plan": "what a config needs, whether it fits, and layouts that do",
+}
+ORDER = (  # in --help: as a user meets them
+    *("quickstart", "examples", "init", "import", "plan", "train", "train-reward", "watch", "report", "evaluate"),
+    *("generate", "curate", "convert", "prepare", "replay", "keys"),
+)
 MAX_PLANNED_RANKS = 1 << 20  # of --world-size
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
     """The options of `train`, `train-reward` or `plan`. A mistake ends the process with exit code 2."""
-    parser = argparse.ArgumentParser("grpo-megatron", description="GRPO training of language models on Megatron-Core.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.help, add_help=False)
-    for name, line in STARTS_RANKS.items():
-        commands.add_parser(name, help=line, add_help=False)
-    commands.add_parser("quickstart", help="train a tiny model on this CPU in one to two minutes", add_help=False)
-    epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
-    train = commands.add_parser("train", help="train with the settings of a YAML file", epilog=epilog)
-    reward = commands.add_parser(
-        "train-reward", help="train a reward model on pairs, or a process reward model on labelled steps", epilog=epilog
+    parser = argparse.ArgumentParser(
+        "grpo-megatron",
+        description="GRPO training of language models on Megatron-Core.",
+        epilog="grpo-megatron COMMAND --help lists the options of a command.",
     )
-    plan = commands.add_parser("plan", help="what a config needs and whether it fits; layouts that do", epilog=epilog)
-    parsers = {"train": train, "train-reward": reward, "plan": plan}
-    for parser_of_run in parsers.values():
-        _add_train_arguments(parser_of_run)
-    _add_plan_arguments(plan)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    lines = {name: command.help for name, command in COMMANDS.items()} | STARTS_RANKS | RUNS
+    lines["quickstart"] = "train a tiny model on this CPU in one to two minutes"
+    epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
+    parsers = {}
+    for name in sorted(lines, key=ORDER.index):
+        if name in RUNS:
+            parsers[name] = commands.add_parser(name, help=lines[name], description=f"{lines[name]}.", epilog=epilog)
+        else:
+            commands.add_parser(name, help=lines[name], add_help=False)
+    for name, parser_of_run in parsers.items():
+        _add_run_arguments(parser_of_run)
+        (_add_plan_arguments if name == "plan" else _add_train_arguments)(parser_of_run)
+    plan = parsers["plan"]
     args, rest = parser.parse_known_args(argv)
     train = parsers[args.command]
     for argument in rest:  # overrides after an option
@@ -39,7 +50,6 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
             train.error(f"unknown option {argument}")
         args.overrides.append(argument)
     if args.command == "plan":
-        args.dry_run = True
         _check_plan(plan, args)
     if args.world_size is not None and not (args.dry_run and 1 <= args.world_size <= MAX_PLANNED_RANKS):
         train.error(
@@ -107,37 +117,41 @@ def _count(text: str) -> int:
 
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--dry-run", action="store_true", default=True, help=argparse.SUPPRESS)  # that is what a plan is
+    plan.set_defaults(profile=None)
     plan.add_argument("--search", action="store_true", help="list the layouts that fit, the fastest first (estimated)")
-    plan.add_argument("--nodes-of", type=_count, metavar="N", help="GPUs per node; default: trainer.n_gpus_per_node")
-    plan.add_argument("--top", type=_count, metavar="N", help="layouts to list; default: 10")
+    plan.add_argument("--nodes-of", type=_count, metavar="N", help="GPUs per node (default: trainer.n_gpus_per_node)")
+    plan.add_argument("--top", type=_count, metavar="N", help="layouts that --search lists (default 10)")
     plan.add_argument(
         "--mean-response",
         type=_count,
         metavar="TOKENS",
-        help="mean length of a response; default: half of data.max_response_length",
+        help="mean length of a response, for --search (default: half of data.max_response_length)",
     )
 
 
-def _add_train_arguments(train: argparse.ArgumentParser) -> None:
-    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
-    train.add_argument(
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of every command of RUNS. The last three are for plans: a run has its own machine and folder."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
+    parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="replace a value of the file"
     )
     text = "print all keys of a config, or those of a section such as actor.optim, with their defaults, and stop"
-    train.add_argument("--list-keys", nargs="?", action=_ListKeys, metavar="SECTION", help=text)
-    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
-    train.add_argument(
-        "--world-size", type=int, metavar="N", help="plan for N ranks on other machines (with --dry-run)"
-    )
-    train.add_argument(
+    parser.add_argument("--list-keys", nargs="?", action=_ListKeys, metavar="SECTION", help=text)
+    parser.add_argument("--world-size", type=int, metavar="N", help="plan for N ranks on other machines")
+    parser.add_argument(
         *("--gpu", "--gpu-memory"),
         type=_gpu,
         metavar="NAME|GIB",
-        help=f"a verdict for this GPU: {', '.join(GPUS)}, or GiB of memory (with --dry-run)",
+        help=f"plan for this GPU: {', '.join(GPUS)} (h100 is h100-80, a100 is a100-80), or GiB of memory",
     )
-    train.add_argument(
-        "--resolved-config", type=Path, metavar="FILE", help="write every key and its value there (with --dry-run)"
-    )
+    text = "the file that a plan writes every key and its value to (default: OUTPUT_DIR.resolved.yaml)"
+    parser.add_argument("--resolved-config", type=Path, metavar="FILE", help=text)
+
+
+def _add_train_arguments(train: argparse.ArgumentParser) -> None:
+    text = "check everything, print the plan, start nothing; --world-size, --gpu and --resolved-config need it"
+    train.add_argument("--dry-run", action="store_true", help=text)
     train.add_argument(
         "--profile",
         type=_steps,

@@ -14,8 +14,12 @@ WIDTH = 110
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("grpo-megatron keys", description=__doc__)
-    parser.add_argument("section", nargs="?", default="", metavar="SECTION", help="actor, rollout.multi_turn, ...")
+    parser = argparse.ArgumentParser(
+        "grpo-megatron keys", description="List the keys of a config: default, type and comment."
+    )
+    parser.add_argument(
+        "section", nargs="?", default="", metavar="SECTION", help="actor, rollout.multi_turn, ... (default: all)"
+    )
     print(list_keys(parser.parse_args(argv).section), end="")
     return 0
 

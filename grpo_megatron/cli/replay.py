@@ -12,9 +12,15 @@ from grpo_megatron.importing import large_imports
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("grpo-megatron replay", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "grpo-megatron replay",
+        description="Compute the loss of a dumped mini-batch again, on one CPU process.",
+        epilog="Exit codes: 0 if the loss is that of the run, 1 if it is not, 2 if DUMP cannot be read.",
+    )
     parser.add_argument("dump", type=Path, metavar="DUMP", help="OUTPUT_DIR/dumps/step_000012_NAME")
-    parser.add_argument("--tolerance", type=float, help="of the loss; default: 1e-6 in float32, 1e-2 in bfloat16")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="of the loss; default: 1e-6 in float32, 1e-2 in bfloat16"
+    )
     args = parser.parse_args(argv)
     with large_imports():
         from grpo_megatron.training.dump import read_dump

@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.comparison import compare_models, comparison_table, different_settings
@@ -27,26 +28,23 @@ PICKLE_HELP = "read *.bin weights: unpickling can run code of their author, whom
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The four commands, as sub-commands of `parser`."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    megatron = commands.add_parser("to-megatron", help="Hugging Face folder -> Megatron-Core distributed checkpoint")
-    megatron.add_argument("source", type=Path, metavar="HF_DIR")
-    megatron.add_argument("target", type=Path, metavar="OUT")
+    megatron = _add_action(commands, "to-megatron", "Hugging Face folder -> Megatron-Core distributed checkpoint")
+    megatron.add_argument("source", type=Path, metavar="HF_DIR", help="the folder to read")
+    megatron.add_argument("target", type=Path, metavar="OUT", help="the checkpoint to write")
     megatron.add_argument("--allow-pickle", action="store_true", help=PICKLE_HELP)
-    hf = commands.add_parser(
-        "to-hf", help="distributed checkpoint, training step, or its critic/ or reward_model/ -> Hugging Face folder"
-    )
-    hf.add_argument("source", type=Path, metavar="CKPT")
-    hf.add_argument("target", type=Path, metavar="OUT")
-    hf.add_argument(
-        "--shard-size", type=_bytes, default=5 << 30, metavar="SIZE", help="of one file, for example 5G (default)"
-    )
+    text = "distributed checkpoint, training step, or its critic/ or reward_model/ -> Hugging Face folder"
+    hf = _add_action(commands, "to-hf", text)
+    hf.add_argument("source", type=Path, metavar="CKPT", help="such as outputs/run/checkpoints/step_000020")
+    hf.add_argument("target", type=Path, metavar="OUT", help="the folder to write")
+    hf.add_argument("--shard-size", type=_bytes, default=5 << 30, metavar="SIZE", help="of one file (default 5G)")
     _add_hf(hf)
     for command in (megatron, hf):
         command.add_argument("--dtype", choices=FLOATS, help="default: the dtype of the stored tensors")
         command.add_argument("--force", action="store_true", help="replace an output that this tool has written")
         command.add_argument("--no-hashes", action="store_true", help="do not compare the input with its sha256")
-    verify = commands.add_parser("verify", help="compare two models, Hugging Face or Megatron, tensor by tensor")
-    verify.add_argument("a", type=Path, metavar="A")
-    verify.add_argument("b", type=Path, metavar="B")
+    verify = _add_action(commands, "verify", "compare two models, Hugging Face or Megatron, tensor by tensor")
+    verify.add_argument("a", type=Path, metavar="A", help="a folder or checkpoint")
+    verify.add_argument("b", type=Path, metavar="B", help="the other one")
     verify.add_argument("--allow-pickle", action="store_true", help=PICKLE_HELP)
     verify.add_argument("--no-hashes", action="store_true", help="compare tensors only")
     verify.add_argument("--dtype", choices=FLOATS, help="round both to this dtype first (default: compare bits)")
@@ -54,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=_tolerance, metavar="X", help="the largest difference of two elements that counts as none"
     )
     _add_hf(verify)
-    inspect = commands.add_parser("inspect", help="family, sizes, layout, dtype, parameters, hashes")
-    inspect.add_argument("source", type=Path, metavar="X")
+    inspect = _add_action(commands, "inspect", "print family, sizes, layout, dtype, parameters, hashes of a model")
+    inspect.add_argument("source", type=Path, metavar="X", help="a folder or checkpoint")
     inspect.add_argument("--hashes", action="store_true", help="read every file and compare its sha256")
     inspect.add_argument("--allow-pickle", action="store_true", help=PICKLE_HELP)
     _add_hf(inspect)
@@ -70,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     for command in (megatron, hf, verify):
         command.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_action(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    return parser
 
 
 def _add_hf(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +165,9 @@ def _verify(a: Source, b: Source, args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        "convert_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "grpo-megatron convert",
+        description="Hugging Face <-> Megatron-Core checkpoints, on a CPU, in bounded memory.",
+        epilog="Exit codes: 0; 1 if verify has found a difference; 2 an error; 130 interrupted.",
     )
     add_arguments(parser)
     return _run(parser.parse_args(argv))

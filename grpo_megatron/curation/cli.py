@@ -27,14 +27,18 @@ SUPERVISED, PAIRS = "sft.jsonl", "pairs.jsonl"
 MAX_STEP = 1 << 40
 
 _EXAMPLES = """
-  curate outputs/run/rollouts --output outputs/curated                        pass rates of a training run
-  curate outputs/evaluation/model --output outputs/curated                    or of an evaluation with --samples 8
-  ... --data train.jsonl --task gsm8k --drop-all-right --min-rate 0.1         the rows of train.jsonl that are left
-  ... --sft 4                                                                 up to 4 right responses per prompt
-  ... --pairs best-worst                                                      {"prompt", "chosen", "rejected"}
+pass rates of a training run, or of an evaluation with --samples 8:
+  grpo-megatron curate outputs/run/rollouts --output outputs/curated
+  grpo-megatron curate outputs/evaluation/model --output outputs/curated
 
-OUT/pass_rates.jsonl is for data.sampling.pass_rates, pass_rates.csv for a spreadsheet. The rows of sft.jsonl and pairs.jsonl
-are for sft.train_files, and for data.train_files with algorithm.source=file.
+and besides:
+  --data train.jsonl --task gsm8k --min-rate 0.1    the rows that are left
+  --sft 4                       up to 4 right responses per prompt
+  --pairs best-worst            rows {"prompt", "chosen", "rejected"}
+
+OUT/pass_rates.jsonl is for data.sampling.pass_rates, pass_rates.csv for a
+spreadsheet. The rows of sft.jsonl and pairs.jsonl are for sft.train_files,
+and for data.train_files with algorithm.source=file.
 """
 
 
@@ -130,7 +134,7 @@ def _check(args: argparse.Namespace) -> None:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "grpo-megatron curate",
-        description="Pass rates per problem, from rollouts or evaluations; filtered data; rows for SFT and preferences.",
+        description="Pass rates per problem, from rollouts or evaluations;\nfiltered data; rows for SFT and preferences.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

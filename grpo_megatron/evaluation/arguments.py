@@ -29,15 +29,20 @@ LARGEST_OPTIONS = {
 }
 
 EXAMPLES = """
-  evaluate --model HF_DIR --tasks gsm8k,math500 --data DATA              one greedy sample per problem
-  evaluate --model HF_DIR --tasks math500 --data DATA --samples 16       and 16 drawn samples: avg, pass@k, maj@16
-  evaluate --model outputs/run/checkpoints/step_000020 --tasks gsm8k --data DATA --tp 4 --dp 2
-  evaluate --model HF_DIR --tasks aime --file aime=aime25.jsonl --samples 32
-  evaluate grade --task math ROWS.jsonl --output OUT.jsonl               rows {"answer": ..., "completion": ...}
-  evaluate compare A/results.json B/results.json
-  evaluate tasks                                                         the tasks, their versions and files
+one greedy sample per problem:
+  grpo-megatron evaluate --model HF_DIR --tasks gsm8k,math500 --data DATA
+and 16 drawn samples, for avg, pass@k and maj@16:
+  grpo-megatron evaluate --model HF_DIR --tasks math500 --data DATA --samples 16
+a training step, on 4 copies of tp 4; a task of one file:
+  grpo-megatron evaluate --model outputs/run/checkpoints/step_000020 \\
+      --tasks gsm8k --data DATA --tp 4 --dp 4
+  grpo-megatron evaluate --model HF_DIR --tasks aime --file aime=aime25.jsonl
+rows {"answer": ..., "completion": ...}; two results; the tasks and files:
+  grpo-megatron evaluate grade --task math ROWS.jsonl --output OUT.jsonl
+  grpo-megatron evaluate compare A/results.json B/results.json
+  grpo-megatron evaluate tasks
 
-DATA holds gsm8k/test.jsonl, math/test.jsonl, ... ("evaluate tasks" prints the file names).
+DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
 """
 
 
@@ -73,7 +78,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         metavar="K",
         help="worked examples from the training file (default: the task's, mostly 0)",
     )
-    prompts.add_argument("--fewshot-seed", type=non_negative_integer, default=1234, metavar="N")
+    prompts.add_argument(
+        "--fewshot-seed", type=non_negative_integer, default=1234, metavar="N", help="of the choice of examples"
+    )
     prompts.add_argument(
         "--format", choices=("auto", "chat", "text"), default="auto", help="auto: chat, or text with worked examples"
     )
@@ -100,7 +107,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     sampling.add_argument("--temperature", type=float, metavar="T", help="default: the task's")
     sampling.add_argument("--top-p", type=float, metavar="P", help="default: the task's")
     sampling.add_argument("--max-tokens", type=positive_integer, metavar="N", help="default: the task's")
-    sampling.add_argument("--seed", type=non_negative_integer, default=0, metavar="N")
+    sampling.add_argument(
+        "--seed", type=non_negative_integer, default=0, metavar="N", help="of the samples (default 0)"
+    )
     sampling.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: float32 for a float32 model, else bfloat16"
     )
@@ -115,7 +124,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     execution.add_argument(
         "--dp", type=positive_integer, metavar="N", help="copies of the model (default 1; under torchrun: ranks / tp)"
     )
-    execution.add_argument("--device", choices=DEVICES, default="auto")
+    execution.add_argument("--device", choices=DEVICES, default="auto", help="auto: GPUs if there are any")
     execution.add_argument(
         "--batch-size", type=positive_integer, default=2048, metavar="N", help="samples between two writes to the disk"
     )
@@ -126,8 +135,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         metavar="N",
         help="samples generated at a time, per copy of the model",
     )
-    execution.add_argument("--kv-cache-gib", type=positive_integer, default=1, metavar="N", help="CPU only")
-    execution.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="X")
+    execution.add_argument(
+        "--kv-cache-gib", type=positive_integer, default=1, metavar="N", help="cache of the engine on a CPU (default 1)"
+    )
+    execution.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="X",
+        help="the engine's share of a GPU (default 0.9)",
+    )
     execution.add_argument(
         "--workers",
         type=positive_integer,

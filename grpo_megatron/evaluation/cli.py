@@ -158,12 +158,12 @@ def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
 
 
 def _grade(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("evaluate grade", description="Grade completions of a file.")
+    parser = argparse.ArgumentParser("grpo-megatron evaluate grade", description="Grade completions of a file.")
     parser.add_argument(
         "rows", type=Path, metavar="ROWS.jsonl", help='rows {"answer": bare reference answer, "completion": text}'
     )
-    parser.add_argument("--task", required=True, help="gsm8k or math")
-    parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
+    parser.add_argument("--task", required=True, metavar="NAME", help="gsm8k or math")
+    parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl", help="a new file")
     parser.add_argument(
         "--workers",
         type=arguments.positive_integer,
@@ -181,10 +181,10 @@ def _grade(argv: list[str]) -> int:
 
 def _compare(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        "evaluate compare", description="Is B better than A? Paired, on the same problems."
+        "grpo-megatron evaluate compare", description="Is B better than A? Paired, on the same problems."
     )
-    parser.add_argument("a", type=Path, metavar="A.json")
-    parser.add_argument("b", type=Path, metavar="B.json")
+    parser.add_argument("a", type=Path, metavar="A.json", help="results.json of one evaluation")
+    parser.add_argument("b", type=Path, metavar="B.json", help="and of the other")
     parser.add_argument(
         "--any-template",
         action="store_true",
@@ -201,7 +201,7 @@ def _compare(argv: list[str]) -> int:
 
 
 def _tasks(argv: list[str]) -> int:
-    argparse.ArgumentParser("evaluate tasks", description="Print the built-in tasks.").parse_args(argv)
+    argparse.ArgumentParser("grpo-megatron evaluate tasks", description="Print the built-in tasks.").parse_args(argv)
     from grpo_megatron.data.tasks import get_tasks, task_names
 
     for task in get_tasks(task_names()):

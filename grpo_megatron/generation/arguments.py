@@ -9,13 +9,18 @@ from grpo_megatron.config import ENGINE_TEMPERATURES, ConfigError
 from grpo_megatron.evaluation.arguments import DEVICES, json_value, non_negative_integer, positive_integer
 
 USAGE = """
-  generate --model outputs/run/hf --prompt "What is 12 * 12?"                one greedy answer
-  generate --model HF_DIR --prompt - < question.txt                          the prompt from standard input
-  generate --model outputs/run/checkpoints/step_000020 --file test.jsonl --samples 4 --temperature 1 --output out.jsonl
-  generate --model HF_DIR --file prompts.txt --output out.jsonl              one prompt per line
-  generate --model HF_DIR --chat                                             a conversation in the terminal
+one greedy answer; the prompt from standard input:
+  grpo-megatron generate --model outputs/run/hf --prompt "What is 12 * 12?"
+  grpo-megatron generate --model HF_DIR --prompt - < question.txt
+answers to the rows of a file, or to its lines:
+  grpo-megatron generate --model outputs/run/checkpoints/step_000020 \\
+      --file test.jsonl --samples 4 --temperature 1 --output out.jsonl
+  grpo-megatron generate --model HF_DIR --file prompts.txt --output out.jsonl
+a conversation in the terminal:
+  grpo-megatron generate --model HF_DIR --chat
 
-A model of one of our runs gets the run's prompts: task, chat template, system prompt and stop texts of its config.
+A model of one of our runs gets the run's prompts: task, chat template, system
+prompt and stop texts of its config.
 """
 
 
@@ -31,13 +36,15 @@ def parse_generation(argv: list[str]) -> argparse.Namespace:
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--samples", type=positive_integer, default=1, metavar="N", help="answers per prompt")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default 1: all tokens")
     sampling.add_argument("--top-k", type=positive_integer, metavar="K", help="default: all tokens")
     sampling.add_argument(
         "--max-tokens", type=positive_integer, metavar="N", help="of an answer; default: the run's, else 512"
     )
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="a text that ends an answer; may be repeated")
-    sampling.add_argument("--seed", type=non_negative_integer, default=0, metavar="N")
+    sampling.add_argument(
+        "--seed", type=non_negative_integer, default=0, metavar="N", help="of the samples (default 0)"
+    )
     _add_execution(parser.add_argument_group("execution"))
     args = parser.parse_args(argv)
     problems = _problems(args)
@@ -68,7 +75,7 @@ def _add_execution(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: standard output")
     group.add_argument("--json", action="store_true", help="JSON lines, for one answer too")
     group.add_argument("--tp", type=positive_integer, default=1, metavar="N", help="ranks (tensor parallel)")
-    group.add_argument("--device", choices=DEVICES, default="auto")
+    group.add_argument("--device", choices=DEVICES, default="auto", help="auto: GPUs if there are any")
     group.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: float32 for a float32 model, else bfloat16"
     )
@@ -78,8 +85,16 @@ def _add_execution(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-seqs", type=positive_integer, default=256, metavar="N", help="answers drawn at a time"
     )
-    group.add_argument("--kv-cache-gib", type=positive_integer, default=1, metavar="N", help="CPU only")
-    group.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="X")
+    group.add_argument(
+        "--kv-cache-gib", type=positive_integer, default=1, metavar="N", help="cache of the engine on a CPU"
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="X",
+        help="the engine's share of a GPU (default 0.9)",
+    )
     group.add_argument("--engine-kwargs", type=json_value, default={}, metavar="JSON", help="passed to vllm.LLM")
 
 

@@ -18,10 +18,16 @@ OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL)}
 
 def main(argv: list[str]) -> int:
     """Prints the config, or writes it to --output. Raises ConfigError."""
-    parser = argparse.ArgumentParser("grpo-megatron import", description=__doc__)
-    parser.add_argument("trainer", choices=sorted(OTHER_TRAINERS))
+    parser = argparse.ArgumentParser(
+        "grpo-megatron import",
+        description="Write a config of this program from one of verl or TRL; what has no equal becomes a comment.",
+        epilog="grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml",
+    )
+    parser.add_argument("trainer", choices=sorted(OTHER_TRAINERS), help="whose config FILE is")
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML, JSON, a shell script, or a Python script (TRL)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the command line")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that were given on its command line"
+    )
     parser.add_argument("--output", type=Path, metavar="YAML", help="write it there instead of printing it")
     args = parser.parse_args(argv)
     result = translate(read_settings(args.file, args.overrides), OTHER_TRAINERS[args.trainer])

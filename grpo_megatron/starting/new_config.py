@@ -51,7 +51,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "grpo-megatron init", description="Write a commented config for a model, a task and a machine."
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a local Hugging Face folder")
     parser.add_argument(
         "--task", default="gsm8k", help=f"a task file, or one of {', '.join(task_names())} (default gsm8k)"
     )
@@ -59,17 +59,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--val", nargs="+", default=[], metavar="FILE", help="held-out rows")
     parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="your own reward, instead of the task's")
     parser.add_argument("--cpu", action="store_true", help=f"train on this machine's CPU, on {CPU_RANKS} ranks")
-    parser.add_argument("--gpus", type=_positive, default=PER_NODE, metavar="N", help=f"in all (default {PER_NODE})")
     parser.add_argument(
-        "--gpus-per-node", type=_positive, default=PER_NODE, metavar="N", help=f"default {PER_NODE}, or all if fewer"
+        "--gpus", type=_positive, default=PER_NODE, metavar="N", help=f"GPUs of all nodes (default {PER_NODE})"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=_positive, default=PER_NODE, metavar="N", help=f"GPUs per node (default {PER_NODE})"
     )
     parser.add_argument(
         *("--gpu", "--gpu-memory"),
         default=REFERENCE,
         metavar="NAME|GIB",
-        help=f"{', '.join(GPUS)}, or GiB of memory (default {REFERENCE})",
+        help=f"{', '.join(GPUS)} (a100 is a100-80), or GiB of memory (default {REFERENCE})",
     )
-    parser.add_argument("--output", type=Path, default=Path("grpo.yaml"), metavar="YAML", help="default grpo.yaml")
+    parser.add_argument(
+        "--output", type=Path, default=Path("grpo.yaml"), metavar="YAML", help="the file to write (default grpo.yaml)"
+    )
     return parser.parse_args(argv)
 
 

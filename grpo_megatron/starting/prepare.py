@@ -1,12 +1,5 @@
 """Make the inputs of a run: the generated data of an example, or a Hugging Face folder with random weights.
 
-    grpo-megatron prepare arithmetic OUT --seed 0       (examples/quickstart.yaml)
-    grpo-megatron prepare feedback OUT --seed 0         (examples/reward_models/)
-    grpo-megatron prepare products OUT --seed 0         (examples/agents/calculator.yaml)
-    grpo-megatron prepare two_hops OUT --seed 0         (examples/agents/search.yaml)
-    grpo-megatron prepare model OUT --preset quickstart --tokenizer DATA/tokenizer --seed 0 --std 0.05
-    grpo-megatron prepare model CONFIG_JSON OUT --tokenizer DIR --set num_hidden_layers=2 --set hidden_size=64
-
 OUT is complete or absent (storage/atomic.py). --force replaces an existing one.
 """
 
@@ -30,6 +23,15 @@ TASKS = {
     "products": products.write_products,
     "two_hops": two_hops.write_two_hops,
 }
+_EXAMPLES = """
+  grpo-megatron prepare arithmetic OUT    for examples/quickstart.yaml
+  grpo-megatron prepare feedback OUT      for examples/reward_models/
+  grpo-megatron prepare products OUT      for examples/agents/calculator.yaml
+  grpo-megatron prepare two_hops OUT      for examples/agents/search.yaml
+  grpo-megatron prepare model OUT --preset quickstart --tokenizer DATA/tokenizer
+  grpo-megatron prepare model CONFIG_JSON OUT --tokenizer DIR \\
+      --set num_hidden_layers=2 --set hidden_size=64
+"""
 MARKERS = {"model": "config.json", "feedback": "pairs.jsonl"}  # what a folder of the command always has
 
 
@@ -53,31 +55,41 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "grpo-megatron prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "grpo-megatron prepare",
+        description="Make the inputs of a run: an example's data, or a model with random weights.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="WHAT")
     helps = {
         "arithmetic": "the quickstart's",
         "feedback": "the reward model examples'",
         "products": "the calculator example's",
         "two_hops": "the search example's",
     }
-    tasks = [commands.add_parser(name, help=f"{helps[name]} jsonl files and tokenizer/") for name in TASKS]
-    for task in tasks:
-        task.add_argument("out", type=Path)
-        task.add_argument("--num-train", type=int, default=4096, help="rows (default 4096)")
-        task.add_argument("--num-val", type=int, default=256, help="held-out rows (default 256)")
-    model = commands.add_parser("model", help="a Hugging Face folder with random weights")
-    model.add_argument("config", type=Path, nargs="?", help="a config.json; or use --preset")
-    model.add_argument("out", type=Path)
+    tasks = []
+    for name in TASKS:
+        text = f"{helps[name]} jsonl files and tokenizer/"
+        tasks.append(task := commands.add_parser(name, help=text, description=f"Write {text}."))
+        task.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+        task.add_argument("--num-train", type=int, default=4096, metavar="N", help="rows (default 4096)")
+        task.add_argument("--num-val", type=int, default=256, metavar="N", help="held-out rows (default 256)")
+    text = "a Hugging Face folder with random weights"
+    model = commands.add_parser("model", help=text, description=f"Write {text}.")
+    model.add_argument("config", type=Path, nargs="?", metavar="CONFIG_JSON", help="a config.json; or use --preset")
+    model.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     model.add_argument("--preset", choices=sorted(PRESETS), help="a built-in config instead of a file")
-    model.add_argument("--tokenizer", type=Path, required=True, help="folder whose tokenizer files are copied")
+    model.add_argument(
+        "--tokenizer", type=Path, required=True, metavar="DIR", help="folder whose tokenizer files are copied"
+    )
     model.add_argument("--eos-token", metavar="TOKEN", help="for a tokenizer folder that names none, e.g. '<|im_end|>'")
     model.add_argument("--pad-token", metavar="TOKEN", help="the same for padding")
-    model.add_argument("--std", type=float, default=0.05, help="standard deviation of every matrix (default 0.05)")
+    model.add_argument(
+        "--std", type=float, default=0.05, metavar="X", help="standard deviation of every matrix (default 0.05)"
+    )
     model.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
     for command in (*tasks, model):
-        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default 0)")
         command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     options = parser.parse_args(arguments)
     if options.command == "model" and (options.config is None) == (options.preset is None):

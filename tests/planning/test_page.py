@@ -243,7 +243,7 @@ def test_what_a_search_refuses(arguments: list[str], expected: str, capsys: pyte
         (["--search", "--resolved-config", "x.yaml"], "leave one of them out"),
         (["--gpu", "h300"], "'h300' is neither one of h100-80, h200"),
         (["--nodes-of", "0"], "'0' is not a positive number"),
-        (["--profile", "3"], "--dry-run starts none"),
+        (["--profile", "3"], "unknown option --profile"),
     ],
 )
 def test_options_that_make_no_sense(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
