@@ -8,6 +8,7 @@
     python tools/benchmark.py waiting [--steps 12]
     python tools/benchmark.py saving [--steps 5] [--folder DIR]
     python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
+    python tools/benchmark.py start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
     python tools/benchmark.py step [--workload 0.4M] [--rounds 3] [--plain]
     python tools/benchmark.py rollout | update | transformers [--workload 0.4M] [--repeats 5]
 
@@ -32,6 +33,8 @@ of one rank beside requests that ranks share.
 saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for.
 
 scale: the host side of a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
+
+start: from the command to the first sampled token on the CPU, and where the time goes; beside another checkout.
 
 step: whole steps beside TRL's GRPOTrainer, which is installed into an environment of its own.
 
@@ -61,6 +64,7 @@ import benchmark_passes
 import benchmark_rank
 import benchmark_saving
 import benchmark_scale
+import benchmark_start
 import benchmark_step
 import benchmark_sync
 import benchmark_waiting
@@ -287,6 +291,9 @@ def main(arguments: list[str] | None = None) -> int:
     scale_parser = commands.add_parser("scale", help="the host side of a step with thousands of ranks")
     benchmark_scale.add_arguments(scale_parser)
     scale_parser.set_defaults(run=benchmark_scale.scale)
+    start_parser = commands.add_parser("start", help="the start of a run, up to the first sampled token")
+    benchmark_start.add_arguments(start_parser)
+    start_parser.set_defaults(run=benchmark_start.start)
     step_parser = commands.add_parser("step", help="whole steps, beside TRL")
     benchmark_step.add_arguments(step_parser)
     step_parser.set_defaults(run=benchmark_step.step)
