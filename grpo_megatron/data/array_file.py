@@ -1,8 +1,8 @@
 """ArrayFile: the elements of a .json file, which is one list, by the offsets at which they begin.
 
-A scan finds the commas between the elements: it follows brackets and texts, and nothing else of the syntax. Then every
-element is parsed once. Where that succeeds, the file is right, and its elements are those of a parser of whole files. In
-every other case the whole file is parsed (ListFile), for its message or, with some rare spellings, for its rows.
+A scan finds the commas between the elements. It knows brackets and texts, and nothing else of the syntax. Then every element
+is parsed once. If that succeeds, the file is right, and its elements are those that a parser of the whole file gives. In all
+other cases the whole file is parsed (ListFile): a wrong file then has the usual message, and a rare spelling its rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPACES = b" \t\r\n"
 
 
 class UnclearError(Exception):
-    """The scan leaves the file to the parser of whole files."""
+    """The whole file has to be parsed: see the header."""
 
 
 def open_list(path: Path) -> ArrayFile | ListFile:

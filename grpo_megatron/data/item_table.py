@@ -1,6 +1,6 @@
 """ItemTable: prompts or written groups of a RowSet, made from their row when they are read.
 
-It holds numbers, and the KEPT items that were made last: a smaller data set is read and tokenised once.
+It holds numbers, and the KEPT items that were made last: the rows of a smaller data set are read once.
 
 A row gives one item, or several (pairs of one prompt). Items that do not fit the configured lengths are not in the table.
 """

@@ -74,7 +74,7 @@ def test_awkward_files_are_read_as_a_whole_file_is(folder: Path, monkeypatch: py
         assert outcome(path, True) == outcome(path, False), content[:80]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     values=st.lists(VALUES, max_size=4),
     indent=st.sampled_from([None, 1]),
