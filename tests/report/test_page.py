@@ -165,7 +165,7 @@ def test_appended_steps_are_drawn_as_those_of_a_whole_page(steps: int, browser: 
 
 def test_a_page_that_grows_old_says_so(run: Path, browser: Browser, tmp_path: Path) -> None:
     """A step takes 10 s. The run's own page is suspicious after ten minutes; another page cannot know what came after it."""
-    folder, path = make_run(tmp_path / "run", steps=3), tmp_path / "page.html"
+    folder, path = make_run(tmp_path / "run", steps=3, config={"sft": {"steps": 5}}), tmp_path / "page.html"
     texts = []
     for is_live, age_s in ((True, 100), (True, 3600), (False, 3600)):
         page_text = render_report([opened(folder)], is_live=is_live)
@@ -173,6 +173,7 @@ def test_a_page_that_grows_old_says_so(run: Path, browser: Browser, tmp_path: Pa
         with browser.open(path) as page:
             texts.append(page.text("#top p"))
     assert texts[0].startswith("running") and "(2 min ago); reload the page" in texts[0]
+    assert "warm-up has a page of its own" in texts[0] and "warm-up" not in texts[2]
     assert texts[1].startswith("no sign of life") and "(60 min ago), and a step takes 10 s: it hangs" in texts[1]
     assert texts[2].startswith("running") and "ago" not in texts[2]
     (folder / "heartbeats").mkdir()

@@ -63,6 +63,7 @@
       const show = () => showAge(run, badge, written);
       show();
       if (live && run.state === "running") setInterval(show, 10000);
+      if (live && Number(run.settings["sft.steps"])) { const link = make("a", "", "the supervised warm-up"); link.href = "sft/report.html"; line.append("; ", link, " has a page of its own"); }
     }
     if (two) top.append(scrolled(table(["", ...runs.map((run) => visible(run.name))], facts(runs[0]).map(([label], row) => [label, ...runs.map((run) => facts(run)[row][1])]))));
     else {
