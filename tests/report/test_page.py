@@ -68,9 +68,14 @@ def test_metrics_that_nobody_knows_appear_and_empty_panels_do_not(run: Path) -> 
 
 def test_a_reward_that_stays_at_zero_is_drawn(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    rows = [{"step": step, "critic/score/mean": 0.0, "actor/kl_loss": 0.0} for step in range(5)]
+    rows = [{"step": step, "critic/score/mean": 0.0, "actor/kl_loss": 0.0, "timing_s/gen": 1.0} for step in range(5)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert titles(render_report([opened(folder)])) == ["Training reward"]
+    supervised = [{**row, "critic/score/mean": 1.0, "actor/pg_loss": 1.0 / (1 + row["step"])} for row in rows]
+    for row in supervised:
+        del row["timing_s/gen"]  # nothing is drawn: the rows of a file all have the reward 1
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in supervised))
+    assert titles(render_report([opened(folder)])) == ["Policy loss"]
 
 
 def test_curves_that_are_equal_everywhere_are_one(tmp_path: Path) -> None:

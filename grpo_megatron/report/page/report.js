@@ -94,6 +94,7 @@
     return [
       ["steps", run.total === null ? run.done.toLocaleString("en") : `${run.done.toLocaleString("en")} of ${run.total.toLocaleString("en")}`],
       ["training reward", change(run, "critic/score/mean")],
+      ["loss", run.metrics["timing_s/gen"] ? "\u2013" : change(run, "actor/pg_loss")],
       ["validation accuracy", accuracy ? change(run, accuracy) : "\u2013"],
       ["response length", change(run, "response_length/mean")],
       ["seconds per step", isNumber(run.stepSeconds) ? seconds(run.stepSeconds) : "\u2013"],
