@@ -12,7 +12,7 @@ from grpo_megatron.observability.step_time import TAIL, TIME_PARTS, StepTime, Ti
 from grpo_megatron.report.page import base_style
 
 MAX_RANK_ROWS = 64  # of the table of ranks: those that wait least come first
-COLOURS = {"computing": "#2a7", "waiting": "#d43", "moving": "#48c", "idle": "#bbb"}
+COLOURS = {"computing": "#2e9e68", "waiting": "#e08214", "moving": "#3b78c2", "idle": "#bbb"}
 MEANING = {
     "computing": "computing",
     "waiting": "waiting for the slowest rank",

@@ -75,7 +75,9 @@ def drawn_panels(runs: Sequence[RunFolder]) -> tuple[list[PagePanel], dict[str, 
                 guards.setdefault(match[1], {})[match[2]] = value
     panels = []
     for panel in page_panels(names, guards):
-        if not panel.always and all(name in constants for name, _ in panel.curves):
+        # A reward that stays at 0 is shown, but not that of a run which draws nothing: it means nothing there.
+        is_kept = panel.always and "timing_s/gen" in names
+        if not is_kept and all(name in constants for name, _ in panel.curves):
             continue
         varying = [curve for curve in panel.curves if any(constants.get(curve[0], [1.0]))]
         panel.curves = _merged(runs, varying or panel.curves[:1])

@@ -98,7 +98,7 @@ PANELS: tuple[PanelRule, ...] = (
         "Response length",
         "tokens",
         "A mean that climbs to the limit, with truncated responses, means that answers no longer end.",
-        ((r"response_length/(mean|max|min)", r"\1"),),
+        ((r"response_length/(mean)", r"\1"), (r"response_length/(max)", r"\1"), (r"response_length/(min)", r"\1")),
         always=True,
         guard="response_length",
     ),

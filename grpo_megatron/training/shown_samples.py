@@ -72,7 +72,7 @@ class ShownSamples:
             "failure": sample.reward_failure[:LONGEST_PROMPT],
             "metrics": {name: _digits(value) for name, value in sorted(sample.reward_metrics.items())},
         }
-        prompt = {"uid": sample.prompt.uid, "source": sample.prompt.source, "answer": str(sample.prompt.answer)}
+        prompt = {"uid": sample.prompt.uid, "source": sample.prompt.source, "answer": _cut(str(sample.prompt.answer))}
         return _Drawn(
             about,
             {**prompt, "prompt": _cut(sample.prompt.text)},

@@ -23,6 +23,7 @@ from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
+from grpo_megatron.storage.events import add_event
 from grpo_megatron.storage.step_folders import steps_of
 from grpo_megatron.training.build import build_loss, build_report
 from grpo_megatron.training.cadence import Cadence
@@ -125,6 +126,8 @@ def warm_up(
             if cadence.saves_after(step + 1):
                 save(step + 1)
             stopping.after(step + 1, save)
+        if mesh.rank == 0:
+            add_event(trainer.output_dir, "done", config.sft.steps)
     heartbeat.listener = follow
     save_hf(config.trainer.output_dir / WARMUP_FOLDER)
 

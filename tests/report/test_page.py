@@ -68,9 +68,14 @@ def test_metrics_that_nobody_knows_appear_and_empty_panels_do_not(run: Path) -> 
 
 def test_a_reward_that_stays_at_zero_is_drawn(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    rows = [{"step": step, "critic/score/mean": 0.0, "actor/kl_loss": 0.0} for step in range(5)]
+    rows = [{"step": step, "critic/score/mean": 0.0, "actor/kl_loss": 0.0, "timing_s/gen": 1.0} for step in range(5)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert titles(render_report([opened(folder)])) == ["Training reward"]
+    supervised = [{**row, "critic/score/mean": 1.0, "actor/pg_loss": 1.0 / (1 + row["step"])} for row in rows]
+    for row in supervised:
+        del row["timing_s/gen"]  # nothing is drawn: the rows of a file all have the reward 1
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in supervised))
+    assert titles(render_report([opened(folder)])) == ["Policy loss"]
 
 
 def test_curves_that_are_equal_everywhere_are_one(tmp_path: Path) -> None:
@@ -165,7 +170,7 @@ def test_appended_steps_are_drawn_as_those_of_a_whole_page(steps: int, browser: 
 
 def test_a_page_that_grows_old_says_so(run: Path, browser: Browser, tmp_path: Path) -> None:
     """A step takes 10 s. The run's own page is suspicious after ten minutes; another page cannot know what came after it."""
-    folder, path = make_run(tmp_path / "run", steps=3), tmp_path / "page.html"
+    folder, path = make_run(tmp_path / "run", steps=3, config={"sft": {"steps": 5}}), tmp_path / "page.html"
     texts = []
     for is_live, age_s in ((True, 100), (True, 3600), (False, 3600)):
         page_text = render_report([opened(folder)], is_live=is_live)
@@ -173,6 +178,7 @@ def test_a_page_that_grows_old_says_so(run: Path, browser: Browser, tmp_path: Pa
         with browser.open(path) as page:
             texts.append(page.text("#top p"))
     assert texts[0].startswith("running") and "(2 min ago); reload the page" in texts[0]
+    assert "warm-up has a page of its own" in texts[0] and "warm-up" not in texts[2]
     assert texts[1].startswith("no sign of life") and "(60 min ago), and a step takes 10 s: it hangs" in texts[1]
     assert texts[2].startswith("running") and "ago" not in texts[2]
     (folder / "heartbeats").mkdir()

