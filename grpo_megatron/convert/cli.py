@@ -162,7 +162,7 @@ def _verify(a: Source, b: Source, args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        "convert_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "grpo-megatron convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser)
     return _run(parser.parse_args(argv))
