@@ -25,7 +25,19 @@ from grpo_megatron.storage.manifest import write_manifest
 from grpo_megatron.storage.step_folders import CRITIC_FOLDER, REWARD_MODEL_FOLDER
 
 PART_FOLDERS = (CRITIC_FOLDER, REWARD_MODEL_FOLDER)  # of a training step, besides the policy
+EXPORT_FOLDER = "hf"  # of a run's output folder
 OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
+
+
+def _model_in(folder: Path) -> Path | None:
+    """The exported model of a run's output folder, or its newest step; its supervised stages have steps too."""
+    if (folder / EXPORT_FOLDER / "config.json").exists():
+        return folder / EXPORT_FOLDER
+    for pattern in ("checkpoints/step_*", "**/step_*"):
+        steps = sorted(step.parent.parent for step in folder.glob(f"{pattern}/state/{FORMAT_FILE}"))
+        if steps := [step for step in steps if (step / TRAINER_FILE).exists()]:
+            return steps[-1]
+    return None
 
 
 def open_source(
@@ -51,9 +63,8 @@ def open_source(
         return MegatronFolder(folder, hf, family)
     if (folder / "config.json").exists():
         return HFFolder(folder, allow_pickle, family)
-    steps = sorted(p.parent.parent for p in folder.glob(f"**/step_*/state/{FORMAT_FILE}"))
-    steps = [step for step in steps if (step / TRAINER_FILE).exists()]
-    hint = f"; did you mean {str(steps[-1])!r}?" if steps else f" (no config.json, no {FORMAT_FILE})"
+    inside = _model_in(folder)
+    hint = f"; did you mean {str(inside)!r}?" if inside is not None else f" (no config.json, no {FORMAT_FILE})"
     raise ConvertError(f"{str(folder)!r} is neither a Hugging Face folder nor a Megatron-Core checkpoint{hint}")
 
 

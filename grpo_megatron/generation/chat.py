@@ -80,7 +80,7 @@ def _answer(answerer: Answerer, messages: Messages, turn: int) -> str | None:
 @contextlib.contextmanager
 def _ctrl_c_pressed() -> Iterator[Callable[[], bool]]:
     """Within, Ctrl-C is only noted: an exception within a step of the engine makes it unusable. A second one is raised."""
-    pressed = []
+    pressed: list[int] = []
 
     def note(number: int, frame: Any) -> None:
         if pressed:

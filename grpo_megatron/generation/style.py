@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.convert.conversion import EXPORT_FOLDER
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.reading.regular import read_text
 from grpo_megatron.reading.yaml_text import MAX_YAML, parse_yaml
@@ -19,7 +20,7 @@ from grpo_megatron.storage.step_folders import STEP_FILE
 
 PLAIN_TASK = "jsonl"  # the prompt as it is
 DEFAULT_MAX_TOKENS = 512
-EXPORTED, RUN_CONFIG = "hf", "config.yaml"
+RUN_CONFIG = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _run_config(model: Path) -> tuple[dict[str, Any], Path | None]:
     try:
         if step.exists():
             return _section(read_json(step), "config"), step
-        if model.resolve().name == EXPORTED and beside.exists():
+        if model.resolve().name == EXPORT_FOLDER and beside.exists():
             config = parse_yaml(read_text(beside, MAX_YAML))
             if "data" in config and "trainer" in config:
                 return config, beside

@@ -279,6 +279,20 @@ def test_folders_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no Megatron-Core distributed checkpoint" in refused(capsys, "to-hf", megatron, tmp_path / "out")
 
 
+def test_an_output_folder_of_a_run_leads_to_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its exported model, or else its newest step, which is not that of its supervised stage."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    for step in ("sft/checkpoints/step_000420", "checkpoints/step_000009", "checkpoints/step_000030"):
+        (run / step / "state").mkdir(parents=True)
+        (run / step / "state" / "metadata.json").write_text("{}")
+        (run / step / "trainer.json").write_text("{}")
+    assert f"did you mean '{run}/checkpoints/step_000030'?" in refused(capsys, "to-hf", run, out)
+    assert f"did you mean '{run}/sft/checkpoints/step_000420'?" in refused(capsys, "to-hf", run / "sft", out)
+    (run / "hf").mkdir()
+    (run / "hf" / "config.json").write_text("{}")
+    assert f"did you mean '{run}/hf'?" in refused(capsys, "to-megatron", run, out)
+
+
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
