@@ -144,7 +144,11 @@ def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) ->
     from grpo_megatron.training.validation import Validator
 
     rollout = RolloutConfig.model_validate({"val_kwargs": {"n": SAMPLES, "temperature": 1.0, "top_p": 1.0}})
-    data, slow, quick = DataConfig(max_response_length=MAX_TOKENS), prompts_of(args, "reward"), prompts_of(args, "quick")
+    data, slow, quick = (
+        DataConfig(max_response_length=MAX_TOKENS),
+        prompts_of(args, "reward"),
+        prompts_of(args, "quick"),
+    )
     seconds: dict[str, list[float]] = {"draw": [], "afterwards": [], "meanwhile": [], "rest": []}
     in_draw = 0.0
 
