@@ -9,7 +9,7 @@
     python tools/benchmark.py saving [--steps 5] [--folder DIR]
     python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
     python tools/benchmark.py start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
-    python tools/benchmark.py step [--workload 0.4M] [--rounds 3] [--plain]
+    python tools/benchmark.py step [--workload 0.4M] [--rounds 3] [--plain] [--trl-vllm]
     python tools/benchmark.py rollout | update | transformers [--workload 0.4M] [--repeats 5]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
@@ -23,16 +23,14 @@ sync: a random Llama of 0.56 GB on four ranks, synced by the plan and, in turn, 
 every rank. --engine: into vLLM. --network: between two network namespaces (root). --delta: syncs that send changes beside full
 ones, also with --network. --preset, --plan: large layouts, only planned.
 
-overlap: rewards graded while the engine generates, beside rewards graded afterwards; in a step and in a validation.
-
-passes: the training part of a step with and without passes that it can do without.
+overlap: rewards graded while the engine generates, beside rewards graded afterwards; in a step and in a validation. passes: the
+training part of a step with and without passes that it can do without.
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
 of one rank beside requests that ranks share.
 
-saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for.
-
-scale: the host side of a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
+saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for. scale: the host side of
+a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
 
 start: from the command to the first sampled token on the CPU, and where the time goes; beside another checkout.
 
