@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # words of a row at a time
+BLOCK_WORDS = 1024  # words of a row at a time
 
 
 def row_sums(words: Tensor, factors: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def row_sums(words: Tensor, factors: Tensor) -> Tensor:
     num_rows, num_columns = words.shape
     sums = torch.empty(num_rows, dtype=torch.int64, device=words.device)
     if num_rows:
-        _sum_rows[(num_rows,)](words, factors, sums, num_columns, words.stride(0), BLOCK)
+        _sum_rows[(num_rows,)](words, factors, sums, num_columns, words.stride(0), BLOCK_WORDS)
     return sums
 
 

@@ -16,11 +16,11 @@ import pytest
 INTERPRETED = """
 import torch
 from grpo_megatron.sync import digest
-from grpo_megatron.sync.digest_gpu import BLOCK, row_sums
+from grpo_megatron.sync.digest_gpu import BLOCK_WORDS, row_sums
 
 generator = torch.Generator().manual_seed(0)
 count = 0
-shapes = [(3, 5, 0, 0), (1, BLOCK, 0, 0), (4, BLOCK + 1, 0, 3), (2, 3 * BLOCK - 1, 2, 1), (0, 4, 0, 0)]
+shapes = [(3, 5, 0, 0), (1, BLOCK_WORDS, 0, 0), (4, BLOCK_WORDS + 1, 0, 3), (2, 3 * BLOCK_WORDS - 1, 2, 1), (0, 4, 0, 0)]
 for rows, columns, before, after in shapes:
     memory = torch.randint(-(2**63), 2**63 - 1, (rows, before + columns + after), generator=generator)
     words = memory[:, before : before + columns]
@@ -36,10 +36,10 @@ print(count, "shapes")
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from grpo_megatron.sync.digest_gpu import BLOCK, _sum_rows
+from grpo_megatron.sync.digest_gpu import BLOCK_WORDS, _sum_rows
 
 signature = {"words": "*i64", "factors": "*i64", "sums": "*i64", "num_columns": "i32", "stride": "i32", "block": "constexpr"}
-kernel = compile(ASTSource(fn=_sum_rows, signature=signature, constexprs={"block": BLOCK}), target=GPUTarget("cuda", 90, 32))
+kernel = compile(ASTSource(fn=_sum_rows, signature=signature, constexprs={"block": BLOCK_WORDS}), target=GPUTarget("cuda", 90, 32))
 print("st.global" in kernel.asm["ptx"])
 """
 
