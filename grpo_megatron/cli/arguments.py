@@ -10,12 +10,12 @@ from typing import Any
 from grpo_megatron.cli.commands import COMMANDS, STARTS_RANKS
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 
-RUNS = {  # name: line in --help
+RUN_COMMANDS = {  # name: line in --help
     "train": "train with the settings of a YAML file",
     "train-reward": "train a reward model on pairs, or a process reward model on labelled steps",
     "plan": "what a config needs, whether it fits, and layouts that do",
 }
-ORDER = (  # in --help: as a user meets them
+COMMAND_ORDER = (  # in --help: as a user meets them
     *("quickstart", "examples", "init", "import", "plan", "train", "train-reward", "watch", "report", "evaluate"),
     *("generate", "curate", "convert", "prepare", "replay", "keys"),
 )
@@ -30,12 +30,12 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
         epilog="grpo-megatron COMMAND --help lists the options of a command.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    lines = {name: command.help for name, command in COMMANDS.items()} | STARTS_RANKS | RUNS
+    lines = {name: command.help for name, command in COMMANDS.items()} | STARTS_RANKS | RUN_COMMANDS
     lines["quickstart"] = "train a tiny model on this CPU in one to two minutes"
     epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
     parsers = {}
-    for name in sorted(lines, key=ORDER.index):
-        if name in RUNS:
+    for name in sorted(lines, key=COMMAND_ORDER.index):
+        if name in RUN_COMMANDS:
             parsers[name] = commands.add_parser(name, help=lines[name], description=f"{lines[name]}.", epilog=epilog)
         else:
             commands.add_parser(name, help=lines[name], add_help=False)
@@ -131,7 +131,7 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of every command of RUNS. The last three are for plans: a run has its own machine and folder."""
+    """Those of every command of RUN_COMMANDS. The last three are for plans: a run has its own machine and folder."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, data, actor, ...")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="replace a value of the file"

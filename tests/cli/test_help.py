@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.cli.arguments import ORDER, RUNS, parse_command
+from grpo_megatron.cli.arguments import COMMAND_ORDER, RUN_COMMANDS, parse_command
 
 PROGRAM = "grpo-megatron"
 
@@ -34,12 +34,12 @@ def parser_of(command: list[str]) -> argparse.ArgumentParser:
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop),
         pytest.raises(_Reached),
     ):
-        if command[0] in RUNS:
+        if command[0] in RUN_COMMANDS:
             parse_command(command)
         else:
             run(command)
     (parser,) = found
-    return parser if command[0] not in RUNS else dict(_children(parser))[command[0]]
+    return parser if command[0] not in RUN_COMMANDS else dict(_children(parser))[command[0]]
 
 
 def run(command: list[str]) -> None:
@@ -76,7 +76,7 @@ EVALUATION = [["evaluate", action] for action in ("grade", "compare", "tasks")]
 
 @pytest.fixture(scope="module")
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    commands = [[name] for name in ORDER] + EVALUATION
+    commands = [[name] for name in COMMAND_ORDER] + EVALUATION
     return dict(pair for command in commands for pair in with_children(" ".join(command), parser_of(command)))
 
 
@@ -84,7 +84,7 @@ def test_every_command_is_listed_once(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main.main(["--help"])
     listed = re.findall(r"^    ([a-z-]+)(?: |$)", capsys.readouterr().out, re.MULTILINE)
-    assert listed == list(ORDER)
+    assert listed == list(COMMAND_ORDER)
 
 
 def test_program_names_descriptions_and_widths(
