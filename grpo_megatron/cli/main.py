@@ -116,9 +116,9 @@ def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.dry_run and (not is_rank or _is_first_of_machine()):
         remove_leftovers()
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
-        ranks.start_fork_server(config.draws)
+        ranks.start_fork_server(_engine(config))
     if not is_rank and not starts_ranks and not args.dry_run:
-        ranks.announce_start(world_size, config.draws)
+        ranks.announce_start(world_size, _engine(config))
     with large_imports():  # torch too: only once the file is known to be well-formed
         if not starts_ranks and not args.dry_run:
             _join_run(is_rank)
@@ -148,7 +148,7 @@ def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
     if starts_ranks:
         del checked  # the ranks read the files themselves
         _check_unused(config.trainer.output_dir)
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, engine=_engine(config))
     return _run(config, checked, args.profile)
 
 
@@ -248,6 +248,11 @@ def _with_ranks(argv: list[str]) -> int:
     from grpo_megatron.evaluation.cli import main as evaluate
 
     return evaluate(argv[1:], start_ranks, is_child=ranks.LAUNCHER_PID in os.environ)
+
+
+def _engine(config: Config) -> str | None:
+    """`rollout.engine` of a run that draws, else None."""
+    return config.rollout.engine if config.draws else None
 
 
 def _world_size(config: Config, is_rank: bool) -> int:

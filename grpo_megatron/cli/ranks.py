@@ -24,6 +24,10 @@ from grpo_megatron.storage.leftovers import folder_until_exit, private_folder
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them
+PRELOADS = {  # rollout.engine -> what the fork server imports for it. An engine of the user's own is imported by the ranks
+    "vllm": "grpo_megatron.cli.preload_vllm",
+    "transformers": "grpo_megatron.cli.preload_transformers",
+}
 
 
 def is_on_cpu(device: str) -> bool:
@@ -31,10 +35,10 @@ def is_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not any(Path("/dev").glob("nvidia*")))
 
 
-def start_fork_server(has_engine: bool = True) -> None:
+def start_fork_server(engine: str | None = "vllm") -> None:
     """Start the server that CPU ranks are forked from; it imports in the background. A second call does nothing.
 
-    `has_engine`: the ranks will have an engine, whose modules take half of the time.
+    `engine`: the ranks' `rollout.engine`, or None if they have none. vLLM's modules take half of the time.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
@@ -42,8 +46,10 @@ def start_fork_server(has_engine: bool = True) -> None:
         settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         if "tempdir" not in settings:
             settings["tempdir"] = str(folder_until_exit())
-        preloaded = ["grpo_megatron.cli.preload", "grpo_megatron.cli.preload_engine"]
-        multiprocessing.set_forkserver_preload(preloaded if has_engine else preloaded[:1])
+        preloaded = ["grpo_megatron.cli.preload"]
+        if engine in PRELOADS:
+            preloaded.append(PRELOADS[engine])
+        multiprocessing.set_forkserver_preload(preloaded)
         forkserver.ensure_running()
     finally:
         del os.environ[LAUNCHER_PID]
@@ -55,7 +61,7 @@ def start_ranks(
     argv: list[str],
     device: str,
     can_stop: bool = False,
-    has_engine: bool = True,
+    engine: str | None = "vllm",
 ) -> int:
     """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
@@ -69,10 +75,10 @@ def start_ranks(
 
     from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
 
-    announce_start(world_size, has_engine)
+    announce_start(world_size, engine)
     logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
     if is_on_cpu(device):
-        start_fork_server(has_engine)
+        start_fork_server(engine)
     os.environ[LAUNCHER_PID] = str(os.getpid())
     with private_folder() as folder:
         register_local_rendezvous()
@@ -102,12 +108,12 @@ def start_ranks(
     return 0
 
 
-def announce_start(world_size: int, has_engine: bool) -> None:
+def announce_start(world_size: int, engine: str | None) -> None:
     """The first line of a run: what is awaited, and for how long."""
-    parts = "Megatron-Core, then the engine" if has_engine else "Megatron-Core"
+    parts = "Megatron-Core" if engine is None else "Megatron-Core, then the engine"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     print(
-        f"starting {ranks}: {parts}; a small model needs some {10 if has_engine else 5} s, a large one minutes",
+        f"starting {ranks}: {parts}; a small model needs some {10 if engine == 'vllm' else 5} s, a large one minutes",
         flush=True,
     )
 
