@@ -21,7 +21,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.extensions import Version, examine_engine, parse_version
+from grpo_megatron.extensions import Version, examine_engine, leave_megatron_uncompiled, parse_version
+
+leave_megatron_uncompiled(torch.version.cuda)
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,7 @@ def read_hardware(kind: Literal["auto", "cpu", "cuda"]) -> Hardware:
     if kind == "cpu" or not torch.cuda.is_available():
         return Hardware(None, None, engine_problem)
     index = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda_version = parse_version(torch.version.cuda or "0")
-    return Hardware(torch.cuda.get_device_capability(index), cuda_version, engine_problem)
+    return Hardware(torch.cuda.get_device_capability(index), parse_version(torch.version.cuda or "0"), engine_problem)
 
 
 def device_bytes(kind: Literal["auto", "cpu", "cuda"]) -> int | None:
@@ -77,15 +78,13 @@ class Device:
     def __init__(self, kind: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int | None = None) -> None:
         if kind == "auto":
             kind = "cuda" if torch.cuda.is_available() else "cpu"
-        self.kind = kind
+        self.kind, self.torch_device = kind, torch.device("cpu")
         if kind == "cuda":
             if not torch.cuda.is_available():
                 raise ConfigError("trainer.device=cuda, but torch sees no CUDA device; set trainer.device=cpu or auto")
             index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
             torch.cuda.set_device(index)
             self.torch_device = torch.device("cuda", index)
-        else:
-            self.torch_device = torch.device("cpu")
 
     @property
     def is_cuda(self) -> bool:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
+from typing import Any
 
 Version = tuple[int, ...]
 ENGINE = "transformer_engine"
@@ -79,6 +80,35 @@ class MegatronFinder(MetaPathFinder):
         if fullname == "megatron.core":  # `megatron` alone is also looked up where nothing is imported
             sys.meta_path.remove(self)
             examine_engine()
+
+
+class UncompiledMegatron(MetaPathFinder):
+    """Has Megatron-Core leave its fused functions uncompiled: calls its `disable_jit_fuser` before it defines them.
+
+    It would wrap them by `torch.compile`, which imports torch's compiler: a second of a start. On the CPU none of them is
+    called (`transformer_config` switches all fusions off), and compiling would need a C++ compiler.
+    """
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname != "megatron.core.jit":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_disable(module: Any) -> None:
+                run(module)
+                module.disable_jit_fuser()
+
+            spec.loader.exec_module = run_and_disable  # type: ignore[method-assign]
+        return spec
+
+
+def leave_megatron_uncompiled(cuda_version: str | None) -> None:
+    """If `torch.version.cuda` is None: see UncompiledMegatron. Does nothing once Megatron-Core is imported."""
+    if cuda_version is None and "megatron.core" not in sys.modules:
+        sys.meta_path.insert(0, UncompiledMegatron())
 
 
 def examine_engine_before_megatron() -> None:

@@ -6,8 +6,9 @@ import atexit
 import contextlib
 import gc
 import logging
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 @contextlib.contextmanager
@@ -23,6 +24,18 @@ def large_imports() -> Iterator[None]:
         atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def without(packages: Iterable[str]) -> Iterator[None]:
+    """Imports of these optional packages raise ImportError here, as if they were not installed. Those imported already stay."""
+    hidden = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: see the docs of `sys.modules`
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 @contextlib.contextmanager

@@ -102,9 +102,9 @@ def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.dry_run and (not is_rank or _is_first_of_machine()):
         remove_leftovers()
     if not is_rank and not args.dry_run:
-        ranks.announce_start(world_size, config.draws, str(config.model.path))
+        ranks.announce_start(world_size, _engine(config), str(config.model.path))
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
-        ranks.start_fork_server(config.draws)
+        ranks.start_fork_server(_engine(config))
     if not starts_ranks and not args.dry_run:
         with awaited("importing libraries", os.environ.get("RANK", "0") == "0"), large_imports():
             _join_run(is_rank)
@@ -118,7 +118,7 @@ def _train_from(args: argparse.Namespace, argv: list[str]) -> int:
         return 0
     if starts_ranks:
         del checked  # the ranks read the files themselves
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, has_engine=config.draws)
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, engine=_engine(config))
     return _run(config, checked, args.profile)
 
 
@@ -247,6 +247,11 @@ def _with_ranks(argv: list[str]) -> int:
     from grpo_megatron.evaluation.cli import main as evaluate
 
     return evaluate(argv[1:], start_ranks, is_child=ranks.LAUNCHER_PID in os.environ)
+
+
+def _engine(config: Config) -> str | None:
+    """`rollout.engine` of a run that draws, else None."""
+    return config.rollout.engine if config.draws else None
 
 
 def _world_size(config: Config, is_rank: bool) -> int:

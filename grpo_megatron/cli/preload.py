@@ -1,4 +1,5 @@
-"""What a fork server imports once for all CPU ranks of its machine (ranks.py); `preload_engine.py` adds the engine.
+"""What a fork server imports once for all CPU ranks of its machine (ranks.py); `preload_vllm.py` and
+`preload_transformers.py` add the engine.
 
 On two cores, one step on four ranks takes 25 s in this way and 45 s under torchrun (measured), and the imported modules
 are in memory once. Ranks with GPUs are new programs: nothing has shown yet that vLLM's imports survive a fork there.

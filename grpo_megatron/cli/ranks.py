@@ -26,6 +26,10 @@ from grpo_megatron.storage.start_times import begin_start
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them
+PRELOADS = {  # rollout.engine -> what the fork server imports for it. An engine of the user's own is imported by the ranks
+    "vllm": "grpo_megatron.cli.preload_vllm",
+    "transformers": "grpo_megatron.cli.preload_transformers",
+}
 
 
 def is_on_cpu(device: str) -> bool:
@@ -33,10 +37,10 @@ def is_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not any(Path("/dev").glob("nvidia*")))
 
 
-def start_fork_server(has_engine: bool = True) -> None:
+def start_fork_server(engine: str | None = "vllm") -> None:
     """Start the server that CPU ranks are forked from; it imports in the background. A second call does nothing.
 
-    `has_engine`: the ranks will have an engine, whose modules take half of the time.
+    `engine`: the ranks' `rollout.engine`, or None if they have none. vLLM's modules take half of the time.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
@@ -44,8 +48,10 @@ def start_fork_server(has_engine: bool = True) -> None:
         settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         if "tempdir" not in settings:
             settings["tempdir"] = str(folder_until_exit())
-        preloaded = ["grpo_megatron.cli.preload", "grpo_megatron.cli.preload_engine"]
-        multiprocessing.set_forkserver_preload(preloaded if has_engine else preloaded[:1])
+        preloaded = ["grpo_megatron.cli.preload"]
+        if engine in PRELOADS:
+            preloaded.append(PRELOADS[engine])
+        multiprocessing.set_forkserver_preload(preloaded)
         forkserver.ensure_running()
     finally:
         del os.environ[LAUNCHER_PID]
@@ -57,7 +63,7 @@ def start_ranks(
     argv: list[str],
     device: str,
     can_stop: bool = False,
-    has_engine: bool = True,
+    engine: str | None = "vllm",
 ) -> int:
     """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
@@ -72,10 +78,10 @@ def start_ranks(
     from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
 
     if not can_stop:  # `train` has announced it before its checks
-        announce_start(world_size, has_engine)
+        announce_start(world_size, engine)
     logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
     if is_on_cpu(device):
-        start_fork_server(has_engine)
+        start_fork_server(engine)
     os.environ[LAUNCHER_PID] = str(os.getpid())
     with private_folder() as folder:
         register_local_rendezvous()
@@ -106,12 +112,12 @@ def start_ranks(
     return 0
 
 
-def announce_start(world_size: int, has_engine: bool, model: str | None = None) -> None:
+def announce_start(world_size: int, engine: str | None, model: str | None = None) -> None:
     """The first line of a run: what is awaited, and for how long. `model`: its path; None: the time is not kept."""
-    parts = "Megatron-Core, then the engine" if has_engine else "Megatron-Core"
+    parts = "Megatron-Core" if engine is None else "Megatron-Core, then the engine"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     seconds = None if model is None else begin_start(f"{ranks} of {Path(model).resolve()}, {parts}")
-    expected = f"a small model needs some {10 if has_engine else 5} s, a large one minutes"
+    expected = f"a small model needs some {10 if engine == 'vllm' else 5} s, a large one minutes"
     if seconds is not None:
         expected = f"the last start took {seconds:.0f} s, until the first step"
     print(f"starting {ranks}: {parts}; {expected}", flush=True)

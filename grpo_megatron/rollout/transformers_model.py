@@ -97,6 +97,12 @@ class RowModel:
         return logits
 
 
+def import_transformers() -> None:
+    """Import what this engine needs of transformers. Once, in the process that CPU ranks are forked from."""
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401 - what other families import too
+
+
 def _attention(
     module: Any,
     query: Tensor,

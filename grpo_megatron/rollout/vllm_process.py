@@ -20,6 +20,7 @@ import functools
 import gc
 import glob
 import importlib
+import json
 import logging
 import os
 import warnings
@@ -32,7 +33,7 @@ import torch
 
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
-from grpo_megatron.importing import large_imports
+from grpo_megatron.importing import large_imports, without
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout import vllm_versions
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
@@ -53,6 +54,8 @@ _CPU_NOISE = (  # no Triton, no compilation, on some CPUs no bfloat16 kernels
     "vllm.v1.worker.cpu_worker",
 )
 
+# What vLLM imports if it is installed, and does without else. opentelemetry: for `otlp_traces_endpoint`, which is refused.
+UNUSED_BY_VLLM = ("opentelemetry",)
 
 _CPU_MODULES = (  # imported by an engine on CPU while it is built
     "vllm.model_executor.layers.quantization.online.base",
@@ -102,6 +105,7 @@ def build(
             transfer=transfer,
             has_latents=has_latents,
         )
+        _load_model_class(model_path)
         llm = vllm.LLM(model=str(model_path), dtype=dtype, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm, vllm.SamplingParams
@@ -117,7 +121,7 @@ def _import_vllm(device: Device) -> Any:
         for name in _NOISE if device.is_cuda else _NOISE + _CPU_NOISE:
             # A filter, because vLLM's logging configuration resets levels and keeps filters.
             logging.getLogger(name).addFilter(_errors_only)
-    with warnings.catch_warnings(), large_imports():
+    with warnings.catch_warnings(), large_imports(), without(UNUSED_BY_VLLM):
         warnings.simplefilter("ignore")
         import vllm
         import vllm.entrypoints.llm
@@ -137,6 +141,21 @@ def preload() -> None:
         vllm_versions.replace_triton_kernels()
     # At a normal exit Triton's bindings print a list of leaked objects. Ranks do not exit this way.
     atexit.register(os._exit, 0)
+
+
+def _load_model_class(folder: Path | str) -> None:
+    """Import the model's class here, before vLLM starts another Python to do so.
+
+    vLLM inspects a class that it has not imported in a process of its own, so as not to initialise CUDA in this one, and
+    remembers the result in ~/.cache/vllm. With an empty cache every rank starts such a process, which imports torch and vLLM:
+    as long as the rest of the start. A rank has initialised CUDA already. Not run on a GPU yet.
+    """
+    from vllm import ModelRegistry
+
+    config = json.loads((Path(folder) / "config.json").read_bytes())
+    for name in config.get("architectures") or ():
+        if name in ModelRegistry.models:  # others are left to vLLM, which may know a replacement
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _errors_only(record: logging.LogRecord) -> bool:

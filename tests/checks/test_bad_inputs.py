@@ -38,7 +38,7 @@ def refused(
         raise AssertionError("validation let it through")
 
     monkeypatch.setattr(ranks, "start_ranks", nothing_may_start)
-    monkeypatch.setattr(ranks, "start_fork_server", lambda has_engine: None)
+    monkeypatch.setattr(ranks, "start_fork_server", lambda engine: None)
     monkeypatch.setattr(main, "_run", nothing_may_start)
     monkeypatch.chdir(tmp_path)
     output_dir = tmp_path / "not" / "there"

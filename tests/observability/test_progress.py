@@ -136,7 +136,7 @@ def test_the_time_of_a_start_is_told_to_the_next_one(
     clock = Clock()
     clock.now = 1000.0
     monkeypatch.setattr(start_times.time, "time", clock)
-    announce_start(2, True, "MODEL")
+    announce_start(2, "vllm", "MODEL")
     run = TrainerConfig.model_validate({"output_dir": tmp_path / "run", "logger": [], "total_training_steps": 1})
     with build_sinks(run) as sinks, build_sinks(run, rank=1) as others:
         clock.now = 1012.3
@@ -147,9 +147,9 @@ def test_the_time_of_a_start_is_told_to_the_next_one(
         clock.now = 1050.0
         sinks.enter(0, ["step", "gen"])
     for ranks, model in ((2, "MODEL"), (4, "MODEL"), (2, "OTHER")):
-        announce_start(ranks, True, model)
+        announce_start(ranks, "vllm", model)
     start_times.starts_path().write_text("[")  # damaged: as if there was none
-    announce_start(2, True, "MODEL")
+    announce_start(2, "vllm", "MODEL")
     monkeypatch.delenv(start_times.BEGAN)
     known = [
         "; the last start took 12 s, until the first step" in line for line in capsys.readouterr().out.splitlines()

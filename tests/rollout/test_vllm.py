@@ -126,6 +126,13 @@ def test_the_host_process_is_left_as_it_was(results: Results) -> None:
             assert result["host_changes"] == []
 
 
+def test_the_model_class_is_not_inspected_by_another_process(results: Results) -> None:
+    """vLLM caches what such a process finds. The process imports torch and vLLM: seconds, once per rank."""
+    for name in WORLDS:
+        for result in results[name]:
+            assert result["cached_classes"] == result["unused_packages"] == []
+
+
 def test_the_console_stays_clean(results: Results) -> None:
     for name in WORLDS:
         for result in results[name]:

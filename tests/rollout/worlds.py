@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 import tempfile
 import time
 import traceback
@@ -22,6 +23,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
+from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
 from tests.rollout import tiny
@@ -37,6 +39,8 @@ class World:
         self.models = {seed: tiny.model(kind, seed) for seed in (1, 2)}
         self.tensors = engine_tensors(read_architecture(Path(folder)), tp, reads_shards=True)
         own, foreign = leftover(os.environ["MASTER_PORT"]), leftover(f"1{os.environ['MASTER_PORT']}")
+        cache = Path(folder) / f"vllm_{os.environ['RANK']}"
+        os.environ["VLLM_CACHE_ROOT"] = str(cache)  # empty, as on a new machine
         before = host_state()
         facts["own_leftover_before"] = own.exists()
         self.mesh.barrier()
@@ -48,6 +52,8 @@ class World:
         finally:
             self.mesh.barrier()
             foreign.unlink(missing_ok=True)
+        facts["cached_classes"] = [path.name for path in cache.rglob("*.json")]
+        facts["unused_packages"] = [name for name in vllm_process.UNUSED_BY_VLLM if name in sys.modules]
         after = host_state()
         facts["host_changes"] = [key for key in before if before[key] != after[key]]
 

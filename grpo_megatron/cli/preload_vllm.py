@@ -1,4 +1,4 @@
-"""What the fork server of CPU ranks also imports (see preload.py) where the ranks have an engine."""
+"""What the fork server of CPU ranks also imports (see preload.py) for `rollout.engine: vllm`."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from grpo_megatron.cli.ranks import LAUNCHER_PID
 from grpo_megatron.importing import silent_imports
 
 
-def import_engine() -> None:
+def import_vllm() -> None:
     """Import the modules of the engine, in a process that CPU ranks are forked from."""
     with silent_imports():
         from grpo_megatron.rollout.vllm_process import preload
@@ -17,4 +17,4 @@ def import_engine() -> None:
 
 if LAUNCHER_PID in os.environ:
     with contextlib.suppress(Exception):
-        import_engine()
+        import_vllm()

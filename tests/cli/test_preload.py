@@ -1,0 +1,65 @@
+"""What the process that CPU ranks are forked from imports, and what it leaves out: modules by name, no seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_megatron.cli import ranks
+from grpo_megatron.importing import without
+from grpo_megatron.rollout.build import engines
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of torch's compiler, what Megatron-Core would import for functions that no CPU run calls; and what other engines need.
+NOT_IMPORTED = (
+    "torch._inductor.compile_fx",
+    "torch._inductor.lowering",
+    "functorch.compile",
+    "networkx",
+    "vllm",
+    "openai",
+)
+
+
+def test_the_server_imports_the_engine_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    preloaded: list[list[str]] = []
+    monkeypatch.setattr(multiprocessing, "set_forkserver_preload", preloaded.append)
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
+    for engine in ("vllm", "transformers", "my.module:Engine", None):
+        ranks.start_fork_server(engine)
+    trainer = "grpo_megatron.cli.preload"
+    assert preloaded == [[trainer, f"{trainer}_vllm"], [trainer, f"{trainer}_transformers"], [trainer], [trainer]]
+    assert set(ranks.PRELOADS) <= set(engines.names())
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, Megatron-Core compiles its fused functions")
+def test_the_trainer_and_the_transformers_engine_need_no_compiler() -> None:
+    lines = [
+        "import sys",
+        "from grpo_megatron.cli import preload, preload_transformers",
+        "preload.import_trainer()",
+        "assert {'grpo_megatron.trainer', 'transformers.models.llama.modeling_llama'} <= sys.modules.keys()",
+        f"found = sys.modules.keys() & set({NOT_IMPORTED})",
+        "assert not found, found",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=ROOT)
+
+
+def test_a_package_can_be_left_out_of_an_import() -> None:
+    already: Any = torch
+    with without(["wave", "torch"]):
+        with pytest.raises(ImportError):
+            import wave
+        import torch as same
+
+        assert same is already
+    import wave
+
+    assert wave.open is not None
