@@ -60,13 +60,12 @@ def _examples(argv: list[str]) -> int:
 
 
 def _init(argv: list[str]) -> int:
-    from pathlib import Path
-
     from grpo_megatron.cli.module_path import find_modules
-    from grpo_megatron.starting.new_config import main
+    from grpo_megatron.starting.new_config import parse_init, write_config
 
-    find_modules(Path("grpo.yaml"))  # the user's reward is called
-    return main(argv)
+    args = parse_init(argv)
+    find_modules(args.output)  # the user's reward is called
+    return write_config(args)
 
 
 def _report(argv: list[str]) -> int:

@@ -50,7 +50,7 @@ def config_text(run: NewRun, machine: Machine, planned: PlannedLayout | None = N
 
 
 def _line(text: str, comment: str) -> str:
-    return f"{text:<{COLUMN}}# {comment}"
+    return f"{text:<{COLUMN - 1}} # {comment}"  # a comment needs the space before it, also behind a long value
 
 
 def _header(run: NewRun, machine: Machine) -> Iterator[str]:

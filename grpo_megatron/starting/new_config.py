@@ -26,9 +26,8 @@ PER_NODE = 8
 CPU_RANKS = 2
 
 
-def main(argv: list[str]) -> int:
-    """Writes the file; returns the exit code. Raises ConfigError, and then nothing was written."""
-    args = _parse(argv)
+def write_config(args: argparse.Namespace) -> int:
+    """`args`: those of `parse_init`. Returns the exit code. Raises ConfigError, and then nothing was written."""
     if args.output.exists():
         raise ConfigError(f"{args.output} exists; name another file with --output, or remove it")
     arch = _architecture(args.model)
@@ -42,12 +41,12 @@ def main(argv: list[str]) -> int:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_file(args.output, text)
     print(f"wrote {args.output}. Read its comments, then:")
-    for option in (" --dry-run", ""):
-        print(f"  grpo-megatron train {args.output}{option}")
+    print(f"  grpo-megatron train {args.output} --dry-run{_gpu_option(machine)}")
+    print(f"  grpo-megatron train {args.output}")
     return 0
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def parse_init(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "grpo-megatron init", description="Write a commented config for a model, a task and a machine."
     )
@@ -75,6 +74,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--output", type=Path, default=Path("grpo.yaml"), metavar="YAML", help="the file to write (default grpo.yaml)"
     )
     return parser.parse_args(argv)
+
+
+def _gpu_option(machine: Machine) -> str:
+    """For a plan on a machine without that GPU."""
+    if machine.gpu is None:
+        return ""
+    return f" --gpu {machine.gpu.name if machine.gpu.name in GPUS else f'{machine.gpu.usable_gib:g}'}"
 
 
 def _positive(text: str) -> int:
@@ -112,7 +118,7 @@ def _new_run(args: argparse.Namespace, arch: Architecture, machine: Machine) -> 
     return NewRun(
         args.model,
         arch,
-        load_tokenizer(args.model, DataConfig()).chat_template is not None,
+        _has_template(args.model),
         args.task,
         args.train,
         args.val,
@@ -121,6 +127,13 @@ def _new_run(args: argparse.Namespace, arch: Architecture, machine: Machine) -> 
         max_response=max_response,
         output_dir=Path("outputs") / args.output.stem,
     )
+
+
+def _has_template(model: Path) -> bool:
+    try:
+        return load_tokenizer(model, DataConfig()).chat_template is not None
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n  (for init, put the tokenizer's files into MODEL)") from error
 
 
 def _config(text: str) -> Config:

@@ -20,7 +20,7 @@ from grpo_megatron.planning.nearest import PlannedLayout
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.reading.yaml_text import parse_yaml
 from grpo_megatron.starting.config_text import NewRun, config_text
-from grpo_megatron.starting.new_config import main
+from grpo_megatron.starting.new_config import parse_init, write_config
 from grpo_megatron.starting.suggestion import Machine, suggest
 from tests.runs import make_run
 
@@ -31,6 +31,10 @@ MODEL = ROOT / "examples" / "models" / "llama3_70b"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("run"))
+
+
+def init(argv: list[str]) -> int:
+    return write_config(parse_init(argv))
 
 
 def arguments(run: Path, output: Path, *more: str) -> list[str]:
@@ -50,7 +54,7 @@ def arguments(run: Path, output: Path, *more: str) -> list[str]:
 def test_what_is_written_is_valid_and_nothing_is_replaced(run: Path, tmp_path: Path, machine: list[str]) -> None:
     """`init` runs the checks of the dry run itself: it would raise. No value is a default that is written for nothing."""
     output = tmp_path / "own.yaml"
-    assert main(arguments(run, output, *machine, "--val", str(run / "val.jsonl"))) == 0
+    assert init(arguments(run, output, *machine, "--val", str(run / "val.jsonl"))) == 0
     config = load_config(output)
     assert config.trainer.n_gpus_per_node == 2 and config.trainer.output_dir == Path("outputs/own")
     assert config.trainer.device == ("cpu" if machine == ["--cpu"] else "auto")
@@ -58,18 +62,24 @@ def test_what_is_written_is_valid_and_nothing_is_replaced(run: Path, tmp_path: P
     assert config.data.max_prompt_length + config.data.max_response_length <= 128  # the model's longest sequence
     before = output.read_text()
     with pytest.raises(ConfigError, match="own.yaml exists"):
-        main(arguments(run, output))
+        init(arguments(run, output))
     assert output.read_text() == before
 
 
-def test_a_reward_in_the_current_folder_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "reward_of_init.py").write_text("def reward(completion, answer):\n    return 0.5\n")
+@pytest.mark.parametrize("folder", ["", "configs"])
+def test_a_reward_in_the_current_folder_or_beside_the_config_is_found(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    module = f"reward_of_init_{folder}"
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / f"{module}.py").write_text("def reward(completion, answer):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    words = ["--task", "jsonl", "--reward", "reward_of_init:reward", "--cpu", "--train", str(run / "train.jsonl")]
-    assert COMMANDS["init"].run([str(run / "model"), *words]) == 0
-    config = load_config(tmp_path / "grpo.yaml")
-    assert config.reward.function == "reward_of_init:reward"
+    words = ["--task", "jsonl", "--reward", f"{module}:reward", "--cpu", "--train", str(run / "train.jsonl")]
+    output = Path(folder) / "grpo.yaml"
+    assert COMMANDS["init"].run([str(run / "model"), *words, "--output", str(output)]) == 0
+    config = load_config(output)
+    assert config.reward.function == f"{module}:reward"
     assert not config.trainer.val_before_train  # there are no held-out rows
 
 
@@ -83,9 +93,9 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--gpu", "h101"], "'h101' is neither one of h100-80"),
     ):
         with pytest.raises(ConfigError, match=message):
-            main(arguments(run, output, *more))
+            init(arguments(run, output, *more))
     with pytest.raises(ConfigError, match="cannot read config.json"):
-        main(["nowhere", "--train", str(run / "train.jsonl"), "--output", str(output)])
+        init(["nowhere", "--train", str(run / "train.jsonl"), "--output", str(output)])
     assert not output.exists()
 
 
