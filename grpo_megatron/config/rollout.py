@@ -59,9 +59,7 @@ class RolloutConfig(Section):
     top_k: int = -1  # no other value may be set, either
     seed: Seed = 42  # each sample's seed is a hash of this, the step, the prompt and the sample's index
     tensor_model_parallel_size: int = Field(1, ge=1)
-    expert_parallel_size: int = Field(
-        1, ge=1
-    )  # 1: each rank of an engine has a part of each expert; else that of tensors
+    expert_parallel_size: int = Field(1, ge=1)  # = tensor_model_parallel_size: whole experts per rank; 1: each is cut
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)  # share of the device's memory that vLLM may take
     max_num_seqs: Count = 256  # sequences that one engine decodes at a time
     max_num_batched_tokens: int = Field(8192, ge=1)  # tokens of one engine step

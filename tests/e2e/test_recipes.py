@@ -22,6 +22,7 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards.reward import rewards
+from grpo_megatron.rollout.vllm_versions import divides_experts_on_cpu
 from tests import tiny, worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT, SHARED
@@ -226,6 +227,8 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     """The recipe's first two steps on two CPU ranks. Kept are all its keys that have nothing to do with size."""
     config = load_config(recipe, [])
     batch = 4
+    ep = min(2, config.actor.megatron.expert_model_parallel_size)
+    engine_ep = ep if divides_experts_on_cpu() else 1
     overrides = [
         f"model.path={model}",
         "model.dtype=float32",
@@ -238,9 +241,10 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
         "actor.ppo_max_token_len_per_gpu=2048",
         "actor.optim.lr_warmup_steps=0",
         "actor.megatron.tensor_model_parallel_size=1",
-        f"actor.megatron.expert_model_parallel_size={min(2, config.actor.megatron.expert_model_parallel_size)}",
+        f"actor.megatron.expert_model_parallel_size={ep}",
         "rollout.n=3",
-        "rollout.tensor_model_parallel_size=1",
+        f"rollout.tensor_model_parallel_size={engine_ep}",
+        f"rollout.expert_parallel_size={engine_ep}",
         "rollout.stop_token_ids=[]",
         "rollout.enforce_eager=true",
         "rollout.engine_options.kv_cache_gib=0.1",

@@ -39,7 +39,8 @@ from triton.compiler import ASTSource, compile
 from grpo_megatron.sync.digest_gpu import BLOCK_WORDS, _sum_rows
 
 signature = {"words": "*i64", "factors": "*i64", "sums": "*i64", "num_columns": "i32", "stride": "i32", "block": "constexpr"}
-kernel = compile(ASTSource(fn=_sum_rows, signature=signature, constexprs={"block": BLOCK_WORDS}), target=GPUTarget("cuda", 90, 32))
+source = ASTSource(fn=_sum_rows, signature=signature, constexprs={"block": BLOCK_WORDS})
+kernel = compile(source, target=GPUTarget("cuda", 90, 32))
 print("st.global" in kernel.asm["ptx"])
 """
 
