@@ -16,6 +16,8 @@ from grpo_megatron.checks.epochs import steps_of_epochs
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.written import WrittenResponse
+from grpo_megatron.observability.console import ConsoleSink
+from grpo_megatron.storage.events import read_events
 from grpo_megatron.training.warm_up import stage_config
 from grpo_megatron.types import Turn
 from tests.training import fake_run
@@ -58,6 +60,16 @@ def test_rows_come_in_file_order_again_and_again(tmp_path: Path) -> None:
     batches, events = run(tmp_path, 4)
     assert numbers(batches) == [[0, 1], [2, 3], [0, 4], [1, 2]]
     assert only(events, "optimizer")[0] == ("optimizer", 0.5, 4)
+
+
+def test_the_console_tells_it_from_the_steps_of_the_run(tmp_path: Path) -> None:
+    entered: list[tuple[int | None, tuple[str, ...]]] = []
+    with mock.patch.object(ConsoleSink, "enter", lambda self, step, phases: entered.append((step, tuple(phases)))):
+        run(tmp_path, 2)
+    assert (1, ("warm-up", "step", "update_actor")) in entered and (0, ("step", "update_actor")) in entered
+    assert not any(phases[:1] == ("step",) for step, phases in entered if step == 1)  # the run itself has step 0 only
+    (done,) = [event for event in read_events(tmp_path / "sft") if event["kind"] == "done"]
+    assert done["step"] == 2
 
 
 @pytest.mark.parametrize(("steps", "noted"), [(3, [1, 2, 3]), (25, [*range(2, 25, 2), 25])])
