@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="a folder with another commit, with engine vllm"
     )
-    parser.add_argument("--python", default=sys.executable, help="of the environment to measure")
 
 
 def start(args: argparse.Namespace) -> int:
@@ -77,7 +76,7 @@ def start(args: argparse.Namespace) -> int:
         for _ in range(args.repeats):
             for side, (checkout, engine) in sides.items():
                 settings = config(folder, workload, args.ranks, engine)
-                starts[side].append(run(checkout, folder, settings, args.python, is_cold=args.cold))
+                starts[side].append(run(checkout, folder, settings, is_cold=args.cold))
     base: Start | None = None
     for side, runs in starts.items():
         typical = median(runs)
@@ -122,7 +121,7 @@ def config(folder: Path, workload: Workload, ranks: int, engine: str) -> dict[st
     }
 
 
-def run(checkout: Path, folder: Path, settings: dict[str, Any], python: str, *, is_cold: bool) -> Start:
+def run(checkout: Path, folder: Path, settings: dict[str, Any], *, is_cold: bool) -> Start:
     """One start of the commit in `checkout`. Raises RuntimeError if it ends without a token."""
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     pipe = folder / "marks"
@@ -132,7 +131,7 @@ def run(checkout: Path, folder: Path, settings: dict[str, Any], python: str, *, 
     environment = {**os.environ, PIPE: str(pipe), "PYTHONPATH": f"{MARKS}:{checkout}:{folder}", "OMP_NUM_THREADS": "1"}
     if is_cold:
         environment["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(dir=folder)
-    command = [python, "-m", "grpo_megatron", "train", folder / "run.yaml"]
+    command = [sys.executable, "-m", "grpo_megatron", "train", folder / "run.yaml"]
     with (folder / "console").open("w") as console, os.fdopen(source) as lines:
         signal.signal(signal.SIGALRM, _too_long)
         signal.alarm(LIMIT_S)
