@@ -20,7 +20,7 @@ from grpo_megatron.storage.step_folders import on_disk, saved_config, steps_of
 
 LONGEST_VALUE = 80  # characters of a value in a message
 REMEDY = (
-    "put the old value back; or start a new run from these weights: `python tools/convert_hf.py to-hf` makes a model folder"
+    "put the old value back; or start a new run from these weights: `grpo-megatron convert to-hf` makes a model folder"
     " of a checkpoint, for model.path of another trainer.output_dir"
 )
 
