@@ -34,7 +34,10 @@ def import_function(path: str) -> object:
         with no_exit(f"{path!r}: importing module {module_name!r}"):
             module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"{path!r}: cannot import module {module_name!r} ({error}); is it on PYTHONPATH?") from error
+        raise ValueError(
+            f"{path!r}: cannot import module {module_name!r} ({error}); put it into the current folder or beside the"
+            " config, or its folder on PYTHONPATH"
+        ) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
