@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "child": set(),
     "extensions": set(),
     "onednn": set(),
+    "heap": set(),
     "reading": set(),
     "config": {"reading"},
     "storage": set(),
@@ -74,7 +75,7 @@ ROOMS: dict[str, set[str]] = {
         *("parallel", "observability", "rollout", "trajectories"),
     },
     "training": {
-        *("types", "onednn", "config", "storage", "rewards", "environments", "algo", "data"),
+        *("types", "onednn", "heap", "config", "storage", "rewards", "environments", "algo", "data"),
         *("device", "parallel", "sync", "observability", "models", "rollout", "trajectories", "checks", "sampling"),
     },
     "trainer": {

@@ -33,16 +33,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        is_cut = dist.get_world_size(group) > 1  # gloo takes 0.1 ms for nothing
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, temperature)  # [n, v]
             top = logits.amax(dim=1) if weight.shape[0] else logits.new_full((len(logits),), -torch.inf)
-            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+            if is_cut:
+                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
             logits -= top[:, None]
             at_target, _ = _local_target_logits(logits, targets[part], first)
             exp = logits.exp()
             sums = torch.stack([exp.sum(1), (exp * logits).sum(1), at_target])  # [3, n]
-            dist.all_reduce(sums, group=group)
+            if is_cut:
+                dist.all_reduce(sums, group=group)
             log_z = sums[0].log()
             logprobs[part] = sums[2] - log_z
             entropy[part] = log_z - sums[1] / sums[0]

@@ -18,6 +18,7 @@ from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.data.item_table import rewards_of
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.build import build_pool
+from grpo_megatron.heap import keep_freed_memory
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.export import Serving, save_hf
@@ -73,6 +74,8 @@ def join_world(config: Config, device: Device) -> Mesh:
             timeout_s=config.trainer.timeout_s,
         )
     device.seed(config.trainer.seed, mesh.rank)
+    if not device.is_cuda:
+        keep_freed_memory()
     if config.trainer.cpu_matmul == "onednn" and not device.is_cuda:
         use_onednn()
     return mesh
