@@ -13,6 +13,7 @@ from tests.browser import Browser, missing
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # as in the Makefile: some tests fork, and OpenMP's threads do not survive it
+os.environ["COLUMNS"] = "120"  # pytest's workers set 80, in which a plan wraps its rows
 
 try:
     from hypothesis import HealthCheck, settings

@@ -113,14 +113,15 @@ def start_ranks(
 
 
 def announce_start(world_size: int, engine: str | None, model: str | None = None) -> None:
-    """The first line of a run: what is awaited, and for how long. `model`: its path; None: the time is not kept."""
+    """The first line of a run: what is awaited, and for how long. `model`: of `train`, which checks it first; None: the time is not kept."""
     parts = "Megatron-Core" if engine is None else "Megatron-Core, then the engine"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     seconds = None if model is None else begin_start(f"{ranks} of {Path(model).resolve()}, {parts}")
     expected = f"a small model needs some {10 if engine == 'vllm' else 5} s, a large one minutes"
     if seconds is not None:
         expected = f"the last start took {seconds:.0f} s, until the first step"
-    print(f"starting {ranks}: {parts}; {expected}", flush=True)
+    action = "starting" if model is None else "checking, then starting"
+    print(f"{action} {ranks}: {parts}; {expected}", flush=True)
 
 
 def _handle_requests(folder: Path) -> dict[int, Any]:

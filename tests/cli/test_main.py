@@ -108,7 +108,7 @@ def test_the_launcher_prints_the_reason_once(
     out, err = process.communicate(timeout=600)
     assert process.returncode == code, err
     starting, *ranks = out.splitlines()
-    assert starting.startswith("starting 2 ranks")
+    assert starting.startswith("checking, then starting 2 ranks")
     expected = {"rank 0 of 2, 1 thread", "rank 1 of 2, 1 thread"}
     assert set(ranks) == expected if kind == "good" else set(ranks) <= expected  # a rank may be ended before it prints
     assert without_tracebacks(err) == errors

@@ -153,7 +153,10 @@ def test_the_command_needs_no_vllm(root: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "grpo_megatron", "train", str(tmp_path / "run.yaml")]
-    for expected in ("starting 2 ranks: Megatron-Core;", "has all 3 steps; for more, raise trainer.total_epochs;"):
+    for expected in (
+        "checking, then starting 2 ranks: Megatron-Core;",
+        "has all 3 steps; for more, raise trainer.total_epochs;",
+    ):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
         assert (out / "checkpoints/step_000003").is_dir()
