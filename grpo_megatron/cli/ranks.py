@@ -113,7 +113,10 @@ def start_ranks(
 
 
 def announce_start(world_size: int, engine: str | None, model: str | None = None) -> None:
-    """The first line of a run: what is awaited, and for how long. `model`: of `train`, which checks it first; None: the time is not kept."""
+    """The first line of a run: what is awaited, and for how long.
+
+    `model`: of `train`, which checks the config first. None: another command, whose time is not kept.
+    """
     parts = "Megatron-Core" if engine is None else "Megatron-Core, then the engine"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     seconds = None if model is None else begin_start(f"{ranks} of {Path(model).resolve()}, {parts}")
