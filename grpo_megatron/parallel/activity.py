@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 FOR_RANKS = ("torch.distributed", "megatron.core.distributed", "megatron.core.pipeline_parallel.p2p_communication")
-FOR_CONTROL = ("grpo_megatron.parallel.neighbours", "grpo_megatron.parallel.links")
+FOR_CONTROL = ("grpo_megatron.parallel.neighbours",)
 FOR_ENGINES = ("vllm.distributed", "transformer_engine.pytorch.distributed")
 FOR_PROCESSES = ("multiprocessing", "subprocess", "concurrent", "queue", "asyncio", "zmq")
 FOR_CONNECTIONS = ("selectors", "socket", "ssl", "http", "urllib", "urllib3", "pdb", "bdb", "cmd")

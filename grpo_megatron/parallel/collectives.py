@@ -1,8 +1,7 @@
-"""Collectives: every operation between ranks that Python starts while a profile is recorded, of torch.distributed and `Links`.
+"""Collectives: every operation between ranks that Python starts while a profile is recorded, of torch.distributed.
 
-All of torch.distributed, Megatron-Core and this package call the methods of `ProcessGroup`, and wait by `Work.wait`; host-side
-messages are sent and received by `Links`. Inside `recorded` these methods are replaced by ones that note the time. Outside
-nothing is replaced, so nothing is paid.
+All of torch.distributed, Megatron-Core and this package call the methods of `ProcessGroup`, and wait by `Work.wait`. Inside
+`recorded` these methods are replaced by ones that note the time. Outside nothing is replaced, so nothing is paid.
 
 An operation has a key that all its ranks compute alike: the group, and its number among the group's operations since the
 start; for a message, its number among those between the two ranks. All ranks of a group must begin to record at the same
@@ -19,8 +18,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-
-from grpo_megatron.parallel.links import Links
 
 OPERATIONS = {  # method of ProcessGroup -> its name in torch.distributed; methods that a version lacks are passed over
     "allreduce": "all_reduce",
@@ -89,22 +86,10 @@ def recorded(span: _Span, clock: Callable[[], int], synchronize: Callable[[], No
             synchronize()
         return result
 
-    def message(name: str, original: Any) -> Any:
-        def exchanged(self: Links, other: int, *content: bytes) -> Any:
-            now, channel = clock(), f"{self.rank}->{other} " if name == "send" else f"{other}->{self.rank} "
-            counts["links", channel] += 1
-            with span("collective", name, now, ("links", f"{channel}{counts['links', channel]}", 2)):
-                return original(self, other, *content)
-
-        return exchanged
-
     found = [name for name in OPERATIONS if name in group.__dict__]
     originals: dict[tuple[type, str], Any] = {(group, name): group.__dict__[name] for name in found}
     replaced = {place: starting(place[1], original) for place, original in originals.items()}
     originals[work, "wait"], replaced[work, "wait"] = original_wait, wait
-    for method, name in (("send", "send"), ("receive", "recv")):
-        originals[Links, method] = Links.__dict__[method]
-        replaced[Links, method] = message(name, originals[Links, method])
     try:
         for (owner, name), method in replaced.items():
             setattr(owner, name, method)

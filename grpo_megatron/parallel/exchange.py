@@ -5,7 +5,7 @@
    were drawn on several ranks.
 2. `exchange`: tokens and rollout log-probabilities move once, to the ranks that train on them.
 
-Both run on the host over TCP links, between neighbours only (neighbours.py): a step's samples are megabytes per
+Both run on the host over the gloo control group, between neighbours only (neighbours.py): a step's samples are megabytes per
 rank, its activations gigabytes. The work of a rank grows with the samples of the step, plus the number of ranks.
 
 The numbers of phase 1 travel as arrays. The loss mask is sent as spans of tokens, of the rows that have a 0 in it. An

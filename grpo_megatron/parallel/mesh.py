@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.parallel.links import Links, close_links
 from grpo_megatron.parallel.neighbours import Parcel, gather_all, gather_first, over, route, share_first
 from grpo_megatron.parallel.rendezvous import join_default_group
 
@@ -56,8 +55,8 @@ def all_gather_values(value: T, group: Any) -> list[T]:
 class Mesh:
     """Sizes, the coordinates of this rank, and process groups.
 
-    `links` carry host-side messages, on any device, to the neighbours of a rank only (neighbours.py); None in a world of one.
-    `control` is a gloo group of the whole world.
+    `control` is a gloo group of the whole world for small host-side messages, on any device. In it a rank sends to its
+    neighbours only (neighbours.py).
     """
 
     world_size: int
@@ -77,7 +76,6 @@ class Mesh:
     cp: int = 1
     cp_rank: int = 0
     ranks_per_node: int = 1
-    links: Links | None = None
 
     def grid(self) -> Grid:
         """The same layout without this rank's view."""
@@ -150,26 +148,26 @@ class Mesh:
     def all_gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, in rank order. Small host-side values: they are pickled."""
         return [
-            pickle.loads(part) for part in over(gather_all(self.rank, self.world_size, _pickled(value)), self.links)
+            pickle.loads(part) for part in over(gather_all(self.rank, self.world_size, _pickled(value)), self.control)
         ]
 
     def gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, in rank order, on rank 0; an empty list on the others. They are pickled."""
-        parts = over(gather_first(self.rank, self.world_size, _pickled(value)), self.links)
+        parts = over(gather_first(self.rank, self.world_size, _pickled(value)), self.control)
         return [pickle.loads(part) for part in parts]
 
     def route(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Collective: the parcels of all ranks that this rank is a destination of, by source."""
-        return over(route(self.rank, self.world_size, parcels), self.links)
+        return over(route(self.rank, self.world_size, parcels), self.control)
 
     def broadcast(self, value: T) -> T:
         """Collective: the value of rank 0, on every rank."""
-        return over(share_first(self.rank, self.world_size, value), self.links)
+        return over(share_first(self.rank, self.world_size, value), self.control)
 
     def block_broadcast(self, value: T) -> T:
         """Collective over the rollout block: the value of its leader. Small host-side values: they are pickled."""
         place = self.rank % self.rollout_tp
-        return over(share_first(place, self.rollout_tp, value), self.links, first=self.rank - place)
+        return over(share_first(place, self.rollout_tp, value), self.control, first=self.rank - place)
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
@@ -225,7 +223,6 @@ def build_mesh(
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-        links=Links(rank, dist.distributed_c10d._get_default_store(), timeout_s) if world_size > 1 else None,
     )
 
 
@@ -233,7 +230,6 @@ def destroy_mesh() -> None:
     """Leave the world. This process may then call `build_mesh` again."""
     from megatron.core import parallel_state
 
-    close_links()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

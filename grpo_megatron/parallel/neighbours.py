@@ -11,8 +11,8 @@ systems" (IEEE TPDS 8(11), 1997), for any n.
     route          a parcel at distance d makes one hop for each bit of d: at most log2 n hops, half of that on average.
                    Departure from Bruck: a parcel may have several destinations, and one copy serves all that lie ahead.
 
-Each algorithm is a generator: it yields the message of a round, and is sent what this rank receives in it. `over` runs one over
-the links of a rank; a test or a benchmark can run those of thousands of ranks in one process.
+Each algorithm is a generator: it yields the message of a round, and is sent what this rank receives in it. `over` runs one on
+a process group; a test or a benchmark can run those of thousands of ranks in one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import pickle
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from grpo_megatron.parallel.links import Links
+import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -105,21 +106,30 @@ def route(rank: int, size: int, parcels: Sequence[Parcel]) -> Hops[list[Parcel]]
     return sorted(held, key=lambda parcel: parcel.source)
 
 
-def over(rounds: Hops[T], links: Links | None, first: int = 0) -> T:
-    """Collective: run the rounds of this rank. Rank 0 of the rounds is rank `first` of the world. None: a world of one."""
+def over(rounds: Hops[T], group: Any, first: int = 0) -> T:
+    """Collective: run the rounds of this rank. `group` has the ranks of the world; rank 0 of the rounds is its rank `first`."""
     received: Any = None
     while True:
         try:
             message = rounds.send(received)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
-        assert links is not None, "a world of one sends nothing"
-        received = _swap(message, links, first)
+        received = _swap(message, group, first)
 
 
-def _swap(message: Hop, links: Links, first: int) -> Any:
+def _swap(message: Hop, group: Any, first: int) -> Any:
+    works, size = [], torch.empty(1, dtype=torch.int64)
     if message.to is not None:
-        links.send(first + message.to, pickle.dumps(message.content, protocol=pickle.HIGHEST_PROTOCOL))
-    received = None if message.source is None else pickle.loads(links.receive(first + message.source))
-    links.flush()
+        content = bytearray(pickle.dumps(message.content, protocol=pickle.HIGHEST_PROTOCOL))
+        tensor = torch.frombuffer(content, dtype=torch.uint8)
+        works += [dist.isend(t, first + message.to, group) for t in (torch.tensor([len(content)]), tensor)]
+    received = None
+    if message.source is not None:
+        dist.recv(size, first + message.source, group)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(buffer, first + message.source, group)
+        received = pickle.loads(buffer.numpy().data)
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        work.wait()
     return received

@@ -15,9 +15,9 @@ from grpo_megatron.parallel.neighbours import Hop, Hops, over
 def relay(holder: int, make: Callable[[], bytes], mesh: Mesh) -> bytes | None:
     """`make()` of rank `holder`, on rank 0; None on the other ranks. `make` is called on the holder only.
 
-    The ranks between the two communicate, over the links. All other ranks return at once.
+    The ranks between the two communicate, over the control group. All other ranks return at once.
     """
-    return over(_hops(mesh.rank, holder, make), mesh.links)
+    return over(_hops(mesh.rank, holder, make), mesh.control)
 
 
 def path(holder: int) -> list[int]:
