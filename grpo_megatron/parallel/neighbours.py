@@ -18,13 +18,19 @@ a process group; a test or a benchmark can run those of thousands of ranks in on
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
+
+SIZE = struct.Struct("=q")  # bytes of a message's content
+HEAD_BYTES = 16384  # gloo's thread has to get a core for each message, 1 to 3 ms on busy ones: most need one message
+INLINE_BYTES = HEAD_BYTES - SIZE.size
 
 
 class Hop(NamedTuple):
@@ -118,18 +124,34 @@ def over(rounds: Hops[T], group: Any, first: int = 0) -> T:
 
 
 def _swap(message: Hop, group: Any, first: int) -> Any:
-    works, size = [], torch.empty(1, dtype=torch.int64)
+    works = []
     if message.to is not None:
-        content = bytearray(pickle.dumps(message.content, protocol=pickle.HIGHEST_PROTOCOL))
-        tensor = torch.frombuffer(content, dtype=torch.uint8)
-        works += [dist.isend(t, first + message.to, group) for t in (torch.tensor([len(content)]), tensor)]
+        content = pickle.dumps(message.content, protocol=pickle.HIGHEST_PROTOCOL)
+        works = [dist.isend(part, first + message.to, group) for part in _parts(content)]
     received = None
     if message.source is not None:
-        dist.recv(size, first + message.source, group)
-        buffer = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(buffer, first + message.source, group)
-        received = pickle.loads(buffer.numpy().data)
+        received = pickle.loads(_receive(first + message.source, group).numpy().data)
     for work in works:
         assert work is not None, "this rank is in the group"
         work.wait()
     return received
+
+
+def _parts(content: bytes) -> list[Tensor]:
+    """What is sent: HEAD_BYTES with the size and the beginning of the content, then the rest, if there is one."""
+    begin, rest = content[:INLINE_BYTES], content[INLINE_BYTES:]
+    head = (SIZE.pack(len(content)) + begin).ljust(HEAD_BYTES, b"\0")
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (head, rest) if part]
+
+
+def _receive(source: int, group: Any) -> Tensor:
+    """The content that rank `source` has sent, uint8 [bytes]."""
+    head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
+    dist.recv(head, source, group)
+    size, inline = SIZE.unpack_from(head.numpy())[0], head[SIZE.size :]
+    if size <= INLINE_BYTES:
+        return inline[:size]
+    content = torch.empty(size, dtype=torch.uint8)
+    content[:INLINE_BYTES] = inline
+    dist.recv(content[INLINE_BYTES:], source, group)
+    return content

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.parallel.neighbours import Parcel, gather_all, gather_first, route, share_first
+from grpo_megatron.parallel import neighbours
+from grpo_megatron.parallel.neighbours import (
+    HEAD_BYTES,
+    INLINE_BYTES,
+    Parcel,
+    gather_all,
+    gather_first,
+    route,
+    share_first,
+)
 from grpo_megatron.parallel.relay import path
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 12, 48, 100]
@@ -123,3 +132,12 @@ def test_other_worlds_have_few_connections_too(size: int) -> None:
         world.run(lambda rank, rounds=rank_rounds: rounds(rank, size, None))
     world.run(lambda rank: route(rank, size, [Parcel(tuple(range(size)), rank, None)] if rank < 4 else []))
     assert max(map(len, world.partners)) <= 2 * math.ceil(math.log2(size))
+
+
+@pytest.mark.parametrize("length", [0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * INLINE_BYTES])
+def test_content_of_any_length_arrives_in_at_most_two_messages(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(number % 251 for number in range(length))
+    sent = neighbours._parts(content)
+    assert [len(part) for part in sent] == [HEAD_BYTES, *([length - INLINE_BYTES] if length > INLINE_BYTES else [])]
+    monkeypatch.setattr(neighbours.dist, "recv", lambda buffer, source, group: buffer.copy_(sent.pop(0)))
+    assert neighbours._receive(0, None).numpy().tobytes() == content and not sent
