@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 
-LARGEST_KEPT = 64 << 20  # bytes
+LARGEST_KEPT = 64 << 20, 32 << 20  # bytes; the second is the most that glibc before 2.35 takes
 MOST_KEPT = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -22,6 +22,7 @@ def keep_freed_memory() -> bool:
     if sys.platform != "linux" or any(name in os.environ for name in _SET_BY_USER):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    return mallopt is not None and bool(
-        mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)
-    )
+    if mallopt is None:
+        return False
+    is_larger = any(mallopt(_M_MMAP_THRESHOLD, size) for size in LARGEST_KEPT)
+    return is_larger and bool(mallopt(_M_TRIM_THRESHOLD, MOST_KEPT))

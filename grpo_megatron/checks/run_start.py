@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -19,5 +20,10 @@ class RunStart:
     wrong_keys: Collection[str] = ()
 
     def knows(self, *keys: str) -> bool:
-        """Whether all values of these keys or sections could be read."""
-        return not any(wrong == key or wrong.startswith(f"{key}.") for wrong in self.wrong_keys for key in keys)
+        """Whether all values of these keys or sections could be read, also if a wrong key is a misspelt one of them."""
+        return not any(_concerns(wrong, key) for wrong in self.wrong_keys for key in keys)
+
+
+def _concerns(wrong: str, key: str) -> bool:
+    is_part = f"{wrong}.".startswith(f"{key}.") or f"{key}.".startswith(f"{wrong}.")
+    return is_part or bool(difflib.get_close_matches(wrong, [key], cutoff=0.8))

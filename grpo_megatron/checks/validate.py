@@ -113,7 +113,8 @@ def validate(
     data = config.data
     models = ModelFolders.read(config, problems)
     has_layout = problems.add(_layout_problems(config, world_size, models.arch)) and models.are_complete(config)
-    has_layout &= not any(any(_layout_problems(config, world_size, arch)) for arch in models.other_archs)
+    others = (problem for arch in models.other_archs for problem in _layout_problems(config, world_size, arch))
+    has_layout &= all(problem.startswith("rollout.") for problem in others)  # only the policy is in the engine
     problems.add(_setting_problems(config, models.arch))
     problems.add(reward_model_problems(config, world_size, models.arch, models.rewards))
     problems.add(critic_problems(config, world_size, models.arch, models.critic))

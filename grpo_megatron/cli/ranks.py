@@ -119,7 +119,7 @@ def announce_start(world_size: int, engine: str | None, model: str | None = None
     """
     parts = "Megatron-Core" if engine is None else "Megatron-Core, then the engine"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    seconds = None if model is None else begin_start(f"{ranks} of {Path(model).resolve()}, {parts}")
+    seconds = None if model is None else begin_start(f"{ranks} of {os.path.realpath(model)}, {parts}")
     expected = f"a small model needs some {10 if engine == 'vllm' else 5} s, a large one minutes"
     if seconds is not None:
         expected = f"the last start took {seconds:.0f} s, until the first step"

@@ -21,6 +21,7 @@ from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.dataset_folder import files_of_split
 from grpo_megatron.data.task import Task
 
+DATE = "strftime_now"  # in a chat template
 TOKENIZER_NAMES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "spiece", "sentencepiece")
 
 
@@ -34,6 +35,8 @@ def survey_key(
 ) -> str | None:
     """64 hexadecimal digits, or None. `kind`: which numbers these are, as JSON."""
     folder = Path(getattr(tokenizer, "name_or_path", "") or "")
+    if DATE in str(tokenizer.chat_template):  # today's prompts are not yesterday's
+        return None
     if ":" in data.task or (not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file()):
         return None
     files = [content_key(file) for path in paths for file in files_of_split(path)]

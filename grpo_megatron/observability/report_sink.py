@@ -49,7 +49,7 @@ class ReportSink(Sink):
         self._write()
 
     def _write(self) -> None:
-        begin = self._clock()
+        begin, is_written = self._clock(), False
         try:
             if self._shown is not None:
                 step, groups = self._shown
@@ -57,10 +57,11 @@ class ReportSink(Sink):
                 self._shown = None
             self.run.update()
             write_file(self.path, render_report([self.run], is_live=True))
+            is_written = True
         except Exception as error:  # noqa: BLE001 - a page is no reason to end a run: a full disk, a user's tokenizer
             self._report_failure(error)
         end = self._clock()
-        self._due = end + (end - begin) / SHARE
+        self._due = end + (end - begin) / SHARE if is_written else -float("inf")
 
     def _append(self, step: int, metrics: Mapping[str, float]) -> None:
         try:

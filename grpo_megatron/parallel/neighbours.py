@@ -148,7 +148,7 @@ def _receive(source: int, group: Any) -> Tensor:
     """The content that rank `source` has sent, uint8 [bytes]."""
     head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
     dist.recv(head, source, group)
-    size, inline = SIZE.unpack_from(head.numpy())[0], head[SIZE.size :]
+    size, inline = SIZE.unpack_from(head.numpy().data)[0], head[SIZE.size :]
     if size <= INLINE_BYTES:
         return inline[:size]
     content = torch.empty(size, dtype=torch.uint8)

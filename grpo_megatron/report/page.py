@@ -28,7 +28,7 @@ def render_report(runs: Sequence[RunFolder], *, is_live: bool = False) -> str:
     panels, constants = drawn_panels(runs)
     drawn = {name for panel in panels for name, _ in panel.curves}
     data = {
-        "runs": [_run_data(run, drawn) for run in runs],
+        "runs": [_run_data(run, drawn, is_live) for run in runs],
         "panels": [vars(panel) for panel in panels],
         "constants": constants,
         "live": is_live,
@@ -109,7 +109,7 @@ def _constants(runs: Sequence[RunFolder], name: str) -> list[float | None] | Non
     return values
 
 
-def _run_data(run: RunFolder, drawn: set[str]) -> dict[str, Any]:
+def _run_data(run: RunFolder, drawn: set[str], is_live: bool) -> dict[str, Any]:
     curves = run.curves
     phases = [name for name in curves.names() if PHASE.fullmatch(name)]
     shown = [name for name in curves.names() if name in drawn or PHASE.fullmatch(name) or name == "timing_s/step"]
@@ -118,7 +118,7 @@ def _run_data(run: RunFolder, drawn: set[str]) -> dict[str, Any]:
         "folder": str(run.folder),
         "state": run.state(),
         "updated": time.time(),
-        "silentSince": run.silent_since(),
+        "silentSince": None if is_live else run.silent_since(),  # the page of a live run knows its own age
         "done": run.steps_done(),
         "total": run.total_steps(),
         "stepSeconds": run.step_seconds(),

@@ -174,6 +174,8 @@ def divide_cpu_experts() -> None:
 
     def apply(self: Any, *, topk_weights: Any, topk_ids: Any, expert_map: Any, **arguments: Any) -> Any:
         if expert_map is not None:
+            if arguments.get("apply_router_weight_on_input"):
+                raise NotImplementedError("experts whose input has the router's weights are not divided on the CPU")
             own = expert_map[topk_ids.long()].to(topk_ids.dtype)  # -1: another rank's
             topk_weights, topk_ids = topk_weights * (own >= 0), own.clamp(min=0)
         return plain(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **arguments)

@@ -7,6 +7,7 @@ model are made again only for another seed.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from pathlib import Path
 
@@ -30,9 +31,16 @@ def quickstart_arguments(argv: list[str]) -> list[str]:
     _make_inputs(args.seed)
     _remove_run(QUICKSTART / "run")
     config = QUICKSTART / "quickstart.yaml"
-    shutil.copyfile(shipped_folder("examples") / "quickstart.yaml", config)
-    seeds = [f"{section}.seed={args.seed}" for section in ("data", "rollout", "trainer")]
-    return ["train", str(config), *seeds, *args.overrides]
+    config.write_text(_with_seeds((shipped_folder("examples") / "quickstart.yaml").read_text(), args.seed))
+    return ["train", str(config), *args.overrides]
+
+
+def _with_seeds(example: str, seed: int) -> str:
+    """The config with the seeds in it, so that `train` on it resumes the run."""
+    for section in ("data", "rollout", "trainer"):
+        example, count = re.subn(rf"(?m)^{section}:.*\n", rf"\g<0>  seed: {seed}\n", example)
+        assert count == 1, f"the example has no section {section}"
+    return example
 
 
 def _seed(text: str) -> int:

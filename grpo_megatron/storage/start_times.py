@@ -14,12 +14,14 @@ from pathlib import Path
 from grpo_megatron.storage.atomic import write_file
 
 STARTS_FILE, MAX_STARTS = "starts.json", 50
+LONGEST_S = 1e6  # of a start; what is longer was not written here
 BEGAN = "GRPO_MEGATRON_START"  # in the environment of ranks: the start's Unix time, a space, its name in the file
 
 
 def starts_path() -> Path:
-    """In $GRPO_MEGATRON_CACHE, or else ~/.cache/grpo_megatron, as the cache of data files (data/cache.py)."""
-    return Path(os.environ.get("GRPO_MEGATRON_CACHE") or Path.home() / ".cache" / "grpo_megatron") / STARTS_FILE
+    """Beside the cache of data files (data/cache.py). A home that is not known is "~" in the current folder, as there."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("GRPO_MEGATRON_CACHE") or os.path.join(folder, "grpo_megatron")) / STARTS_FILE
 
 
 def begin_start(name: str) -> float | None:
@@ -35,9 +37,9 @@ def finish_start() -> None:
         return
     known = _known()
     known.pop(name, None)  # the newest is the last
-    known[name] = round(time.time() - float(began), 1)
-    newest = dict(list(known.items())[-MAX_STARTS:])
-    with contextlib.suppress(OSError):  # a home that cannot be written
+    with contextlib.suppress(OSError, ValueError):  # a home that cannot be written; a variable that the user has set
+        known[name] = round(time.time() - float(began), 1)
+        newest = dict(list(known.items())[-MAX_STARTS:])
         starts_path().parent.mkdir(parents=True, exist_ok=True)
         write_file(starts_path(), json.dumps(newest, indent=1) + "\n")
 
@@ -47,4 +49,6 @@ def _known() -> dict[str, float]:
         known = json.loads(starts_path().read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return {name: s for name, s in known.items() if isinstance(s, int | float)} if isinstance(known, dict) else {}
+    if not isinstance(known, dict):
+        return {}
+    return {name: s for name, s in known.items() if type(s) in (int, float) and 0 <= s < LONGEST_S}  # not NaN

@@ -9,6 +9,7 @@ without numba, which comes with vLLM. The values are those of the torch form.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -34,7 +35,8 @@ _loaded: list[_Sum] = []  # the kernel, once it has been compiled
 def load(num_bytes: int) -> None:
     """Compile the kernel if a rank digests `num_bytes` at a sync, and that is worth while."""
     if num_bytes >= SMALLEST_SYNC and not _loaded and importlib.util.find_spec("numba") is not None:
-        _loaded.append(_compiled())
+        with contextlib.suppress(Exception):  # a numba that does not fit: torch's form gives the same values
+            _loaded.append(_compiled())
 
 
 def is_used_for(words: Tensor) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from grpo_megatron.checks import shortage
+from grpo_megatron.checks.run_start import RunStart
 from grpo_megatron.cli import main
 from grpo_megatron.storage.lock import LOCK_FILE, FolderLock, lock_holder
 from tests.runs import make_run
@@ -136,3 +137,13 @@ def test_a_lock_is_looked_at_without_a_trace(tmp_path: Path) -> None:
         assert (lock_holder(tmp_path) or "").startswith("process ")
         assert held.is_in_place()
     assert (tmp_path / LOCK_FILE).exists() and lock_holder(tmp_path) is None
+
+
+@pytest.mark.parametrize("wrong, key", [
+    ("trainer", "trainer.nnodes"),  # the section is no mapping
+    ("trainer.nnodes", "trainer"),
+    ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),  # misspelt
+])  # fmt: skip
+def test_a_value_that_could_not_be_read_is_not_used(wrong: str, key: str) -> None:
+    assert not RunStart(wrong_keys=[wrong]).knows(key)
+    assert RunStart(wrong_keys=[wrong]).knows("data.max_prompt_length", "actor")

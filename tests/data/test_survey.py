@@ -138,6 +138,9 @@ def test_lengths_are_cached_by_file_tokenizer_and_template(tmp_path: Path) -> No
     assert entries() == 1 == entries()
     tokenizer.chat_template = "{{ messages }}"
     assert entries() == 2
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{{ messages }}"  # tomorrow's prompts are others
+    assert entries() == 2
+    tokenizer.chat_template = "{{ messages }}"
     file.write_text(file.read_text().replace('"1"', '"2"'))  # as many rows, of the same lengths
     assert entries() == 3
     (tmp_path / "tokenizer" / "tokenizer.json").open("a").write(" ")

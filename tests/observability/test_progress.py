@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -148,13 +149,17 @@ def test_the_time_of_a_start_is_told_to_the_next_one(
         sinks.enter(0, ["step", "gen"])
     for ranks, model in ((2, "MODEL"), (4, "MODEL"), (2, "OTHER")):
         announce_start(ranks, "vllm", model)
-    start_times.starts_path().write_text("[")  # damaged: as if there was none
-    announce_start(2, "vllm", "MODEL")
-    monkeypatch.delenv(start_times.BEGAN)
+    (name,) = json.loads(start_times.starts_path().read_bytes())
+    damaged = ["[", *(f'{{"{name}": {value}}}' for value in (str(10**400), "NaN", "true", '"12"'))]
+    for text in damaged:  # as if there was none
+        start_times.starts_path().write_text(text)
+        announce_start(2, "vllm", "MODEL")
+    monkeypatch.setenv(start_times.BEGAN, "yesterday MODEL")
+    start_times.finish_start()
     known = [
         "; the last start took 12 s, until the first step" in line for line in capsys.readouterr().out.splitlines()
     ]
-    assert known == [False, True, False, False, False]
+    assert known == [False, True, False, False, *(False for _ in damaged)]
 
 
 def test_every_step_is_in_the_report_which_takes_a_hundredth_of_the_time(
@@ -242,3 +247,17 @@ def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pyt
     sink.close()
     (record,) = caplog.records
     assert "cannot write" in record.getMessage() and "report.html" in record.getMessage()
+
+
+def test_a_step_is_never_appended_to_a_page_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run")
+    sink, full = ReportSink(folder), mock.Mock(side_effect=OSError("no space left"))
+    sink.log(0, {})
+    with monkeypatch.context() as disk:
+        disk.setattr(report_sink, "appended_step", full)
+        sink.log(1, {})
+        disk.setattr(report_sink, "write_file", full)
+        sink.log(2, {})
+    (folder / "report.html").write_text("a part of a line")
+    sink.log(3, {})
+    assert "a part of a line" not in (folder / "report.html").read_text()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
-from grpo_megatron.starting import shipped
+from grpo_megatron.starting import quickstart, shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"examples": ROOT / "examples", "slurm": ROOT / "slurm"}
@@ -71,3 +72,13 @@ def test_examples_are_copied_and_replace_nothing(tmp_path: Path, capsys: pytest.
 def test_without_its_links_a_checkout_uses_its_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "grpo_megatron")
     assert shipped.shipped_folder("examples") == tmp_path / "examples"
+
+
+def test_the_config_of_the_quickstart_has_its_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `train` on it resumes the run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, "_make_inputs", lambda seed: quickstart.QUICKSTART.mkdir(parents=True))
+    command, path, *overrides = quickstart.quickstart_arguments(["--seed", "7", "rollout.n=4"])
+    config = load_config(Path(path), [])
+    assert (command, overrides) == ("train", ["rollout.n=4"])
+    assert (config.data.seed, config.rollout.seed, config.trainer.seed) == (7, 7, 7)
