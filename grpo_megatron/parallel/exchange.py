@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.parallel.neighbours import Parcel
 from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample, TokenSpan
 
@@ -63,8 +63,8 @@ def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
     their prompt's rows. Raises RankError on every rank if a (prompt, index) pair was drawn twice.
     """
     parts = mesh.all_gather(table_part(samples if mesh.is_block_leader else []))
-    twice = drawn_twice(parts)
-    mesh.agree(f"samples drawn twice: (prompt, index) {twice[:10]}" if twice else None)
+    if twice := drawn_twice(parts):  # on every rank: all have the same parts
+        raise RankError(f"samples drawn twice: (prompt, index) {twice[:10]}")
     return merge_parts(parts)
 
 

@@ -114,8 +114,7 @@ class TransformersEngine(StatefulEngine):
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
         """See RolloutEngine. Collective over the world."""
         self._version = None
-        self._mesh.agree(self._unloadable())
-        self._mesh.agree(load_verified(stream, self._tensors.tensors, self._load))
+        self._mesh.agree(load_verified(stream, self._tensors.tensors, self._load, self._unloadable()))
         self._version = version
 
     @torch.no_grad()

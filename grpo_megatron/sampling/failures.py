@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.types import BY_MODEL, Sample
 
 
@@ -19,15 +19,13 @@ def check_failures(what: str, samples: Sequence[Sample], max_failed_ratio: float
     failed = [sample for sample in samples if math.isnan(sample.reward) and not is_declined(sample)]
     reports = mesh.all_gather((len(samples), len(failed), failed[0].reward_failure if failed else ""))
     total, num_failed = sum(report[0] for report in reports), sum(report[1] for report in reports)
-    problem = None
     if num_failed > max_failed_ratio * total:
         first = next(report[2] for report in reports if report[1])
-        problem = (
+        raise RankError(  # on every rank: all have the same reports
             f"{what}: {num_failed:,} of {total:,} samples ({100 * num_failed / total:.0f} %) have no reward, more than"
             f" reward.max_failed_ratio={max_failed_ratio:g} allows; the first failure: {first or 'no reason is known'};"
             " correct the reward function, or raise reward.max_failed_ratio"
         )
-    mesh.agree(problem)
 
 
 def is_declined(sample: Sample) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.attest import Expected, compare
 from grpo_megatron.training.probe import Probe, logprobs_problem, weights_problem
@@ -122,7 +122,8 @@ class Colocation(PolicyAlone):
         self.weights_digest = ""
         with metrics.phase("attest"):
             expected = source.expected_digests(self.resharding)
-            self.mesh.agree(weights_problem(name, version, expected.non_finite, is_first=not self._has_synced))
+            if problem := weights_problem(name, version, expected.non_finite, is_first=not self._has_synced):
+                raise RankError(problem)  # on every rank: `expected` is the same on all
         with metrics.phase("update_weights"):
             self.engine.load_weights(source.engine_weights(self.resharding, version), version)
         metrics.max("sync/bytes_received", self.resharding.bytes_received)
