@@ -39,6 +39,7 @@ def test_the_server_imports_the_engine_of_the_run(monkeypatch: pytest.MonkeyPatc
     assert set(ranks.PRELOADS) <= set(engines.names())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, Megatron-Core compiles its fused functions")
 def test_the_trainer_and_the_transformers_engine_need_no_compiler() -> None:
     lines = [

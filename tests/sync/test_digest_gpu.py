@@ -45,6 +45,7 @@ print("st.global" in kernel.asm["ptx"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "interpret", "printed"), [(INTERPRETED, "1", "5 shapes"), (COMPILED, "0", "True")])
 def test_the_kernel_without_a_gpu(script: str, interpret: str, printed: str, tmp_path: Path) -> None:
     """In a process of its own: Triton asks for the interpreter when it is imported."""
