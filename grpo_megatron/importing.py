@@ -12,18 +12,27 @@ from collections.abc import Iterable, Iterator
 
 
 @contextlib.contextmanager
-def large_imports() -> Iterator[None]:
-    """Use around imports of many modules. Objects that exist at its end are not collected before the process exits."""
+def collection_paused() -> Iterator[None]:
+    """No garbage collection, which many new objects would start."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        # Without this, C++ bindings report the frozen objects as leaks on the console when the process exits.
-        atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def large_imports() -> Iterator[None]:
+    """Use around imports of many modules. Objects that exist at its end are not collected before the process exits."""
+    with collection_paused():
+        try:
+            yield
+        finally:
+            gc.freeze()
+            # Without this, C++ bindings report the frozen objects as leaks on the console when the process exits.
+            atexit.register(gc.unfreeze)
 
 
 @contextlib.contextmanager
