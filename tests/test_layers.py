@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "rewards": {"registry", "workers"},
     "environments": {"registry", "child", "config", "workers"},
     "algo": {"types", "registry", "config"},
-    "data": {"types", "registry", "importing", "reading", "config", "rewards"},
+    "data": {"types", "registry", "importing", "reading", "config", "storage", "rewards"},
     "curation": {"reading", "config", "storage", "data"},
     "device": {"extensions", "config"},
     "parallel": {"types", "storage", "device"},

@@ -24,9 +24,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from grpo_megatron.storage.user_cache import CACHE_VARIABLE, cache_folder
+
 logger = logging.getLogger(__name__)
 
-CACHE_VARIABLE = "GRPO_MEGATRON_CACHE"
 WHOLE = 1 << 28  # bytes
 SAMPLES, SAMPLE = 256, 1 << 16  # blocks of a large file, and bytes of each
 DIGEST = 32  # bytes
@@ -127,11 +128,7 @@ def take_lock(descriptor: int, place: int, *, wait: bool) -> Iterator[bool]:
 
 def data_cache() -> DataCache:
     """The cache of this process."""
-    return _cache_in(os.environ.get(CACHE_VARIABLE) or os.path.join(_user_cache(), "grpo_megatron"))
-
-
-def _user_cache() -> str:
-    return os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return _cache_in(cache_folder())
 
 
 @functools.cache

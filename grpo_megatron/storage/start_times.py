@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.user_cache import cache_folder
 
 STARTS_FILE, MAX_STARTS = "starts.json", 50
 LONGEST_S = 1e6  # of a start; what is longer was not written here
@@ -19,9 +20,7 @@ BEGAN = "GRPO_MEGATRON_START"  # in the environment of ranks: the start's Unix t
 
 
 def starts_path() -> Path:
-    """Beside the cache of data files (data/cache.py). A home that is not known is "~" in the current folder, as there."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("GRPO_MEGATRON_CACHE") or os.path.join(folder, "grpo_megatron")) / STARTS_FILE
+    return Path(cache_folder()) / STARTS_FILE
 
 
 def begin_start(name: str) -> float | None:
