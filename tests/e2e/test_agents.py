@@ -13,7 +13,8 @@ from grpo_megatron.data import products
 from grpo_megatron.starting import prepare
 from tests import worlds
 from tests.e2e import run_ranks
-from tests.e2e.test_examples import ROOT, SHARED, gsm8k, rows
+from tests.e2e.test_examples import ROOT, gsm8k, rows
+from tools.benchmark_step import SHARED
 
 __all__ = ["gsm8k"]  # the fixture
 

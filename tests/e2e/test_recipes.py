@@ -25,7 +25,8 @@ from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.rollout.vllm_versions import divides_experts_on_cpu
 from tests import tiny, worlds
 from tests.e2e import run_ranks
-from tests.e2e.test_examples import ROOT, SHARED
+from tests.e2e.test_examples import ROOT
+from tools.benchmark_step import SHARED
 
 pytestmark = [
     pytest.mark.slow,
