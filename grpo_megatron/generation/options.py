@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, ConfigError
-from grpo_megatron.evaluation.arguments import DEVICES, json_value, non_negative_integer, positive_integer
+from grpo_megatron.evaluation.options import DEVICES, json_value, non_negative_integer, positive_integer
 
 USAGE = """
 one greedy answer; the prompt from standard input:
