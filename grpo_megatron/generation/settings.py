@@ -17,7 +17,7 @@ from grpo_megatron.evaluation.engine import model_tokenizer
 from grpo_megatron.evaluation.weights import engine_dtype, open_model
 from grpo_megatron.generation.queries import read_queries
 from grpo_megatron.generation.style import PromptStyle, read_style
-from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes
+from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
 from grpo_megatron.types import Prompt
 
 OPTION_OF_DATA_KEY = {
