@@ -17,7 +17,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.models.architecture import UnsupportedModel
-from grpo_megatron.models.reward_folder import WHAT
+from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.types import WeightBucket
 
 EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `weights_sha256`
