@@ -18,8 +18,7 @@ from grpo_megatron.evaluation.playing import Arena, new_trajectory, played_entry
 from grpo_megatron.evaluation.prompting import cut_at_stop
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed
 from grpo_megatron.trajectories.answers import EnvironmentAnswers
 from grpo_megatron.trajectories.driver import play
 from grpo_megatron.trajectories.trajectory import TrajectoryLimits

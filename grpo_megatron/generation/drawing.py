@@ -12,8 +12,7 @@ from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load
 from grpo_megatron.generation.settings import GenerationSettings
 from grpo_megatron.generation.text_stream import TextStream
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
-from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Request, RolloutEngine, StopTexts, sample_seed
 
 COLLECTIVE_TIMEOUT_S = 24 * 3600.0  # of a collective
 

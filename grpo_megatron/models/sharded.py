@@ -18,7 +18,7 @@ from grpo_megatron.models.prefix_tree import pack_trees
 from grpo_megatron.models.resharding import Resharding
 from grpo_megatron.models.weights import hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.attest import Expected
+from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 

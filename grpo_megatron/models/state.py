@@ -24,7 +24,7 @@ from grpo_megatron.models.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.sharded_write import ShardedWrite, Writes
 from grpo_megatron.models.weights import unwrapped
-from grpo_megatron.parallel.disk import on_every_rank
+from grpo_megatron.parallel.mesh import on_every_rank
 
 # The other sharding types fix tp and pp, or cannot be saved at all.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}

@@ -9,7 +9,7 @@ from grpo_megatron.models.families import table_of
 from grpo_megatron.models.mapping import HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
 from grpo_megatron.models.qkv import QKV
 from grpo_megatron.models.tensor_parallel import ENGINE_VOCABULARY_MULTIPLE
-from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.tensors import EngineTensors, Interval, SyncParameter, SyncTensor
 
 

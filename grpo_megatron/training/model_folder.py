@@ -10,7 +10,7 @@ from typing import Any
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.sharded_write import Writes
 from grpo_megatron.models.state import load_sharded, save_sharded
-from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
+from grpo_megatron.parallel.mesh import on_every_rank, on_first_rank
 
 
 def save_beside(

@@ -24,7 +24,7 @@ from grpo_megatron.observability import sinks
 from grpo_megatron.observability.sink import Sink
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
-from grpo_megatron.sync.attest import Expected
+from grpo_megatron.sync.digest import Expected
 from grpo_megatron.training import build, references, validation_loss, warm_up
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
