@@ -42,7 +42,7 @@ def run_evaluation(args: argparse.Namespace, argv: list[str], start_ranks: Start
     arguments.check_arguments(args)
     num_ranks = _num_ranks(args, is_rank)
     from grpo_megatron.evaluation import run
-    from grpo_megatron.evaluation.output_folder import claim_output, write_identity
+    from grpo_megatron.evaluation.ledger import claim_output, write_identity
     from grpo_megatron.evaluation.settings import prepare
 
     settings = prepare(_options(args), args.tp)
@@ -135,7 +135,7 @@ def _test_graders() -> None:
 
 def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
     """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables."""
-    from grpo_megatron.evaluation import report, results, table
+    from grpo_megatron.evaluation import report, results
     from grpo_megatron.rewards.workers.pool import RewardPool
 
     output, tasks, graded = settings.options.output, {}, {}
@@ -151,7 +151,7 @@ def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
     result = results.whole_result(settings, tasks)
     write_file(output / "report.html", report.render_page(result, graded, report_samples))
     results.write_result(output / "results.json", result)  # last, so that it exists only with all other files
-    print(f"\n{table.result_tables(result)}\n\nwrote {output}/results.json, samples/, report.html")
+    print(f"\n{results.result_tables(result)}\n\nwrote {output}/results.json, samples/, report.html")
 
 
 # -- the other actions -------------------------------------------------------------------------------------------------

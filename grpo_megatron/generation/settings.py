@@ -13,8 +13,7 @@ from grpo_megatron.data.prompts import render_prompt
 from grpo_megatron.data.rendering import encode_prompts
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
-from grpo_megatron.evaluation.engine import model_tokenizer
-from grpo_megatron.evaluation.weights import engine_dtype, open_model
+from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model
 from grpo_megatron.generation.queries import read_queries
 from grpo_megatron.generation.style import PromptStyle, read_style
 from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes

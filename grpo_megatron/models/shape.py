@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_megatron.algo.packing import SequenceCost
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.observability.flops import ModelShape
+from grpo_megatron.models.flops import ModelShape
 
 
 def model_shape(arch: Architecture) -> ModelShape:

@@ -22,6 +22,7 @@ from grpo_megatron.heap import keep_freed_memory
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import DTYPES
 from grpo_megatron.models.export import Serving, save_hf
+from grpo_megatron.models.flops import peaks
 from grpo_megatron.models.loss_pass import LossFunction, MetricSums
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.resharding import Resharding
@@ -29,7 +30,6 @@ from grpo_megatron.models.scalar_head import ScalarPolicy
 from grpo_megatron.models.scored_policy import ScoredPolicy
 from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.sync_parameters import engine_tensors
-from grpo_megatron.observability.flops import peaks
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import Sinks

@@ -14,7 +14,7 @@ from grpo_megatron.convert import chunks, span
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.rows import hf_runs, megatron_runs
 from grpo_megatron.convert.span import row_blocks
-from grpo_megatron.evaluation.weights import open_model
+from grpo_megatron.evaluation.engine import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
 from tests import tiny

@@ -14,9 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.report.panels import PHASE, PagePanel, page_panels
-from grpo_megatron.report.run_folder import RunFolder
-from grpo_megatron.report.series import rounded
+from grpo_megatron.pages.panels import PHASE, PagePanel, page_panels
+from grpo_megatron.pages.run_folder import RunFolder, rounded
 
 PAGE_PARTS = Path(__file__).parent / "page"
 MAX_EVENTS = 200

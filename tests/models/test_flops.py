@@ -19,8 +19,7 @@ import pytest
 
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.models.shape import model_shape
-from grpo_megatron.observability.flops import (
+from grpo_megatron.models.flops import (
     ModelShape,
     flops_per_pass,
     linear_flops_per_pass,
@@ -29,6 +28,7 @@ from grpo_megatron.observability.flops import (
     peak_tflops,
     peaks,
 )
+from grpo_megatron.models.shape import model_shape
 
 SHAPE = ModelShape(
     hidden_size=3584,
