@@ -174,9 +174,8 @@ def test_only_device_py_knows_the_device() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_available"):
                 if ast.unparse(node) != "dist.is_available":
                     wrong.append(f"{where} uses {ast.unparse(node)}")
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if node.value.split(":")[0] in ("cuda", "nccl"):
-                    wrong.append(f"{where} has {node.value!r}")
+            elif isinstance(node, ast.Constant) and str(node.value).split(":")[0] in ("cuda", "nccl"):
+                wrong.append(f"{where} has {node.value!r}")
     assert not wrong, show(wrong)
 
 
@@ -236,7 +235,8 @@ def test_a_public_function_or_class_says_what_it_is() -> None:
     wrong = []
     for module, path in SOURCES.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                if not ast.get_docstring(node):
-                    wrong.append(f"{module}:{node.lineno} {node.name} has no docstring")
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if not ast.get_docstring(node):
+                wrong.append(f"{module}:{node.lineno} {node.name} has no docstring")
     assert not wrong, show(wrong)

@@ -86,7 +86,7 @@ def device_lines(config: Config) -> Iterator[tuple[str, str]]:
 
 def _kernels(config: Config) -> str:
     try:
-        from grpo_megatron.models.spec import choose_kernels
+        from grpo_megatron.models.layers.spec import choose_kernels
     except ImportError:
         return "unknown: Megatron-Core is not installed here"
     try:

@@ -237,7 +237,7 @@ def test_the_weight_table_counts_what_megatron_builds(run: Path, family: str, is
     changes = {**MIXTRAL, **tiny.COMMON} if family == "mixtral" else {**tiny.COMMON, **ALL_FAMILIES[family]}
     arch = dataclasses.replace(architecture_of(changes), max_position_embeddings=128)
     if is_reward_model:
-        arch = dataclasses.replace(arch, tied=True)  # as models/reward_folder.py reads it
+        arch = dataclasses.replace(arch, tied=True)  # as models/heads/folder.py reads it
     overrides = [f"{PP}=2", f"{EP}={2 if arch.num_experts else 1}"]
     config = load_config(run / "run.yaml", overrides)
     expected = parameters_from_table(arch, config.actor.megatron, has_output_head=not is_reward_model)

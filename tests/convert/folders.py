@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.convert.cli import main
 from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
-from grpo_megatron.models.mapping import expand_table
+from grpo_megatron.models.weights.table import expand_table
 from tests import tiny
 from tests.models.test_moe import MODELS
 

@@ -15,7 +15,7 @@ import torch
 
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, table_of
-from grpo_megatron.models.mapping import expand_table
+from grpo_megatron.models.weights.table import expand_table
 from tests import tiny, worlds
 from tests.models import moe_ranks
 from tests.models.test_moe import MODELS

@@ -25,6 +25,7 @@ from grpo_megatron.models.flops import (
     linear_flops_per_pass,
     mfu,
     mfu_metrics,
+    model_shape,
     peak_tflops,
     peaks,
 )
