@@ -21,8 +21,6 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
-from grpo_megatron.models.shape import sequence_cost
-from grpo_megatron.models.spec import choose_kernels
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import Metrics, percentile_limit
 from grpo_megatron.observability.progress import awaited

@@ -18,8 +18,6 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.heads.folder import WHAT
-from grpo_megatron.models.sync_parameters import engine_tensors
-from grpo_megatron.evaluation.weights import stream_weights
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout.build import build_engine, find_engine

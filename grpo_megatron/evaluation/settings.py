@@ -29,12 +29,6 @@ from grpo_megatron.evaluation.prompting import (
     gives_rewards,
     read_arena,
 )
-from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes
-from grpo_megatron.evaluation.ledger import Key
-from grpo_megatron.evaluation.output_folder import check_output
-from grpo_megatron.evaluation.playing import ENVIRONMENT, Arena, gives_rewards, read_arena
-from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
-from grpo_megatron.evaluation.prompting import PromptSet, build_prompts, choose_format
 from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
 from grpo_megatron.types import GREEDY, Prompt
 

@@ -18,11 +18,6 @@ from grpo_megatron.data.rows import Question, read_question, read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model
-from grpo_megatron.generation.queries import read_queries
-from grpo_megatron.generation.style import PromptStyle, read_style
-from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes
-from grpo_megatron.evaluation.engine import model_tokenizer
-from grpo_megatron.evaluation.weights import engine_dtype, open_model
 from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.json_text import read_json

@@ -18,8 +18,6 @@ import functools
 import math
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.flops import flops_per_pass
-from grpo_megatron.models.shape import model_shape
 from grpo_megatron.models.flops import flops_per_pass, model_shape
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.layout import Layout

@@ -20,20 +20,11 @@ from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.build import build_pool
 from grpo_megatron.heap import keep_freed_memory
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.build import DTYPES
-from grpo_megatron.models.export import Serving, save_hf
-from grpo_megatron.models.flops import peaks
-from grpo_megatron.models.loss_pass import LossFunction, MetricSums
-from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.resharding import Resharding
-from grpo_megatron.models.scalar_head import ScalarPolicy
-from grpo_megatron.models.scored_policy import ScoredPolicy
-from grpo_megatron.models.shape import model_shape
-from grpo_megatron.models.sync_parameters import engine_tensors
 from grpo_megatron.models.flops import model_shape, peaks
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.heads.scalar import ScalarPolicy, ScoredPolicy
 from grpo_megatron.models.layers.transformer_config import DTYPES
+from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.export import Serving, save_hf
 from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.models.weights.sync_parameters import engine_tensors

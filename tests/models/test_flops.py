@@ -29,7 +29,6 @@ from grpo_megatron.models.flops import (
     peak_tflops,
     peaks,
 )
-from grpo_megatron.models.shape import model_shape
 
 SHAPE = ModelShape(
     hidden_size=3584,
