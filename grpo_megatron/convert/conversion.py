@@ -15,7 +15,7 @@ from grpo_megatron.convert.megatron import FORMAT_FILE, TRAINER_FILE, MegatronFo
 from grpo_megatron.convert.output import Progress, check_target, output_folder
 from grpo_megatron.convert.source import Source
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import WHAT
+from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.reading.bounds import path_problem, shown
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.reading.regular import special_file_in

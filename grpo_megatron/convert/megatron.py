@@ -62,12 +62,12 @@ from grpo_megatron.convert.source import (
     read_start,
     row_blocks,
 )
-from grpo_megatron.models import plain_data
+from grpo_megatron.models.weights import plain_data
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_config
-from grpo_megatron.models.mapping import Vocabulary, WeightRow
-from grpo_megatron.models.qkv import QKV
-from grpo_megatron.models.reward_folder import HEAD, HEAD_BIAS, HeadKind
+from grpo_megatron.models.heads.folder import HEAD_BIAS, HeadKind
+from grpo_megatron.models.reward_folder import HEAD
+from grpo_megatron.models.weights.table import QKV, Vocabulary, WeightRow
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.step_folders import CRITIC_FILE, PAIRS_FILE, STEP_FILE
@@ -182,7 +182,7 @@ def has_valid_checksum(path: Path, start: int, length: int, span: Span) -> bool:
     return not expected or crc == expected
 
 
-# -- The table of contents of a distributed checkpoint, read without running code from it (models/plain_data.py) -------
+# -- The table of contents of a distributed checkpoint, read without running code from it (models/weights/plain_data.py) -------
 
 
 def read_contents(path: Path) -> Any:

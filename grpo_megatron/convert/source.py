@@ -18,10 +18,8 @@ from torch import Tensor
 
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import Replicated, WeightRow
-from grpo_megatron.models.reward_folder import (
+from grpo_megatron.models.heads.folder import (
     CLASSIFIER,
-    HEAD,
     HEAD_BIAS,
     TOKEN_CLASSIFIER,
     WHAT,
@@ -30,7 +28,9 @@ from grpo_megatron.models.reward_folder import (
     exported_config,
     read_reward_folder,
 )
-from grpo_megatron.models.weights import model_rows
+from grpo_megatron.models.reward_folder import HEAD
+from grpo_megatron.models.weights.load import model_rows
+from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.manifest import Verification
 
 # -- A contiguous tensor at some offset of a file, of which rows are read on request -----------------------------------
@@ -267,7 +267,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 # -- The scalar head of a critic or a reward model: its weight rows, and the config.json with which it is exported -----
 # A checkpoint has one row, score.weight [1, h], and for token classes score.bias [1], in float32. The Hugging Face folder of a
-# process reward model has two labels, wrong and right: zeros, then this row (models/reward_folder.py).
+# process reward model has two labels, wrong and right: zeros, then this row (models/heads/folder.py).
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from grpo_megatron.models.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts, sample_seed
 from tests.rollout import tiny
 from tests.rollout.worlds import World, raises, requests, rng_state

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_megatron.models.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest
 from grpo_megatron.sync.exchange import Envelope
