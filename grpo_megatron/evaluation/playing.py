@@ -25,7 +25,7 @@ from typing import Any
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.task import Task
-from grpo_megatron.environments.build import find_environment, make_environment
+from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.evaluation.ledger import LedgerEntry, PlayedTurn
 from grpo_megatron.rollout.engine import sample_seed, stable_hash
 from grpo_megatron.trajectories.trajectory import Trajectory, TrajectoryLimits

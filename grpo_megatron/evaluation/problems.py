@@ -13,8 +13,8 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.data.questions import question_text
 from grpo_megatron.data.rows import Question, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
+from grpo_megatron.processes.process import time_limit
 from grpo_megatron.reading.bounds import shown
-from grpo_megatron.rewards.time_limit import time_limit
 from grpo_megatron.storage.manifest import sha256_of
 
 REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row

@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.arithmetic import arithmetic_reward
-from grpo_megatron.rewards.graded import graded_reward
-from grpo_megatron.rewards.gsm8k import (
+from grpo_megatron.rewards.answers import (
     WINDOW,
     contains_number,
     gsm8k_reward,
@@ -23,6 +21,7 @@ from grpo_megatron.rewards.gsm8k import (
     numeric_prediction,
     parse_number,
 )
+from grpo_megatron.rewards.numeric import arithmetic_reward, graded_reward
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 
