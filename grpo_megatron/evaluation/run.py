@@ -11,7 +11,7 @@ import contextlib
 import time
 
 from grpo_megatron.device import Device
-from grpo_megatron.environments.build import build_pool
+from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load_engine
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.prompting import Arena, cut_at_stop, new_trajectory, played_entry

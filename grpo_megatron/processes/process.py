@@ -9,11 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from grpo_megatron.workers.family import MARK, end_family, new_mark
+from grpo_megatron.processes.family import MARK, adopt_orphans, die_with_parent, end_family, new_mark
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 MAX_FAILED_STARTS = 3  # of a pool's workers, in a row; then the pool raises RuntimeError
@@ -139,3 +141,103 @@ def describe_exit(code: int) -> str:
 def printable(text: str) -> str:
     """Without what a terminal would obey: escape sequences and control characters other than tab and newline."""
     return CONTROL.sub("", ESCAPE.sub("", text).replace("\r", "\n"))
+
+
+# -- What every program of a worker does first: it ends with its parent, and keeps the pipes of the protocol to itself -
+
+MAX_MESSAGE = 500  # characters of an exception's text
+
+
+def begin() -> tuple[BufferedReader, BufferedWriter]:
+    """(requests, replies): binary streams of JSON lines. The number of the parent is the program's only argument."""
+    die_with_parent(int(sys.argv[1]))  # also while the user's code hangs in C and cannot notice the end of stdin
+    adopt_orphans()
+    return take_pipes()
+
+
+def take_pipes() -> tuple[BufferedReader, BufferedWriter]:
+    """Move the two pipes of the protocol to new file descriptors. Then stdin is empty, and prints go to stderr."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def be_killed_first() -> None:
+    """When memory runs out, the kernel kills this process rather than the parent."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+
+
+def reply(replies: BufferedWriter, message: dict[str, Any]) -> None:
+    """Write one message."""
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an exception, at most MAX_MESSAGE characters."""
+    try:
+        return f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+    except Exception:  # noqa: BLE001 - an exception whose __str__ raises
+        return type(error).__name__
+
+
+# -- KeptProblem: calls of a pool of workers whose first failure is kept for a later, collective moment ----------------
+# Only the leader of a rollout block has the pool. If it raised in the middle of a draw, the other ranks of its block would
+# wait for it in the engine. So a problem is kept until all ranks can hear of it, and nothing is asked of the pool any more.
+
+PoolType = TypeVar("PoolType")
+T = TypeVar("T")
+
+
+class KeptProblem(Generic[PoolType]):
+    """`pool` None: this rank has none, and every call does nothing."""
+
+    def __init__(self, pool: PoolType | None) -> None:
+        self.pool = pool
+        self.text: str | None = None  # of the first failure
+
+    def attempt(self, call: Callable[[PoolType], T]) -> T | None:
+        """`call(pool)`, or None without a pool and after the first RuntimeError."""
+        if self.pool is None or self.text is not None:
+            return None
+        try:
+            return call(self.pool)
+        except RuntimeError as error:
+            self.text = str(error)
+            return None
+
+
+# -- A limit on the processor time of Python code. It does not depend on how busy the machine is -----------------------
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception: libraries such as sympy catch those in many places."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Raises TimeoutError when the block takes more processor seconds; `what` begins the message.
+
+    Works on the main thread only, by SIGVTALRM. On another thread, or inside another limit, there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _OutOfTime
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.5)  # repeated, because an exception in a destructor is lost
+    try:
+        yield
+    except _OutOfTime:
+        raise TimeoutError(f"{what} took more than {seconds:g} s of processor time") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)

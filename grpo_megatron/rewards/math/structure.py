@@ -1,19 +1,160 @@
-r"""The structure of an answer: lists, tuples, intervals, sets, unions, matrices, inequalities, and single values.
+r"""One spelling for equal LaTeX answers: removes sizes, spacing, fonts and thousands commas, completes short fractions.
 
-`parse_tree(text)` -> Node. Sets and lists are `3, 5`, `x=1 or x=2`, `1 \pm \sqrt2`. `(1,2)` is neither `[1,2]` nor the list
-`1,2`. An inequality in one variable is its interval. A leading `x =`, `f(x) =` or `x \in` becomes the name of its node.
-`same_tree.py` compares two trees, `value.py` single values.
+`tidy` keeps everything that can change the meaning; `tree.py` and `value.py` read brackets, separators, relations and
+units. Text stays as `\text{...}`; a percent sign is `%`; white space stays only where it separates (`\pi r`, `1 000`,
+words). Linear or quadratic time in at most `tree.MAX_ANSWER` characters.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from grpo_megatron.rewards.math.latex import tidy
 from grpo_megatron.rewards.math.value import rational
+
+_UNICODE = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "\u00a0": " ",
+        "\u2009": " ",
+        "\u202f": " ",
+        "\u00d7": "\\times ",
+        "\u00b7": "\\cdot ",
+        "\u03c0": "\\pi ",
+        "\u221e": "\\infty ",
+        "\u00b0": "^\\circ ",
+        "\u2264": "\\le ",
+        "\u2265": "\\ge ",
+        "\u222a": "\\cup ",
+        "\u2208": "\\in ",
+        "\u00b1": "\\pm ",
+        "\u211d": "\\mathbb{R}",
+        "\u2205": "\\emptyset ",
+        "\u20ac": "\\$",
+        "\u00a3": "\\$",
+    }
+)
+_ASCII_RELATIONS = (  # `5!=120` has a factorial, `x != 3` has not
+    (re.compile(r">\s?="), r"\\ge "),
+    (re.compile(r"<\s?="), r"\\le "),
+    (re.compile(r"(?<=\s)!="), r"\\ne "),
+)
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|\\!,|,\\!|,\\,|\\,|\\;|\\ |~)\s*(?:\\!)?(?=[0-9]{3}(?![0-9]))")
+_BRACED_NUMBER = re.compile(r"(?<!\\)\{(-?[0-9]{1,3}(?:,[0-9]{3})+)\}")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![A-Za-z])\.?")
+_SPACES = re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\\(?:\(|\)|\[|\])|\\v?phantom\{[^{}]*\}|\\hspace\{[^{}]*\}")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|texttt|textsc|mbox|hbox|mathrm|operatorname)\s*\{"
+)
+_FONT = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|rm|bf|it)(?![A-Za-z])\s*")
+_COLOR = re.compile(r"\\(?:text)?color\s*\{[A-Za-z]+\}")
+_WORDLESS_TEXT = re.compile(r"\\text\{([^{}A-Za-z]*)\}")
+_CHOOSE = re.compile(r"\{([^{}\\]+)\\choose\s*([^{}\\]+)\}")
+_SYNONYMS = {
+    "dfrac": "frac",
+    "tfrac": "frac",
+    "cfrac": "frac",
+    "leqslant": "le",
+    "leq": "le",
+    "geqslant": "ge",
+    "geq": "ge",
+    "neq": "ne",
+    "lbrace": "{",
+    "rbrace": "}",
+    "lbrack": "[",
+    "rbrack": "]",
+    "varnothing": "emptyset",
+    "lvert": "|",
+    "rvert": "|",
+    "vert": "|",
+    "lt": "<",
+    "gt": ">",
+    "land": "text{and}",
+    "lor": "text{or}",
+    "degree": "circ",
+    "infin": "infty",
+    "simeq": "approx",
+    "sim": "approx",
+}
+_SYNONYM = re.compile(r"\\(" + "|".join(sorted(_SYNONYMS, key=len, reverse=True)) + r")(?![A-Za-z])")
+_PLAIN = {"[", "]", "|", "<", ">"}  # without a backslash
+_TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
+_NUMBER_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)" + _DEGREES.pattern)
+_ARGUMENT = r"(?:\\[A-Za-z]+|[0-9A-Za-z])"
+_SHORT = (
+    (re.compile(rf"\\frac\s*({_ARGUMENT})\s*({_ARGUMENT})"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"\\frac\s*({_ARGUMENT})\s*(?=\{{)"), r"\\frac{\1}"),
+    (re.compile(rf"(\\frac\s*\{{[^{{}}]*\}})\s*({_ARGUMENT})"), r"\1{\2}"),
+    (re.compile(rf"\\sqrt\s*(\[[^\[\]]*\])?\s*({_ARGUMENT})"), r"\\sqrt\1{\2}"),
+    (re.compile(r"([_^])\s*\{([0-9A-Za-z])\}"), r"\1\2"),
+)
+_MIXED = re.compile(r"(?<![0-9.A-Za-z}_^/])([0-9]+)\s+([0-9]+)\s?/\s?([0-9]+)(?![0-9])")
+# What is left of the line that an answer was cut from: alignment, tags, ends of proofs and of environments.
+_DEBRIS = re.compile(
+    r"""(?:\s|[.,;:&]|\x00|\\+$|\{\}|\\(?:blacksquare|square|Box|qed|qedsymbol|hfill|newline)(?![A-Za-z])
+    |\\tag\*?\{[^{}]*\}|\\end\{(?:align|aligned|equation|gather|gathered|split|center)\*?\})+$""",
+    re.VERBOSE,
+)
+_FIRST_ZERO = re.compile(r"(?<![0-9])\.(?=[0-9])")
+_LAST_ZERO = re.compile(r"(?<=[0-9])\.0*(?![0-9A-Za-z\\])")
+_SPACE = re.compile(r"(\\[A-Za-z]+\s+(?=[A-Za-z]))|([0-9A-Za-z]\s+(?=[0-9A-Za-z]))|\s+")
+
+
+def tidy(text: str) -> str:
+    """One spelling of an answer. Tidying twice changes nothing, for practical purposes. Never raises."""
+    text = text.translate(_UNICODE).replace("\\\\", "\x00")  # the end of a matrix row, not a space
+    for pattern, latex in _ASCII_RELATIONS:
+        text = pattern.sub(latex, text)
+    text = _LATEX_COMMA.sub("", text)
+    text = _BRACED_NUMBER.sub(lambda match: match[0].replace(",", ""), text)
+    text = re.sub(r"(?<!\\)\$|\*\*|`", "", text)
+    text = _SIZES.sub("", text)
+    text = _SYNONYM.sub(lambda m: ("" if _SYNONYMS[m[1]] in _PLAIN else "\\") + _SYNONYMS[m[1]] + " ", text)
+    text = _TEXT_COMMAND.sub(r"\\text{", text)
+    text = _WORDLESS_TEXT.sub(r"\1", text)
+    text = _FONT.sub("", _COLOR.sub("", text))
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _SPACES.sub(" ", text)
+    if _TRIG.search(text):
+        text = _NUMBER_DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
+    text = _DEGREES.sub("", text)
+    text = text.replace("\\%", "%")
+    for pattern, full in _SHORT:
+        text = pattern.sub(full, text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _LAST_ZERO.sub("", _FIRST_ZERO.sub("0.", text))
+    text = _DEBRIS.sub("", _without_open_brace(text)).lstrip(" &")
+    return _squeeze(text.replace("\x00", "\\\\")).strip()
+
+
+def _without_open_brace(text: str) -> str:
+    """Without closing braces at the end that nothing has opened."""
+    plain = text.replace("\\{", "").replace("\\}", "")
+    surplus = plain.count("}") - plain.count("{")
+    while surplus > 0 and text.rstrip().endswith("}") and not text.rstrip().endswith("\\}"):
+        text, surplus = text.rstrip()[:-1], surplus - 1
+    return text
+
+
+def _squeeze(text: str) -> str:
+    r"""Keeps white space only between names or digits; the content of `\text{...}` keeps single spaces."""
+    pieces = re.split(r"(\\text\{[^{}]*\})", text)
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            pieces[index] = "\\text{" + " ".join(piece[6:-1].split()) + "}"
+        else:
+            pieces[index] = _SPACE.sub(lambda m: (m[0].rstrip() + " ") if m[1] or m[2] else "", piece)
+    return "".join(pieces)
+
+
+# -- The structure of an answer: lists, tuples, intervals, sets, unions, matrices, inequalities, and single values -----
+# `parse_tree(text)` -> Node. Sets and lists are `3, 5`, `x=1 or x=2`, `1 \pm \sqrt2`. `(1,2)` is neither `[1,2]` nor the list
+# `1,2`. An inequality in one variable is its interval. A leading `x =`, `f(x) =` or `x \in` becomes the name of its node.
+# `same_tree.py` compares two trees, `value.py` single values.
 
 MAX_ANSWER = 1000  # characters; longer answers are compared as strings
 MAX_PARTS = 64
@@ -257,3 +398,64 @@ def is_name(text: str) -> bool:
     """Whether a text is a name: `x`, `x_1`, `f(x)`, `\\theta`, `AB`, `\\angle ABC`, one or two words."""
     text = text.strip()
     return bool(_VARIABLE.fullmatch(text) or (_WORD_NAME.fullmatch(text) and len(text) < 40)) and text not in _CONSTANTS
+
+
+# -- Whether two trees are one answer. Order counts in tuples, intervals and matrices, and not in sets and lists -------
+# A leading name (`x =`, `f(x) =`) counts only where both sides have one. `x = 3, y = 5` is also `(3,5)`.
+
+
+def same_tree(answer: Node, prediction: Node, equal: Callable[[str, str], bool]) -> bool:
+    """Whether two trees are one answer; `equal` compares single values."""
+    if answer.name and prediction.name and _bare_name(answer.name) != _bare_name(prediction.name):
+        return False
+    kinds = {answer.kind, prediction.kind}
+    if kinds == {"list", "union"}:  # x < 1 or x > 3
+        return _same_unordered(answer.parts, prediction.parts, equal)
+    if kinds == {"list", "set"} or kinds == {"set"}:
+        return _same_unordered(_distinct(answer.parts, equal), _distinct(prediction.parts, equal), equal)
+    if answer.kind == "()" and prediction.kind == "list" and all(part.name for part in prediction.parts):
+        return _same_ordered(answer.parts, prediction.parts, equal)  # x = 3, y = 5 for (3,5)
+    if answer.kind != prediction.kind:
+        return False
+    if answer.kind == "value":
+        return equal(answer.text, prediction.text)
+    if answer.kind in ("list", "union"):
+        if answer.kind == "list" and _has_several_names(answer) and not any(part.name for part in prediction.parts):
+            return _same_ordered(answer.parts, prediction.parts, equal)  # 3, 5 for x = 3, y = 5
+        return _same_unordered(answer.parts, prediction.parts, equal)
+    if answer.columns != prediction.columns or answer.columns < 0:
+        return False
+    return _same_ordered(answer.parts, prediction.parts, equal)
+
+
+def _has_several_names(node: Node) -> bool:
+    """Whether the parts have several different names."""
+    return len({part.name for part in node.parts}) > 1
+
+
+def _bare_name(name: str) -> str:
+    return re.sub(r"\\text|[{}\s_]", "", name)
+
+
+def _same_ordered(answer: Sequence[Node], prediction: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
+    if len(answer) != len(prediction):
+        return False
+    return all(same_tree(one, other, equal) for one, other in zip(answer, prediction, strict=True))
+
+
+def _same_unordered(answer: Sequence[Node], prediction: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
+    left = list(prediction)
+    for part in answer:
+        found = next((index for index, other in enumerate(left) if same_tree(part, other, equal)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
+
+
+def _distinct(parts: Sequence[Node], equal: Callable[[str, str], bool]) -> list[Node]:
+    kept: list[Node] = []
+    for part in parts:
+        if not any(same_tree(other, part, equal) for other in kept):
+            kept.append(part)
+    return kept

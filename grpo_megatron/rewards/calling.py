@@ -7,9 +7,18 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_megatron.rewards.item import ItemFields
-from grpo_megatron.rewards.reward import Kwargs, RewardFunction, RewardResult, parse_reward, rewards
-from grpo_megatron.rewards.signature import OF_TRL_ROW, OURS, TRL_PASSES, read_signature
+from grpo_megatron.rewards.reward import (
+    OF_TRL_ROW,
+    OURS,
+    TRL_PASSES,
+    ItemFields,
+    Kwargs,
+    RewardFunction,
+    RewardResult,
+    parse_reward,
+    read_signature,
+    rewards,
+)
 
 NamedValues = dict[str, Any]
 

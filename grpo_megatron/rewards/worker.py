@@ -1,6 +1,6 @@
 """The program of one reward worker: reads one JSON line per item from stdin, writes one JSON line per result to stdout.
 
-`RewardPool` starts it as `python -m grpo_megatron.rewards.workers.worker PARENT_PID`; it is not meant to be run by hand.
+`RewardPool` starts it as `python -m grpo_megatron.rewards.worker PARENT_PID`; it is not meant to be run by hand.
 A user's reward may print, read stdin, raise, exit or crash: it has no access to the two pipes of the protocol.
 
     <- {"sys_path": [...]}                                                  -> {"ready": true}
@@ -31,15 +31,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_megatron.processes.process import be_killed_first, begin, describe, reply
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.bound import BoundReward, WrongNumber
+from grpo_megatron.rewards.calling import BoundReward, WrongNumber
 from grpo_megatron.rewards.composite import functions_of
-from grpo_megatron.rewards.item import ItemFields
-from grpo_megatron.rewards.reward import RewardResult, preloads
-from grpo_megatron.workers.program import be_killed_first, begin, describe, reply
+from grpo_megatron.rewards.reward import ItemFields, RewardResult, preloads
 
 if TYPE_CHECKING:
     import asyncio
+
 
 MEMORY_LIMIT = 2 << 30
 Reply = dict[str, Any]
