@@ -64,8 +64,7 @@ from grpo_megatron.convert.source import (
 )
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_config
-from grpo_megatron.models.heads.folder import HEAD_BIAS, HeadKind
-from grpo_megatron.models.reward_folder import HEAD
+from grpo_megatron.models.heads.folder import HEAD, HEAD_BIAS, HeadKind
 from grpo_megatron.models.weights import plain_data
 from grpo_megatron.models.weights.table import QKV, Vocabulary, WeightRow
 from grpo_megatron.reading.json_text import read_json

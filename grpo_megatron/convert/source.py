@@ -20,6 +20,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import (
     CLASSIFIER,
+    HEAD,
     HEAD_BIAS,
     TOKEN_CLASSIFIER,
     WHAT,
@@ -28,7 +29,6 @@ from grpo_megatron.models.heads.folder import (
     exported_config,
     read_reward_folder,
 )
-from grpo_megatron.models.reward_folder import HEAD
 from grpo_megatron.models.weights.load import model_rows
 from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.manifest import Verification
