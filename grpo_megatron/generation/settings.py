@@ -17,8 +17,7 @@ from grpo_megatron.data.rendering import encode_prompts
 from grpo_megatron.data.rows import Question, read_question, read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
-from grpo_megatron.evaluation.engine import model_tokenizer
-from grpo_megatron.evaluation.weights import engine_dtype, open_model
+from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model
 from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.json_text import read_json
