@@ -1,4 +1,4 @@
-"""Whether the rows have what the reward functions name (rewards/signature.py)."""
+"""Whether the rows have what the reward functions name (rewards/reward.py)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.data.steps import tokens_at
-from grpo_megatron.processes.process import KeptProblem
+from grpo_megatron.processes.pool import KeptProblem
 from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult, rewards

@@ -16,7 +16,7 @@ from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.processes.process import KeptProblem
+from grpo_megatron.processes.pool import KeptProblem
 from grpo_megatron.trajectories.trajectory import Answer, Trajectory
 from grpo_megatron.trajectories.truncation import cut_contents
 

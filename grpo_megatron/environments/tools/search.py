@@ -96,7 +96,7 @@ def _bm25() -> Any:
     return bm25s
 
 
-# -- The tool `remote`: one HTTP endpoint, with retries and a deadline (workers/endpoint.py) ---------------------------
+# -- the tool `remote`: one HTTP endpoint, with retries and a deadline (processes/endpoint.py) -------------------------
 # request    POST url, application/json: {"query": "..."}
 # response   200, text that is shown to the model; of application/json with a text "result", that text
 
