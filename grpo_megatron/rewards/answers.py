@@ -1,4 +1,6 @@
-r"""The last `\boxed{...}` of a text, which holds the final answer by the convention of MATH (arXiv 2103.03874).
+r"""How a response writes its answer: the last box, marked numbers, the layout; the rewards gsm8k, format and tag_count.
+
+A box, `\boxed{...}`, holds the final answer by the convention of MATH (arXiv 2103.03874).
 
 The last box decides. When its brace is not closed (a truncated response), there is no prediction, even if the text has
 an earlier box. `\boxed 7$` ends at the dollar sign or at the end of the line. `\fbox` counts. `\{` and `\}` are characters
@@ -64,10 +66,11 @@ def _read_box(text: str, start: int) -> tuple[str | None, int]:
 
 
 # -- numbers: the reward gsm8k -----------------------------------------------------------------------------------------
-# The one extractor of GSM8K training and evaluation. The last mark decides: `#### 18`, `<answer>18</answer>` or `\boxed{18}`, whichever comes last in the text. The number
-# must follow the mark at once. Currency signs, markdown, LaTeX commands, thousands commas and a percent sign are dropped;
-# units may follow. Values are compared as exact fractions, so 12.50 = 25/2. What is not one plain number (`9 * 2`,
-# `10-20`, `5e3`, `1,23`, a digit outside ASCII) is no prediction. GSM8K: arXiv 2110.14168.
+# The one extractor of GSM8K training and evaluation. The last mark decides: `#### 18`, `<answer>18</answer>` or
+# `\boxed{18}`, whichever comes last in the text. The number must follow the mark at once. Currency signs, markdown,
+# LaTeX commands, thousands commas and a percent sign are dropped; units may follow. Values are compared as exact
+# fractions, so 12.50 = 25/2. What is not one plain number (`9 * 2`, `10-20`, `5e3`, `1,23`, a digit outside ASCII) is
+# no prediction. GSM8K: arXiv 2110.14168.
 #
 # Departures from verl's `gsm8k` reward: verl reads only the last 300 characters, needs one space after `####`, accepts no
 # `$`, compares strings, and knows only `####`. Its "flexible" mode takes the last number of the text, marked or not.

@@ -1,4 +1,6 @@
-"""GSM8K as lm-evaluation-harness grades it (tasks `gsm8k` and `gsm8k_cot`, version 3.0), for numbers that match its tables.
+"""More rewards that compare answers: lm-evaluation-harness' graders, graded rewards, the reward of the quickstart.
+
+GSM8K as lm-evaluation-harness grades it (tasks `gsm8k` and `gsm8k_cot`, version 3.0), for numbers that match its tables.
 
     score of the harness              here                what is read
     exact_match, strict-match         gsm8k_strict        the FIRST `#### N`, one space, N of [-0-9.,]

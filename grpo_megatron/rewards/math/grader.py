@@ -160,9 +160,10 @@ def _set(node: Node) -> Any:
 
 
 # -- the answer in a sentence that stands in the box -------------------------------------------------------------------
-# `\text{There are } 12 \text{ ways}`, `The maximum is $\frac34$`. Two forms are read. After a verb at the end: `... is VALUE`, `... x = VALUE`. And two words or more with one number and no
-# other mathematics. A sentence that denies, compares, doubts or offers a choice has no value here: `not 5`, `at least 5`,
-# `5 or 6`. A policy that lists its guesses must not be paid for one of them.
+# `\text{There are } 12 \text{ ways}`, `The maximum is $\frac34$`. Two forms are read. After a verb at the end: `...
+# is VALUE`, `... x = VALUE`. And two words or more with one number and no other mathematics. A sentence that denies,
+# compares, doubts or offers a choice has no value here: `not 5`, `at least 5`, `5 or 6`. A policy that lists its
+# guesses must not be paid for one of them.
 
 MAX_SENTENCE = 200  # characters
 

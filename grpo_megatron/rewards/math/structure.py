@@ -402,7 +402,8 @@ def is_name(text: str) -> bool:
 
 
 # -- whether two trees are one answer ----------------------------------------------------------------------------------
-# Order counts in tuples, intervals and matrices, and not in sets and lists. A leading name (`x =`, `f(x) =`) counts only where both sides have one. `x = 3, y = 5` is also `(3,5)`.
+# Order counts in tuples, intervals and matrices, and not in sets and lists. A leading name (`x =`, `f(x) =`) counts
+# only where both sides have one. `x = 3, y = 5` is also `(3,5)`.
 
 
 def same_tree(answer: Node, prediction: Node, equal: Callable[[str, str], bool]) -> bool:
