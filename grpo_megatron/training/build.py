@@ -28,7 +28,6 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.export import Serving, save_hf
 from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.onednn import use_onednn
@@ -45,7 +44,6 @@ from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.colocation import Colocation, PolicyAlone
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.probe import Probe
-from grpo_megatron.training.profiler import Profiler, flat_settings
 from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.rollout_files import build_rollout_files
@@ -272,20 +270,4 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks,
         shape=shape,
         peaks=peaks(config, policy.device.name, shape.num_layers),
         multiple=policy.multiple,
-    )
-
-
-def build_profiler(
-    steps: range | None, config: Config, metrics: Metrics, colocation: PolicyAlone, policy: Policy, sinks: Sinks
-) -> Profiler:
-    """Of the `steps` of `--profile`. `colocation` and `policy` are those of the run."""
-    return Profiler(
-        steps,
-        metrics,
-        colocation.engine,
-        policy.mesh,
-        policy.device.synchronize,
-        output_dir=config.trainer.output_dir,
-        settings=flat_settings(config.model_dump(mode="json")),
-        note=sinks.note,
     )
