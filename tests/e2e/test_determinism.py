@@ -51,7 +51,7 @@ def assert_profiled(folder: Path, step: int) -> None:
         events = json.loads(gzip.decompress((folder / f"trace_rank{rank}.json.gz").read_bytes()))["traceEvents"]
         (whole,) = (event for event in events if event["name"] == f"training step {step}")
         assert {"gloo:all_reduce", "gloo:all_gather"} <= {event["name"] for event in events}
-        rows = {line[7:].rsplit(maxsplit=5)[0].strip(): line for line in lines if line.split()[0] == str(rank)}
+        rows = {line[6:].rsplit(maxsplit=5)[0].strip(): line for line in lines if line.split()[0] == str(rank)}
         assert {"update_weights", "gen", "reward", "update_actor", "save_checkpoint"} <= set(rows)
         assert set(rows) - {BETWEEN, AFTER} <= {event["name"] for event in events}
         seconds = [[float(number) for number in line.split()[-5:]] for line in rows.values()]
