@@ -85,7 +85,7 @@ def forward_backward(
 # -- LossPass: forward and backward of one mini-batch. From the model's log-probabilities to gradients and metric sums -
 
 MetricSums = dict[str, MetricSum]
-LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
+LossFunction = Callable[[Any], tuple[Tensor, MetricSums]]  # of what `Policy.loss_inputs` returns
 
 
 class LossPass:
@@ -95,8 +95,10 @@ class LossPass:
     pack], on the device. Both are empty on other pipeline stages than the last.
     """
 
-    def __init__(self, batch: Batch, loss: LossFunction) -> None:
-        self.batch, self.loss = batch, loss
+    def __init__(
+        self, batch: Batch, loss: LossFunction, inputs: Callable[[Batch, list[int], Tensor, Tensor], Any]
+    ) -> None:
+        self.batch, self.loss, self.inputs = batch, loss, inputs
         self.sums: MetricSums = {}
         self.logprobs: list[tuple[list[int], Tensor]] = []
 
@@ -123,15 +125,10 @@ class LossPass:
         width = max(current.lengths)
         logprobs, entropy = (unpack(flat, current.lengths, width) for flat in (flat_logprobs, flat_entropy))
         self.logprobs.append((current.rows, logprobs.detach()))
-        value, metrics = self.loss(loss_inputs(self.batch, current.rows, logprobs, entropy))
-        add_sums(self.sums, metrics)
+        value, metrics = self.loss(self.inputs(self.batch, current.rows, logprobs, entropy))
+        for name, part in metrics.items():
+            self.sums[name] = self.sums[name].plus(part) if name in self.sums else part
         return value, None
-
-
-def add_sums(total: MetricSums, metrics: MetricSums) -> None:
-    """Add the metric sums of one micro-batch to those of the mini-batch."""
-    for name, part in metrics.items():
-        total[name] = total[name].plus(part) if name in total else part
 
 
 def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> LossInputs:

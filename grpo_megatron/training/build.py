@@ -22,7 +22,7 @@ from grpo_megatron.heap import keep_freed_memory
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import model_shape, peaks
 from grpo_megatron.models.forward import LossFunction, MetricSums
-from grpo_megatron.models.heads.scalar import ScalarPolicy, ScoredPolicy
+from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 from grpo_megatron.models.layers.transformer_config import DTYPES
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.export import Serving, save_hf
@@ -82,7 +82,8 @@ def join_world(config: Config, device: Device) -> Mesh:
 def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:
     """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
     if checked.scored_folder is not None:
-        return ScoredPolicy(checked.scored_folder, config.model.dtype, config.actor, mesh, device)
+        folder = checked.scored_folder
+        return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
     return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
 
 

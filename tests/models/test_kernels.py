@@ -182,6 +182,7 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
     """The policy and a learning reward model have them; the reference and a frozen reward model do not."""
     from grpo_megatron.models import policy, reference
     from grpo_megatron.models.heads import scalar
+    from grpo_megatron.models.heads.folder import RewardFolder
 
     class Stop(Exception):
         pass
@@ -190,16 +191,13 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
     mesh: Any = None
     arch = architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
     model, actor, device = ModelConfig(path=Path("x")), ActorConfig(), Device("cpu")
-    with (
-        mock.patch.object(build, "choose_kernels", asked),
-        mock.patch.object(scalar, "read_reward_folder", mock.Mock(return_value=mock.Mock(path=Path("x")))),
-    ):
-        config: Any = mock.Mock(path=Path("x"), optim=actor.optim)
+    folder = RewardFolder(Path("x"), arch, has_head=False, pad_token_id=None)
+    with mock.patch.object(build, "choose_kernels", asked):
         for make in (
             lambda: policy.Policy(model, actor, arch, mesh, device),
-            lambda: scalar.RewardModel(config, "float32", actor, mesh, device),
+            lambda: scalar.ScalarPolicy(folder, "float32", actor, mesh, device),
             lambda: reference.Reference(Path("x"), model, actor, arch, mesh, device),
-            lambda: scalar.FrozenRewardModel(config, "float32", actor, mesh, device),
+            lambda: scalar.FrozenScalar(folder, "float32", actor, mesh, device),
         ):
             with pytest.raises(Stop):
                 make()
