@@ -57,6 +57,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmark_grading
 import benchmark_overlap
 import benchmark_passes
 import benchmark_rank
@@ -239,11 +240,11 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
 
 
 def grade(args: argparse.Namespace) -> int:
+
     from grpo_megatron.config import ConfigError
-    from grpo_megatron.evaluation import grading_speed
 
     try:
-        grading_speed.print_rates(args.data, args.problems)
+        benchmark_grading.print_rates(args.data, args.problems)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

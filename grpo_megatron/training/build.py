@@ -17,7 +17,7 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.data.item_table import rewards_of
 from grpo_megatron.device import Device, DeviceMemory
-from grpo_megatron.environments.build import build_pool
+from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.heap import keep_freed_memory
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import model_shape, peaks
@@ -33,7 +33,7 @@ from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.onednn import use_onednn
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.generator import Generator

@@ -18,8 +18,8 @@ from grpo_megatron.data.item_table import MappedTable
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples

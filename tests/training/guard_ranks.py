@@ -127,7 +127,7 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
 
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.cli import replay
+    from grpo_megatron.training.replay import replay
 
     results = []
     for dump in dumps:
