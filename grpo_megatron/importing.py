@@ -9,6 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -57,3 +58,16 @@ def silent_imports() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Inside, attributes of another library's module or class have these values."""
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -22,7 +22,7 @@ from grpo_megatron.models import build
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers import spec
-from grpo_megatron.models.layers.spec import Kernels, choose_kernels, engine_gradients
+from grpo_megatron.models.layers.spec import Kernels, choose_kernels, fused_without_apex
 from grpo_megatron.models.layers.transformer_config import transformer_config
 from grpo_megatron.models.weights import sharded_state
 from tests import tiny, worlds
@@ -207,10 +207,10 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
 def test_the_output_head_accepts_the_engines_fusion_without_apex() -> None:
     """Megatron-Core's linear layers read the flag when they are built. Local layers without Apex stay refused."""
     with mock.patch.object(layers, "_grad_accum_fusion_available", False):
-        with engine_gradients(Kernels(transformer_engine=True, fused_gradients=True)):
+        with fused_without_apex(Kernels(transformer_engine=True, fused_gradients=True)):
             assert layers._grad_accum_fusion_available
         for kernels in (Kernels(fused_gradients=True), Kernels(transformer_engine=True)):
-            with engine_gradients(kernels):
+            with fused_without_apex(kernels):
                 assert not layers._grad_accum_fusion_available
 
 

@@ -7,7 +7,7 @@ tensors). Loading, export and the engine sync use the same rows, so they cannot 
 A table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. In an expanded row the
 placeholders are filled in: it is one parameter of the model.
 
-Megatron stores [gate; up] per tensor-parallel rank. How it fuses queries, keys and values is in qkv.py.
+Megatron stores [gate; up] per tensor-parallel rank (GateUp), and fuses queries, keys and values group by group (QKV).
 """
 
 from __future__ import annotations
@@ -258,52 +258,13 @@ class GateUp(WeightRow):
         return tuple(Piece(i, tp_rank * size, (tp_rank + 1) * size, i * size) for i in (0, 1))
 
 
-def is_layered(row: WeightRow) -> bool:
-    return "{layer}" in row.megatron
-
-
-def is_expert(row: WeightRow) -> bool:
-    """Whether a row of a table is one parameter per expert."""
-    return "{expert}" in row.megatron
-
-
-def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[WeightRow]:
-    """Every parameter of the model, in stream order: embedding, layers (experts last, one by one), final norm, head."""
-    yield from (row for row in table if not is_layered(row) and "embedding" in row.megatron)
-    shared = [row for row in table if is_layered(row) and not is_expert(row)]
-    experts = [row for row in table if is_expert(row)]
-    for layer in range(arch.num_layers):
-        yield from (row.expand(layer) for row in shared if row.is_in(layer, arch))
-        own = [row for row in experts if row.is_in(layer, arch)]
-        yield from (row.expand(layer, expert) for expert in range(arch.num_experts) for row in own)
-    yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
-
-
-# Transformer Engine fuses a norm into the linear layer that follows. Only the name of the tensor differs.
-TE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-}
-
-
-def local_name(megatron_name: str) -> str:
-    """The name of a parameter in the local layer spec. Transformer Engine's spec may use another name."""
-    for local, fused in TE_NAMES.items():
-        if megatron_name.endswith(fused):
-            return megatron_name.removesuffix(fused) + local
-    return megatron_name
-
-
-# -- QKV: the row of a fused attention input ---------------------------------------------------------------------------
-# There are H query heads in G groups (n = H / G heads per group), head size d, hidden size h. Megatron fuses attention
-# group by group: for each group n*d query rows, then d key rows, then d value rows.
-
-
 @dataclass(frozen=True)
 class QKV(WeightRow):
-    """Fused attention input, group by group: weight [(H+2G)d, h] or bias [(H+2G)d]. There may be more ranks than groups."""
+    """Fused attention input, group by group: weight [(H+2G)d, h] or bias [(H+2G)d].
+
+    H query heads in G groups (n = H / G heads per group), head size d, hidden size h. For each group: n*d query rows, then
+    d key rows, then d value rows. There may be more ranks than groups.
+    """
 
     bias: bool = False
 
@@ -344,3 +305,42 @@ class QKV(WeightRow):
         fused = torch.cat(list(shards)).reshape(arch.num_query_groups, (n + 2) * d, *tail)
         parts = fused.split([n * d, d, d], dim=1)
         return [part.reshape(-1, *tail).clone() for part in parts]
+
+
+def is_layered(row: WeightRow) -> bool:
+    """Whether a row of a table is one parameter per layer."""
+    return "{layer}" in row.megatron
+
+
+def is_expert(row: WeightRow) -> bool:
+    """Whether a row of a table is one parameter per expert."""
+    return "{expert}" in row.megatron
+
+
+def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[WeightRow]:
+    """Every parameter of the model, in stream order: embedding, layers (experts last, one by one), final norm, head."""
+    yield from (row for row in table if not is_layered(row) and "embedding" in row.megatron)
+    shared = [row for row in table if is_layered(row) and not is_expert(row)]
+    experts = [row for row in table if is_expert(row)]
+    for layer in range(arch.num_layers):
+        yield from (row.expand(layer) for row in shared if row.is_in(layer, arch))
+        own = [row for row in experts if row.is_in(layer, arch)]
+        yield from (row.expand(layer, expert) for expert in range(arch.num_experts) for row in own)
+    yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
+
+
+# Transformer Engine fuses a norm into the linear layer that follows. Only the name of the tensor differs.
+TE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+
+
+def local_name(megatron_name: str) -> str:
+    """The name of a parameter in the local layer spec. Transformer Engine's spec may use another name."""
+    for local, fused in TE_NAMES.items():
+        if megatron_name.endswith(fused):
+            return megatron_name.removesuffix(fused) + local
+    return megatron_name
