@@ -46,6 +46,7 @@ def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -
 def build_optimizer(
     ddp: DistributedDataParallel, optim: OptimConfig, megatron: MegatronConfig, device: Device
 ) -> MegatronOptimizer:
+    """Adam as Megatron-Core builds it, with its state. Collective over the ranks of the model's groups."""
     config = ddp.config
     with device.megatron():
         optimizer = get_megatron_optimizer(

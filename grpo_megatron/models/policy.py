@@ -42,6 +42,8 @@ class TooManySkippedSteps(RuntimeError):
 
 
 class Guard(Protocol):
+    """Decides over an optimizer step (training/guards.py)."""
+
     def __call__(self, batch: Batch, micro_batches: list[list[int]], sums: MetricSums, norm: float) -> bool:
         """Whether the optimizer step on this mini-batch is made. Collective: the same on every rank.
 

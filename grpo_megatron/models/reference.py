@@ -101,6 +101,7 @@ class Reference(FrozenModel, LanguageModel):
             yield from super().engine_weights(resharding, version)
 
     def expected_digests(self, resharding: Resharding) -> Expected:
+        """See ShardedModel."""
         with self._on_device():
             return super().expected_digests(resharding)
 

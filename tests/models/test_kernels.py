@@ -99,58 +99,20 @@ def test_a_cpu_rank_refuses_what_it_cannot_build(changes: dict[str, Any], key: s
         choose_kernels(MegatronConfig.model_validate(changes), Device("cpu"))
 
 
+AUTO, BF16, TE = MegatronConfig(), "bfloat16", Kernels(True, True, True)
+
+
 @pytest.mark.parametrize(
     ("megatron", "dtype", "engine", "apex", "has_gradients", "expected", "words"),
     [
-        (
-            MegatronConfig(),
-            "bfloat16",
-            True,
-            False,
-            True,
-            Kernels(True, True, True),
-            "Engine's layers, with fused weight",
-        ),
-        (MegatronConfig(), "bfloat16", True, False, False, Kernels(True, True, False), "Transformer Engine's layers"),
-        (MegatronConfig(), "bfloat16", True, True, False, Kernels(True, True, False), "Transformer Engine's layers"),
-        (
-            MegatronConfig(),
-            "bfloat16",
-            False,
-            True,
-            True,
-            Kernels(False, True, True),
-            "(Apex); no Transformer Engine: 2.20.2",
-        ),
-        (
-            MegatronConfig(),
-            "bfloat16",
-            False,
-            True,
-            False,
-            Kernels(False, True, False),
-            "no Transformer Engine: 2.20.2 is",
-        ),
-        (
-            MegatronConfig(),
-            "bfloat16",
-            False,
-            False,
-            True,
-            Kernels(False, True, False),
-            "no fused weight gradients (they",
-        ),
-        (MegatronConfig(), "float32", True, True, True, Kernels(False, True, True), "model.dtype=float32, which its"),
-        (
-            LOCAL,
-            "bfloat16",
-            True,
-            False,
-            True,
-            Kernels(False, True, False),
-            "no Transformer Engine: transformer_impl=local",
-        ),
-        (ENGINE, "bfloat16", True, False, True, Kernels(True, True, True), "Transformer Engine's layers"),
+        (AUTO, BF16, True, False, True, TE, "Engine's layers, with fused weight"),
+        (AUTO, BF16, True, False, False, Kernels(True, True, False), "Transformer Engine's layers"),
+        (AUTO, BF16, False, True, True, Kernels(False, True, True), "(Apex); no Transformer Engine: 2.20.2"),
+        (AUTO, BF16, False, True, False, Kernels(False, True, False), "no Transformer Engine: 2.20.2 is"),
+        (AUTO, BF16, False, False, True, Kernels(False, True, False), "no fused weight gradients (they"),
+        (AUTO, "float32", True, True, True, Kernels(False, True, True), "model.dtype=float32, which its"),
+        (LOCAL, BF16, True, False, True, Kernels(False, True, False), "no Transformer Engine: transformer_impl=local"),
+        (ENGINE, BF16, True, False, True, TE, "Transformer Engine's layers"),
     ],
 )
 def test_a_gpu_uses_what_is_installed(

@@ -31,11 +31,14 @@ class NoCritic(NoModel):
     """Used if the estimator needs no values."""
 
     def estimate(self, step: int, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
+        """The plan as it is."""
         return plan
 
-    def update(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> None: ...
+    def update(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> None:
+        """Does nothing."""
 
     def trains_policy(self, step: int) -> bool:
+        """Whether step `step` updates the policy: always."""
         return True
 
 
