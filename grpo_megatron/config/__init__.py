@@ -12,15 +12,26 @@ from pathlib import Path
 from grpo_megatron.config.algorithm import (
     AlgorithmConfig,
     FilterGroups,
+    Gate,
     KlCtrl,
+    OverlongBuffer,
     ReplayConfig,
+    RewardComponent,
+    RewardConfig,
+    RewardModelConfig,
     RolloutCorrection,
+    ScoringModel,
 )
-from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.data import DataConfig, DataSource, SamplingConfig, SftConfig
-from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
-from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
-from grpo_megatron.config.reward_model import RewardModelConfig, ScoringModel
+from grpo_megatron.config.model import (
+    ActorConfig,
+    CriticConfig,
+    Fp8Config,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    RefConfig,
+)
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import (
     ConfigError,

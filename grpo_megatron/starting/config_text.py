@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
-from grpo_megatron.planning.nearest import PlannedLayout
+from grpo_megatron.planning.search import PlannedLayout
 from grpo_megatron.starting.suggestion import Machine
 
 COLUMN = 36  # of the comments

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import Gpu
-from grpo_megatron.planning.machine import PlannedMachine
 from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.nearest import PlannedLayout
-from grpo_megatron.planning.search import search
-from grpo_megatron.planning.workload import Workload
+from grpo_megatron.planning.search import PlannedLayout, search
 
 
 @dataclass(frozen=True)

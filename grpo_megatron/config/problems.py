@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import ParamSpec, TypeVar
 
-from grpo_megatron.config import ConfigError
+from grpo_megatron.config.section import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
