@@ -17,13 +17,13 @@ from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.model_folders import trains_scores
 from grpo_megatron.checks.names import SourceFiles, reward_name, sources_of
 from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
-from grpo_megatron.config.problems import ProblemList, Problems
+from grpo_megatron.config.problems import Problem, ProblemList, Problems
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.dataset_folder import is_there
 from grpo_megatron.data.mixture import Mixture, SourcePrompts
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
-from grpo_megatron.data.row_set import FilesError, RowSet
+from grpo_megatron.data.row_set import RowSet
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.scored import PAIR_ROWS, STEP_ROWS, load_pairs, load_steps, read_pairs, read_steps
 from grpo_megatron.data.survey import Survey
@@ -116,10 +116,9 @@ def named_key(key: str) -> Iterator[None]:
     """Each message of a ConfigError begins with the key."""
     try:
         yield
-    except FilesError as error:
-        raise ConfigError("\n".join(f"{key}: {problem}" for problem in error.problems)) from error
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        section = key.partition("[")[0]  # data.sources[0] (name).files
+        raise ConfigError(*(Problem(f"{key}: {problem}", (section,)) for problem in error.problems)) from error
 
 
 # -- Reads the rows of a run that trains a scalar head (algo/score_losses.py). Every failure is a ConfigError ----------
@@ -138,7 +137,7 @@ def read_scored_groups(
             problems = ProblemList()
             for file in files:
                 problems.attempt(
-                    read_rows, file, lambda row: read_steps(row, separator) if of_steps else read_pairs(row)
+                    key, read_rows, file, lambda row: read_steps(row, separator) if of_steps else read_pairs(row)
                 )
             problems.raise_if_any()
             return []

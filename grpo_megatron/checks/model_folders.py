@@ -151,17 +151,19 @@ class ModelFolders:
         """From each folder's config.json."""
         scored = None
         if trains_scores(config):
-            scored = problems.attempt(read_scored_model, config)
+            scored = problems.attempt("model.path", read_scored_model, config)
             arch = scored.arch if scored is not None else None
         else:
-            arch = problems.attempt(read_model, config.model.path, "model.path", config.model.family)
+            arch = problems.attempt(
+                "model.path model.family", read_model, config.model.path, "model.path", config.model.family
+            )
         rewards = {}
         for key, model in scoring_models(config).items():
-            if (folder := problems.attempt(read_reward_model, model, key)) is not None:
+            if (folder := problems.attempt(f"{key}.path", read_reward_model, model, key)) is not None:
                 rewards[key] = folder
         critic = None
         if config.critic.path is not None:
-            critic = problems.attempt(read_critic, config.critic.path)
+            critic = problems.attempt("critic.path", read_critic, config.critic.path)
         return cls(arch, scored, rewards, critic)
 
     @property
@@ -179,12 +181,12 @@ class ModelFolders:
         """Names and shapes of all tensors. `policy`: those of `model.path`, too."""
         if self.arch is not None:
             if policy and self.scored is not None:
-                problems.attempt(check_reward_folder, self.scored, "model")
+                problems.attempt("model.path", check_reward_folder, self.scored, "model")
             elif policy:
-                problems.attempt(check_weights, config.model.path, self.arch)
+                problems.attempt("model.path", check_weights, config.model.path, self.arch)
             if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
-                problems.attempt(check_reference, config, self.arch)
+                problems.attempt("ref.path model.path", check_reference, config, self.arch)
         for key, folder in self.rewards.items():
-            problems.attempt(check_reward_folder, folder, key)
+            problems.attempt(f"{key}.path", check_reward_folder, folder, key)
         if self.critic is not None:
-            problems.attempt(check_reward_folder, self.critic, "critic")
+            problems.attempt("critic.path", check_reward_folder, self.critic, "critic")

@@ -82,7 +82,7 @@ def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
     """The differences from the checkpoint's config. Raises ConfigError if one of them cannot be made."""
     saved = saved_config(checkpoint)
     if problems := list(refusals(checkpoint, saved, config)):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
     return list(differences(saved, config.model_dump(mode="json")))
 
 

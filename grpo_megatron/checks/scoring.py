@@ -55,7 +55,7 @@ def _second_layout_problems(
 
     reported = set(problems_of(arch))
     for problem in problems_of(folder.arch):
-        if problem not in reported and not problem.startswith("rollout."):
+        if problem not in reported and not str(problem).startswith("rollout."):
             yield f"{key}={str(folder.path)!r} is cut in the policy's layout: {problem}"
 
 

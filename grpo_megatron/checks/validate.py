@@ -91,14 +91,14 @@ class RunRows:
         """Without a tokenizer the files are checked, and there are no prompts."""
         attempt, renderer = problems.attempt, environment.renderer if environment else None
         written = (config, tokenizer, renderer, end_token_ids)
-        train = attempt(read_train_prompts, config, tokenizer, environment, is_plan=is_plan)
-        offline = attempt(inputs.read_offline_groups, *written)
-        val = attempt(read_val_prompts, config, tokenizer, environment)
+        train = attempt("data.train_files", read_train_prompts, config, tokenizer, environment, is_plan=is_plan)
+        offline = attempt("data.train_files", inputs.read_offline_groups, *written)
+        val = attempt("data.val_files", read_val_prompts, config, tokenizer, environment)
         of_tasks = None
         if config.data.val_tasks:
-            of_tasks = attempt(read_task_prompts, config.data, config.reward.kwargs, tokenizer)
-        supervised = attempt(inputs.read_supervised, *written)
-        val_loss = attempt(inputs.read_val_loss_groups, *written)
+            of_tasks = attempt("data.val_tasks", read_task_prompts, config.data, config.reward.kwargs, tokenizer)
+        supervised = attempt("sft.train_files", inputs.read_supervised, *written)
+        val_loss = attempt("data.val_loss_files", inputs.read_val_loss_groups, *written)
         return cls(train or [], offline or [], val or [], of_tasks or [], supervised or [], val_loss or [])
 
     @property
@@ -206,7 +206,7 @@ def validate(
     models = ModelFolders.read(config, problems)
     has_layout = problems.add(_layout_problems(config, world_size, models.arch)) and models.are_complete(config)
     others = (problem for arch in models.other_archs for problem in _layout_problems(config, world_size, arch))
-    has_layout &= all(problem.startswith("rollout.") for problem in others)  # only the policy is in the engine
+    has_layout &= all(str(problem).startswith("rollout.") for problem in others)  # only the policy is in the engine
     problems.add(_setting_problems(config, models.arch))
     problems.add(reward_model_problems(config, world_size, models.arch, models.rewards))
     problems.add(critic_problems(config, world_size, models.arch, models.critic))
@@ -220,11 +220,11 @@ def validate(
     end_tokens = None
     if tokenizer is not None:
         vocab_size = models.arch.vocab_size if models.arch else None
-        end_tokens = problems.attempt(read_end_tokens, tokenizer, config.model.path, vocab_size)
+        end_tokens = problems.attempt("model.path", read_end_tokens, tokenizer, config.model.path, vocab_size)
     ends = end_tokens.ids if end_tokens else []
     environment = None
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
-        environment = problems.attempt(check_environment, config, tokenizer, ends)
+        environment = problems.attempt("rollout.multi_turn", check_environment, config, tokenizer, ends)
     rows = RunRows()
     if task_problem(config) is None and start.knows("data.task", "data.sources"):  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
@@ -242,10 +242,10 @@ def validate(
     if rehearsed:
         problems.add(in_use_problems(config) if not dry_run else [])
         if has_rewards and start.knows("data.task", "data.sources", "reward"):
-            calls = problems.attempt(call_rewards, config, rows.examples)
+            calls = problems.attempt("reward.function", call_rewards, config, rows.examples)
         if environment is not None and start.knows("rollout.multi_turn"):
-            messages = problems.attempt(rehearse, config, rows.first_of_each)
-    if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.messages or not dry_run):  # else the plan's verdict
+            messages = problems.attempt("rollout.multi_turn", rehearse, config, rows.first_of_each)
+    if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.problems or not dry_run):  # else the plan's verdict
         problems.add(phase_shortages(config, world_size, models, start.device, elsewhere=elsewhere))
     problems.raise_if_any()
     assert models.arch is not None
@@ -314,7 +314,7 @@ def _read_tokenizer(config: Config, arch: Architecture | None, problems: Problem
     is_reported = arch is None and config.model.tokenizer_path is None  # the folder is missing
     if is_reported or (elsewhere and not inputs.has_tokenizer(config)):
         return None
-    return problems.attempt(inputs.read_tokenizer, config, arch)
+    return problems.attempt("model.tokenizer_path", inputs.read_tokenizer, config, arch)
 
 
 def check_alone(config: Config) -> Checked:

@@ -32,11 +32,9 @@ from grpo_megatron.config.model import (
     OptimConfig,
     RefConfig,
 )
+from grpo_megatron.config.problems import ConfigError, Problem, ProblemList, Problems, mistake
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
-from grpo_megatron.config.section import (
-    ConfigError,
-    Section,
-)
+from grpo_megatron.config.section import Section
 from grpo_megatron.config.trainer import Band, GuardsConfig, TrainerConfig
 
 __all__ = [
@@ -60,6 +58,9 @@ __all__ = [
     "OptimConfig",
     "OverlongBuffer",
     "PartialConfig",
+    "Problem",
+    "ProblemList",
+    "Problems",
     "RefConfig",
     "ReplayConfig",
     "RewardComponent",
@@ -73,6 +74,7 @@ __all__ = [
     "SftConfig",
     "TrainerConfig",
     "ValKwargs",
+    "mistake",
 ]
 
 

@@ -18,16 +18,8 @@ from grpo_megatron.data.rows import SHOWN_PROBLEMS, type_name
 from grpo_megatron.reading.bounds import cut
 
 
-class FilesError(ConfigError):
-    """One problem per file."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
-
-
 class RowSet:
-    """Raises FilesError with every file that cannot be read; ConfigError without files, or for a file that is named twice."""
+    """Raises ConfigError with every file that cannot be read, without files, or for a file that is named twice."""
 
     def __init__(self, paths: Sequence[Path], source: str) -> None:
         if not paths:
@@ -42,7 +34,7 @@ class RowSet:
             except ConfigError as error:
                 problems.append(str(error))
         if problems:
-            raise FilesError(problems)
+            raise ConfigError(*problems)
         self._ends = list(itertools.accumulate(map(len, self.files)))
 
     def __len__(self) -> int:
