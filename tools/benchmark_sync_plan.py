@@ -14,8 +14,10 @@ from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.planning.traffic import planned_sync
 from grpo_megatron.sync.floor import floor_of
+from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.plan import NETWORK
-from grpo_megatron.sync.rank_plan import RankPlan
+from grpo_megatron.sync.rounds import RankPlan
+from grpo_megatron.sync.tensors import floor_of
 
 ITEMSIZE = 2  # bfloat16
 PER_NODE = 8

@@ -171,7 +171,7 @@ def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sam
 
 
 # -- Seconds of the forward and backward passes of a step: an estimate with the fractions of speeds.py -----------------
-# compute      FLOP of observability/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
+# compute      FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
 # fraction     MATMUL (or EXPERTS) x t / (t + HALF_TOKENS), for a micro-batch of t tokens
 # tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
 # ep           2 copies of the hidden state of each of a token's experts, per layer and forward pass; twice as much backward

@@ -29,6 +29,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.planning.cost import Workload
+from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.rollout.build import find_engine

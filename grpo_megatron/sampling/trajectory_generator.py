@@ -17,7 +17,7 @@ from typing import Any
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine, sample_seed, stable_hash
 from grpo_megatron.sampling.assignment import LengthHistory, assign_samples
 from grpo_megatron.sampling.generator import Generator, distinct_uids, sample_indices

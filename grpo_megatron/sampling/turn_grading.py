@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.sampling.grading import Grading
 from grpo_megatron.types import Sample, Turn
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.resharding import Resharding
+from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sync.attest import Expected, compare
+from grpo_megatron.sync.digest import Expected, compare
 from grpo_megatron.training.probe import Probe, logprobs_problem, weights_problem
 from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.types import Batch, WeightBucket

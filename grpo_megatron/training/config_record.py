@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from grpo_megatron.checks.resume import differences
-from grpo_megatron.parallel.disk import on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage.atomic import remove_folder, write_file
 
 CONFIG_FILE, ATTEMPTS_FOLDER = "config.yaml", "config_attempts"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.observability.summary import OUTPUTS
-from grpo_megatron.parallel.disk import on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import clear_leftovers, sync_path
 from grpo_megatron.storage.lock import FolderLock

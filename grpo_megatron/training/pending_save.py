@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from grpo_megatron.models.sharded_write import Writes
+from grpo_megatron.models.weights.sharded_state import Writes
 from grpo_megatron.parallel.mesh import Mesh, RankError
 
 

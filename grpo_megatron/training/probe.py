@@ -10,7 +10,7 @@ and a false alarm would end a healthy run.
 
 Measured in bfloat16, 4 to 12 layers: healthy probes of neighbouring steps vary by a factor of 1.3, with experts by 2. One
 wrong norm or value bias gives 2.9 to 35 times the healthy value, one wrong expert of 8 gives 2.7 to 6 times.
-Below rounding, and left to the attestation (sync/attest.py): one wrong query or key bias, one expert of 64.
+Below rounding, and left to the attestation (sync/digest.py): one wrong query or key bias, one expert of 64.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_megatron.models.loss_pass import MetricSums
+from grpo_megatron.models.forward import MetricSums
 from grpo_megatron.observability.metrics import Metrics
 
 

@@ -27,8 +27,8 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
+from grpo_megatron.training.beside.references import References
 from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.references import References
 from grpo_megatron.types import Batch, Prompt
 
 WEIGHT = "weight"  # among the sums of a rank: its token weights

@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_megatron.rollout.engine import Completion, Request, stable_hash
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Completion, Request, StopTexts, stable_hash
 from grpo_megatron.types import Turn
 
 FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # of the environment
