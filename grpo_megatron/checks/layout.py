@@ -8,12 +8,8 @@ from typing import Any
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, Config, MegatronConfig, RolloutConfig
 from grpo_megatron.config.problems import Problems
-from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes, split_problems
-from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu, divides_experts_on_cpu
-from grpo_megatron.checks.problems import Problems
-from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture, engine_split_problems, fitting_sizes, split_problems
+from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 CP = "actor.megatron.context_parallel_size"

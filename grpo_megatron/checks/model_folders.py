@@ -15,8 +15,8 @@ from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringMo
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.reward_folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
-from grpo_megatron.models.weights import check_hf
+from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.models.weights.load import check_hf
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.regular import special_file_in
 

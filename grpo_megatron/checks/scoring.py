@@ -14,7 +14,7 @@ from grpo_megatron.checks.model_folders import CRITIC_PATH, MAIN, OTHERS, has_cr
 from grpo_megatron.config import AlgorithmConfig, Config, CriticConfig, RewardModelConfig, ScoringModel
 from grpo_megatron.config.problems import Problems
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import RewardFolder
+from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.rewards.reward import rewards
 

@@ -52,11 +52,11 @@ from grpo_megatron.checks.shortage import SHORTAGE_KEYS, phase_shortages
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import ProblemList, Problems
+from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
 from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
-from grpo_megatron.evaluation.validation import read_task_prompts
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.models.layers.precision import hardware_problems, precision_problems

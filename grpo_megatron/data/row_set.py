@@ -58,7 +58,7 @@ class RowSet:
             raise ConfigError(f"row {self.uid(number)}: {row}") from row
         return row
 
-    def wrong_rows(self, problems: Sequence[tuple[int, str]], checked: int) -> FilesError:
+    def wrong_rows(self, problems: Sequence[tuple[int, str]], checked: int) -> ConfigError:
         """`problems`: (row number, message), in order, among the first `checked` rows."""
         texts = []
         for path, file, end in zip(self.paths, self.files, self._ends, strict=True):
@@ -70,7 +70,7 @@ class RowSet:
                 total = min(len(file), checked - first)
                 of = f"the first {total}" if total < len(file) else f"{total}"
                 texts.append("\n".join([f"data file {str(path)!r}: {len(own)} of {of} rows are wrong:", *lines, *more]))
-        return FilesError(texts)
+        return ConfigError(*texts)
 
     def _locate(self, number: int) -> tuple[int, int]:
         """(file, row in the file)."""

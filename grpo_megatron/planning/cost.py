@@ -15,8 +15,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.memory.engine import kv_token_bytes
 from grpo_megatron.memory.parameters import DTYPE_BYTES
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.shape import model_shape
-from grpo_megatron.observability.flops import flops_per_pass
+from grpo_megatron.models.flops import flops_per_pass, model_shape
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.gpus import Gpu
 from grpo_megatron.planning.layout import Layout

@@ -11,9 +11,8 @@ from typing import Any
 from grpo_megatron.checks.layout import FIRST, LAST, divisors, expert_problems, layout_problems
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.memory.activations import recomputes_all
-from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.precision import precision_problems
-from grpo_megatron.models.tensor_parallel import engine_split_problems, split_problems
+from grpo_megatron.models.architecture import Architecture, engine_split_problems, split_problems
+from grpo_megatron.models.layers.precision import precision_problems
 
 FULL_RECOMPUTATION = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OVERRIDES = "actor.megatron.override_transformer_config"

@@ -26,16 +26,14 @@ from grpo_megatron.checks.layout import stage_layers
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, StageParameters
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.planning.cost import Workload
+from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.rollout.build import find_engine
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
-from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import Rounds, Traffic, plan_rounds
+from grpo_megatron.sync.rounds import RankPlan, Rounds, Traffic, plan_rounds
 
 # -- What one weight sync costs, from its plan: bytes, operations, memory, and seconds at stated bandwidths ------------
 # The seconds are an estimate: in every round all ranks wait for the one that sends or receives most. The network and the
