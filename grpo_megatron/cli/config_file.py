@@ -9,10 +9,7 @@ from typing import Any, get_args
 
 from grpo_megatron.cli.partial_config import read_without_wrong_keys, without_places
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import cut, shown
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import MAX_LEVELS, MAX_YAML, parse_yaml
+from grpo_megatron.reading import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.reading.bounds import cut
+from grpo_megatron.reading import cut
 
 EXPECTED = {  # module -> exception whose message tells what to do: it is shown without a traceback
     "grpo_megatron.config.section": "ConfigError",

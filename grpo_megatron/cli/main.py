@@ -35,7 +35,7 @@ from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
 from grpo_megatron.observability.progress import awaited
-from grpo_megatron.storage.leftovers import remove_leftovers
+from grpo_megatron.storage.lock import remove_leftovers
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked

@@ -18,11 +18,10 @@ from grpo_megatron.convert.source import Source
 from grpo_megatron.convert.tokenizers import check_tokenizer, copy_companions
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.reward_folder import WHAT
-from grpo_megatron.reading.bounds import path_problem, shown
-from grpo_megatron.reading.regular import special_file_in
+from grpo_megatron.reading import path_problem, shown, special_file_in
 from grpo_megatron.storage.atomic import is_partial
 from grpo_megatron.storage.manifest import write_manifest
-from grpo_megatron.storage.step_folders import CRITIC_FOLDER, REWARD_MODEL_FOLDER
+from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER
 
 PART_FOLDERS = (CRITIC_FOLDER, REWARD_MODEL_FOLDER)  # of a training step, besides the policy
 EXPORT_FOLDER = "hf"  # of a run's output folder

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.models.reward_folder import HEAD, HEAD_BIAS, HeadKind
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.storage.step_folders import CRITIC_FILE, PAIRS_FILE, STEP_FILE
+from grpo_megatron.reading import read_json
+from grpo_megatron.storage.run_files import CRITIC_FILE, PAIRS_FILE, STEP_FILE
 
 PartName = Literal["policy", "critic", "reward_model"]
 MARK_FILES: dict[PartName, str] = {"policy": STEP_FILE, "critic": CRITIC_FILE, "reward_model": PAIRS_FILE}

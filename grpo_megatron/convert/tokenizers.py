@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.convert import ConvertError, listing_error
-from grpo_megatron.reading.bounds import shown
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json, shown
 from grpo_megatron.storage.manifest import MANIFEST_FILE
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx", ".distcp", ".npz"}

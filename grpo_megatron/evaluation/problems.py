@@ -13,7 +13,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.data.questions import question_text
 from grpo_megatron.data.rows import Question, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 from grpo_megatron.rewards.time_limit import time_limit
 from grpo_megatron.storage.manifest import sha256_of
 

@@ -21,7 +21,7 @@ from grpo_megatron.evaluation.playing import ENVIRONMENT
 from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.evaluation.voting import vote_classes
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.rewards.format import opened_thought
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file

@@ -13,9 +13,9 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.source import Source
-from grpo_megatron.data.end_tokens import read_end_tokens
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.tokenizer import read_end_tokens
 from grpo_megatron.evaluation import weights
 from grpo_megatron.evaluation.engine import model_tokenizer
 from grpo_megatron.evaluation.grading import grader_of

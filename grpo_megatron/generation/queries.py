@@ -10,8 +10,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import Question, read_question, read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.generation.style import PLAIN_TASK
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.regular import read_text
+from grpo_megatron.reading import ReadError, read_text
 
 LINE_FILES = ("", ".txt", ".text")  # endings of files with one prompt per line
 MAX_INPUT = 1 << 28  # bytes of standard input, or of a file of lines

@@ -8,11 +8,11 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.source import Source
-from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
 from grpo_megatron.data.prompts import render_prompt
 from grpo_megatron.data.rendering import encode_prompts
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.evaluation.engine import model_tokenizer
 from grpo_megatron.evaluation.weights import engine_dtype, open_model
 from grpo_megatron.generation.queries import read_queries

@@ -13,10 +13,8 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.conversion import EXPORT_FOLDER
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import MAX_YAML, parse_yaml
-from grpo_megatron.storage.step_folders import STEP_FILE
+from grpo_megatron.reading import MAX_YAML, parse_yaml, read_json, read_text
+from grpo_megatron.storage.run_files import STEP_FILE
 
 PLAIN_TASK = "jsonl"  # the prompt as it is
 DEFAULT_MAX_TOKENS = 512

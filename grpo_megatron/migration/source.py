@@ -16,10 +16,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.migration.rules import Settings
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import shown
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
 
 MAX_SOURCE = 1 << 18  # bytes
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^${}]*))?\}|\$(\w+)")

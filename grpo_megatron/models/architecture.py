@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_megatron.models.latent import Latent
 from grpo_megatron.models.routing import Routing
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 
 
 class UnsupportedModel(ValueError):

@@ -28,7 +28,7 @@ from grpo_megatron.models.transformer_fields import expert_config, latent_config
 from grpo_megatron.models.tree_attention import TreeParams
 from grpo_megatron.models.weights import global_parameters, load_hf, model_rows
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.reading.bounds import cut, shown
+from grpo_megatron.reading import cut, shown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

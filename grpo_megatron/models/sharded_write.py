@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage.atomic import describe_space
 from grpo_megatron.storage.manifest import sha256_of
-from grpo_megatron.storage.space import describe_space
 
 
 class ShardedWrite:

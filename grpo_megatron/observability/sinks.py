@@ -26,8 +26,7 @@ from grpo_megatron.observability.trackers import TRACKER_SINKS, TRACKERS, Tracke
 from grpo_megatron.report.metrics_file import METRICS_FILE, read_metrics
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.events import add_event, read_events
-from grpo_megatron.storage.start_times import finish_start
+from grpo_megatron.storage.run_files import add_event, finish_start, read_events
 
 ENDED_ON_REQUEST = ("stopped", "done")
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import ReadError, parse_yaml
 from grpo_megatron.report.metrics_file import METRICS_FILE, MetricsTail
 from grpo_megatron.report.samples import KeptSamples
 from grpo_megatron.report.series import Curves
-from grpo_megatron.storage.events import read_events
+from grpo_megatron.storage.run_files import read_events
 
 SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
 RECENT = 20  # steps, whose median predicts the next ones

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from grpo_megatron.data.reward_item import reward_item
-from grpo_megatron.data.steps import tokens_at
+from grpo_megatron.data.scored import tokens_at
 from grpo_megatron.rewards.format import opened_thought
 from grpo_megatron.rewards.reward import RewardResult, rewards
 from grpo_megatron.rewards.workers.pool import RewardPool

@@ -17,7 +17,7 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, find_gpu
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import parse_yaml
 from grpo_megatron.starting.config_text import NewRun, config_text
 from grpo_megatron.starting.suggestion import Machine, suggest
 from grpo_megatron.storage.atomic import write_file

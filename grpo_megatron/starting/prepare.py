@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data import arithmetic, feedback, products, two_hops
+from grpo_megatron.data import arithmetic, products, two_hops
 from grpo_megatron.starting.random_model import PRESETS, SpecialTokens, write_model
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
 TASKS = {
     "arithmetic": arithmetic.write_task,
-    "feedback": feedback.write_feedback,
+    "feedback": arithmetic.write_feedback,
     "products": products.write_products,
     "two_hops": two_hops.write_two_hops,
 }

@@ -14,7 +14,7 @@ from typing import Any
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data import arithmetic
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores

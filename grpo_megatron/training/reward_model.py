@@ -20,7 +20,7 @@ from grpo_megatron.models.reward_model import RewardModel
 from grpo_megatron.models.sharded_write import Writes
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.storage.step_folders import PAIRS_FILE, REWARD_MODEL_FOLDER
+from grpo_megatron.storage.run_files import PAIRS_FILE, REWARD_MODEL_FOLDER
 from grpo_megatron.training.model_folder import load_beside, save_beside
 from grpo_megatron.training.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
 from grpo_megatron.training.scorer import OutcomeScorer, Scorer

@@ -33,7 +33,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.parallel.relay import relay
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import clear_leftovers, write_file
-from grpo_megatron.storage.rollout_folder import claim_rollout_folder, remove_rollouts_from, rollout_file
+from grpo_megatron.storage.run_files import claim_rollout_folder, remove_rollouts_from, rollout_file
 from grpo_megatron.types import GroupTable, Plan, Sample
 
 TOKENS_PER_PART = 1 << 20  # prompt and response tokens that rank 0 receives at once: some 5 MB of text

@@ -13,7 +13,7 @@ from grpo_megatron.algo.combination import ModelScores, process_scores
 from grpo_megatron.algo.plan import supervised_plan
 from grpo_megatron.algo.ranking import ranking_accuracy
 from grpo_megatron.config import ActorConfig, ScoringModel
-from grpo_megatron.data.steps import Decode, step_ends
+from grpo_megatron.data.scored import Decode, step_ends
 from grpo_megatron.models.reward_model import SequenceScorer, StepScorer
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import exchange, gather_rows

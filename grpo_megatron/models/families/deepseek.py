@@ -15,7 +15,7 @@ from grpo_megatron.models.decoder_table import latent_table
 from grpo_megatron.models.latent import Latent
 from grpo_megatron.models.mapping import WeightRow
 from grpo_megatron.models.routing import Routing
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 
 # Values of config.json that the modules of Megatron-Core, transformers and vLLM all have.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
