@@ -190,7 +190,7 @@ def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
 
 def _join_run(is_rank: bool) -> None:
     """Prepare this process as a rank: before anything slow, since signals may come at any time."""
-    from grpo_megatron.training.stop_signals import listen
+    from grpo_megatron.training.stopping import listen
 
     if is_rank:
         ranks.join_launcher()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.ranking import pairwise_loss
+from grpo_megatron.algo.scores import pairwise_loss
 from grpo_megatron.config import ActorConfig, RewardModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import Pack, forward_backward, unpack

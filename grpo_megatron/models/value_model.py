@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.losses import MetricSum
-from grpo_megatron.algo.value_loss import ValueInputs, value_loss
+from grpo_megatron.algo.losses import MetricSum, ValueInputs, value_loss
 from grpo_megatron.config import ActorConfig, CriticConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import Pack, forward_backward, unpack

@@ -41,7 +41,7 @@ FOLDER, REPORTS = "heartbeats", "stalls"
 MAX_WATCHERS, MAX_READS = 8, 4096
 MIN_PERIOD_S, MAX_PERIOD_S = 1.0, 5.0  # of the beats: a new phase is written after the shorter one
 STACKS_S = 2.0  # time to write stacks, for a process that can
-SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stop_signals.py)
+SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stopping.py)
 
 
 def _print(error: StalledRank) -> int:

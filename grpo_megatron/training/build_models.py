@@ -10,11 +10,11 @@ from grpo_megatron.models.reward_folder import RewardFolder, read_reward_folder
 from grpo_megatron.models.reward_model import FrozenRewardModel, FrozenStepModel, RewardModel
 from grpo_megatron.models.value_model import ValueModel
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.critic import Critic, NoCritic
 from grpo_megatron.training.references import References, policy_start
 from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
 from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer, Scorer
+from grpo_megatron.training.stopping import Cadence
 
 
 def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoRewardModel:

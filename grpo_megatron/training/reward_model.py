@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.combination import combined
-from grpo_megatron.algo.ranking import ranked_pairs
+from grpo_megatron.algo.scores import combined, ranked_pairs
 from grpo_megatron.config import ActorConfig, RewardModelConfig
 from grpo_megatron.models.reward_model import RewardModel
 from grpo_megatron.models.sharded_write import Writes

@@ -9,9 +9,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
-from grpo_megatron.algo.combination import ModelScores, process_scores
 from grpo_megatron.algo.plan import supervised_plan
-from grpo_megatron.algo.ranking import ranking_accuracy
+from grpo_megatron.algo.scores import ModelScores, process_scores, ranking_accuracy
 from grpo_megatron.config import ActorConfig, ScoringModel
 from grpo_megatron.data.steps import Decode, step_ends
 from grpo_megatron.models.reward_model import SequenceScorer, StepScorer
