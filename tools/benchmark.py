@@ -57,6 +57,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmark_grading
 import benchmark_overlap
 import benchmark_passes
 import benchmark_rank
@@ -201,8 +202,8 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
     from grpo_megatron.device import Device
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.mapping import TE_NAMES
-    from grpo_megatron.models.weights import load_hf, unwrapped
+    from grpo_megatron.models.weights.load import load_hf, unwrapped
+    from grpo_megatron.models.weights.table import TE_NAMES
     from grpo_megatron.parallel.mesh import build_mesh
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29765"}
@@ -239,11 +240,11 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
 
 
 def grade(args: argparse.Namespace) -> int:
+
     from grpo_megatron.config import ConfigError
-    from grpo_megatron.evaluation import grading_speed
 
     try:
-        grading_speed.print_rates(args.data, args.problems)
+        benchmark_grading.print_rates(args.data, args.problems)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

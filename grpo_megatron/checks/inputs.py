@@ -23,7 +23,7 @@ from grpo_megatron.data.written import read_written
 from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample, load_offline_groups, load_supervised
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.weights import check_hf
+from grpo_megatron.models.weights.load import check_hf
 from grpo_megatron.reading import ReadError
 from grpo_megatron.reading.regular import special_file_in
 

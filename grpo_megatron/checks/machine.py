@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device, count_cuda_devices
-from grpo_megatron.observability.sinks import check_loggers
+from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
 from grpo_megatron.storage.lock import in_use_by, lock_holder
 
@@ -80,7 +80,7 @@ def device_lines(config: Config) -> Iterator[tuple[str, str]]:
 
 def _kernels(config: Config) -> str:
     try:
-        from grpo_megatron.models.spec import choose_kernels
+        from grpo_megatron.models.layers.spec import choose_kernels
     except ImportError:
         return "unknown: Megatron-Core is not installed here"
     try:

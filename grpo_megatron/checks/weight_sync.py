@@ -17,7 +17,7 @@ from grpo_megatron.checks.layout import stage_layers
 from grpo_megatron.checks.memory import DTYPE_BYTES
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
+from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.rollout.build import find_engine
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan

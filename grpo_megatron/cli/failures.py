@@ -33,7 +33,7 @@ EXPECTED = {  # module -> exception whose message tells what to do: it is shown 
     "grpo_megatron.storage": "StorageError",
     "grpo_megatron.models.architecture": "UnsupportedModel",
     "grpo_megatron.models.policy": "TooManySkippedSteps",
-    "grpo_megatron.models.weights": "WeightsError",
+    "grpo_megatron.models.weights.load": "WeightsError",
 }
 PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it closes the sockets of a dying process
 ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by default, and where training/stopping.py listens

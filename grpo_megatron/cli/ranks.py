@@ -16,9 +16,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.child import die_with_parent
 from grpo_megatron.cli.failures import END_FILE, explain_failure, has_started
 from grpo_megatron.observability.progress import awaited
+from grpo_megatron.processes.family import die_with_parent
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.storage.leftovers import folder_until_exit, private_folder
 from grpo_megatron.storage.start_times import begin_start

@@ -30,8 +30,7 @@ from grpo_megatron.convert.progress import Progress
 from grpo_megatron.convert.rows import hf_runs
 from grpo_megatron.convert.span import row_blocks
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import WeightRow
-from grpo_megatron.models.qkv import QKV
+from grpo_megatron.models.weights.table import QKV, WeightRow
 
 FILE_BYTES = 4 << 30
 CHUNK_ELEMENTS = 1 << 22  # a reader must read a whole chunk to get any part of it

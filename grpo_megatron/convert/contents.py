@@ -1,4 +1,4 @@
-"""The table of contents of a distributed checkpoint, read without running code from it (models/plain_data.py)."""
+"""The table of contents of a distributed checkpoint, read without running code from it (models/weights/plain_data.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.models import plain_data
+from grpo_megatron.models.weights import plain_data
 from grpo_megatron.storage import StorageError
 
 

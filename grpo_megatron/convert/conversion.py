@@ -17,7 +17,7 @@ from grpo_megatron.convert.shards import write_shards
 from grpo_megatron.convert.source import Source
 from grpo_megatron.convert.tokenizers import check_tokenizer, copy_companions
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import WHAT
+from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.reading.bounds import path_problem, shown
 from grpo_megatron.reading.regular import special_file_in
 from grpo_megatron.storage.atomic import is_partial

@@ -16,7 +16,7 @@ from grpo_megatron.convert.scalar_head import head_of_folder, head_rows, read_st
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name
 from grpo_megatron.convert.span import Resident, Span, row_blocks
 from grpo_megatron.models.families import architecture_of, read_config
-from grpo_megatron.models.reward_folder import HEAD_BIAS
+from grpo_megatron.models.heads.folder import HEAD_BIAS
 from grpo_megatron.reading.json_text import read_json
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ from grpo_megatron.convert.conversion import model_layout_problems
 from grpo_megatron.convert.folder import format_bytes
 from grpo_megatron.convert.load_layout import further_options, tracked_folder, unsupported_there
 from grpo_megatron.convert.source import Source, dtype_name
-from grpo_megatron.models.reward_folder import WHAT
+from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.storage.manifest import MANIFEST_FILE, Verification, read_manifest
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import TE_NAMES, Vocabulary, WeightRow
+from grpo_megatron.models.weights.table import TE_NAMES, Vocabulary, WeightRow
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")

@@ -28,7 +28,7 @@ from grpo_megatron.convert.scalar_head import HeadRow, exported_text, head_rows,
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name
 from grpo_megatron.convert.span import ReusedMemory, Span
 from grpo_megatron.models.families import architecture_of, read_config
-from grpo_megatron.models.mapping import Vocabulary, WeightRow
+from grpo_megatron.models.weights.table import Vocabulary, WeightRow
 from grpo_megatron.reading.json_text import read_json
 
 FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"

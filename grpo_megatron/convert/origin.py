@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.models.reward_folder import HEAD, HEAD_BIAS, HeadKind
+from grpo_megatron.models.heads.folder import HEAD, HEAD_BIAS, HeadKind
 from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.storage.step_folders import CRITIC_FILE, PAIRS_FILE, STEP_FILE
 

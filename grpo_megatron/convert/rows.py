@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import WeightRow
+from grpo_megatron.models.weights.table import WeightRow
 
 
 def hf_runs(row: WeightRow, arch: Architecture, first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
 """The scalar head of a critic or a reward model: its weight rows, and the config.json with which it is exported.
 
 A checkpoint has one row, score.weight [1, h], and for token classes score.bias [1], in float32. The Hugging Face folder of a
-process reward model has two labels, wrong and right: zeros, then this row (models/reward_folder.py).
+process reward model has two labels, wrong and right: zeros, then this row (models/heads/folder.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import Replicated, WeightRow
-from grpo_megatron.models.reward_folder import (
+from grpo_megatron.models.heads.folder import (
     CLASSIFIER,
     HEAD,
     HEAD_BIAS,
@@ -25,6 +24,7 @@ from grpo_megatron.models.reward_folder import (
     exported_config,
     read_reward_folder,
 )
+from grpo_megatron.models.weights.table import Replicated, WeightRow
 
 
 @dataclass(frozen=True)

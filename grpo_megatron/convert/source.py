@@ -17,9 +17,9 @@ from torch import Tensor
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.span import ReusedMemory, row_blocks
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import WeightRow
-from grpo_megatron.models.reward_folder import HeadKind
-from grpo_megatron.models.weights import model_rows
+from grpo_megatron.models.heads.folder import HeadKind
+from grpo_megatron.models.weights.load import model_rows
+from grpo_megatron.models.weights.table import WeightRow
 from grpo_megatron.storage.manifest import Verification
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,7 +16,7 @@ from pydantic import Field
 from grpo_megatron.config import Section
 from grpo_megatron.data.rows import Question, is_plain_text, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.task import PLACEHOLDER, fill_template
-from grpo_megatron.rewards.math.boxed import box_start, last_boxed
+from grpo_megatron.rewards.answers import box_start, last_boxed
 
 AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list", "any"]
 

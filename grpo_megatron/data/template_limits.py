@@ -6,7 +6,7 @@ import contextlib
 import resource
 from collections.abc import Iterator
 
-from grpo_megatron.rewards.time_limit import time_limit
+from grpo_megatron.processes.process import time_limit
 
 TEMPLATE_S = 2.0  # processor seconds for one chat; a usual one takes a millisecond, and the first some 0.1 s to compile
 TEMPLATE_BYTES = 2 << 30  # that one chat may add to the memory

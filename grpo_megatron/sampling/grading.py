@@ -23,6 +23,10 @@ from grpo_megatron.rewards.reward import RewardResult, rewards
 from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.types import BY_MODEL, Sample, Turn
 from grpo_megatron.workers.kept_problem import KeptProblem
+from grpo_megatron.processes.process import KeptProblem
+from grpo_megatron.rewards.answers import opened_thought
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.types import BY_MODEL, Sample
 
 WORTH_OVERLAP_S = 0.05
 FAILED = ("error", "timeout")  # of RewardResult.status; "none" is no failure

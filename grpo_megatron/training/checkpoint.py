@@ -36,8 +36,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.sharded_write import Writes
-from grpo_megatron.models.state import load_sharded, save_sharded
+from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
 from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.storage import StorageError

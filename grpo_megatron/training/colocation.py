@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.resharding import Resharding
+from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout.engine import RolloutEngine

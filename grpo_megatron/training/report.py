@@ -12,6 +12,8 @@ from grpo_megatron.models.forward import num_padding_tokens
 from grpo_megatron.models.loss_pass import MetricSums
 from grpo_megatron.models.prefix_tree import packed_lengths
 from grpo_megatron.observability.flops import ModelShape, mfu_metrics, throughput
+from grpo_megatron.models.flops import ModelShape, mfu_metrics, throughput
+from grpo_megatron.models.packing import num_padding_tokens, packed_lengths
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh

@@ -43,9 +43,9 @@ OBJECTS: dict[str, dict[str, str]] = {
         "build_optimizer:config": CONFIG,
         "build_optimizer:optimizer": "megatron.core.optimizer.optimizer:MegatronOptimizer",
     },
-    "models/spec.py": {
+    "models/layers/modules.py": {"packed_seq_params": "megatron.core.packed_seq_params:PackedSeqParams"},
+    "models/layers/spec.py": {
         "config": CONFIG,
-        "packed_seq_params": "megatron.core.packed_seq_params:PackedSeqParams",
         "parts": "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules",
         "attention": "megatron.core.transformer.attention:SelfAttentionSubmodules",
         "latents": "megatron.core.transformer.multi_latent_attention:MLASelfAttentionSubmodules",
@@ -56,12 +56,12 @@ OBJECTS: dict[str, dict[str, str]] = {
 # "file:function" -> the class or function that takes the string keys of the function's dicts as keyword arguments.
 FIELDS: dict[str, str] = {
     "rollout/vllm_arguments.py:vllm_arguments": "vllm:EngineArgs",
-    "models/build.py:transformer_config": CONFIG,
-    "models/transformer_fields.py:expert_config": CONFIG,
-    "models/transformer_fields.py:routing_config": CONFIG,
-    "models/transformer_fields.py:latent_config": "megatron.core.transformer.transformer_config:MLATransformerConfig",
-    "models/precision.py:fp8_settings": CONFIG,
-    "models/spec.py:settings": CONFIG,
+    "models/layers/transformer_config.py:transformer_config": CONFIG,
+    "models/layers/transformer_config.py:expert_config": CONFIG,
+    "models/layers/transformer_config.py:routing_config": CONFIG,
+    "models/layers/transformer_config.py:latent_config": "megatron.core.transformer.transformer_config:MLATransformerConfig",
+    "models/layers/precision.py:fp8_settings": CONFIG,
+    "models/layers/spec.py:settings": CONFIG,
 }
 
 # Dict keys of those functions that are not arguments.

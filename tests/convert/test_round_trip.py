@@ -14,12 +14,13 @@ from grpo_megatron.convert import chunks, span
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.rows import hf_runs, megatron_runs
 from grpo_megatron.convert.span import row_blocks
-from grpo_megatron.evaluation.weights import open_model
+from grpo_megatron.evaluation.engine import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
 from tests import tiny
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
+from tests.files import CONFIGS
 
 SMALL_BLOCKS = 3000  # elements: cuts the tensors of the tiny models into several blocks, as in a 70B model
 
@@ -194,7 +195,7 @@ def test_a_step_is_found_from_anywhere(
     assert convert("inspect", ".") == 0
 
 
-@pytest.mark.parametrize("path", sorted(folders.CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = folders.shrunk(json.loads(path.read_text()))
     try:

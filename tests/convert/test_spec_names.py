@@ -15,7 +15,7 @@ import pytest
 from grpo_megatron.convert import chunks, keys
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.mapping import WeightRow
+from grpo_megatron.models.weights.table import WeightRow
 from tests.convert import folders
 from tests.convert.folders import convert
 

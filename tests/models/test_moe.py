@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from grpo_megatron.checks.experts import engine_expert_problems, expert_problems
 from grpo_megatron.config import MegatronConfig, RolloutConfig
+from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
-from grpo_megatron.models.tensor_parallel import engine_split_problems
-from grpo_megatron.models.weights import WeightsError, check_hf, model_rows
+from grpo_megatron.models.weights.load import WeightsError, check_hf, model_rows
 from grpo_megatron.rollout import vllm_versions
 from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu, divides_experts_on_cpu
 from tests import tiny, worlds

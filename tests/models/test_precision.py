@@ -23,10 +23,8 @@ from grpo_megatron.config import Config, ConfigError, MegatronConfig, OptimConfi
 from grpo_megatron.device import Device, Hardware
 from grpo_megatron.models import optimizer
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.build import transformer_config
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.models.forward import pack
-from grpo_megatron.models.precision import (
+from grpo_megatron.models.layers.precision import (
     QUANTIZATIONS,
     RECIPES,
     dequantized,
@@ -36,6 +34,8 @@ from grpo_megatron.models.precision import (
     set_parameter,
     token_multiple,
 )
+from grpo_megatron.models.layers.transformer_config import transformer_config
+from grpo_megatron.models.packing import pack
 from tests import tiny
 from tests.runs import make_run
 
@@ -238,7 +238,7 @@ def test_quantized_rollouts_need_no_transformer_engine() -> None:
 
 
 def test_the_hardware_is_read_only_if_needed() -> None:
-    with mock.patch("grpo_megatron.models.precision.read_hardware", side_effect=AssertionError):
+    with mock.patch("grpo_megatron.models.layers.precision.read_hardware", side_effect=AssertionError):
         assert not list(hardware_problems(config()))
     assert list(hardware_problems(config(megatron={"fp8": {"recipe": "delayed"}}, trainer={"device": "cpu"})))
 

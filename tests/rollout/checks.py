@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from grpo_megatron.models.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
 from grpo_megatron.rollout.stop import StopTexts
 from tests.rollout import tiny

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
-from grpo_megatron.environments.answer import Outcome
-from grpo_megatron.environments.environment import Step
+from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.sampling.answers import EnvironmentAnswers, EnvironmentsLost, shorten
 from tests.sampling.fakes import LoneMesh

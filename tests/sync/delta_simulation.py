@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.mapping import WeightRow, expand_table
+from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
 from grpo_megatron.sync.pool import Pool

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.mapping import WeightRow, expand_table
-from grpo_megatron.models.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
+from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
+from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.exchange import Exchange
 from grpo_megatron.sync.plan import SyncPlan

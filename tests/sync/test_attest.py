@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.mapping import expand_table, is_layered
-from grpo_megatron.models.sync_parameters import engine_tensors, sync_parameters
+from grpo_megatron.models.weights.sync_parameters import engine_tensors, sync_parameters
+from grpo_megatron.models.weights.table import expand_table, is_layered
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.attest import Expected, compare, expected_digests
 from grpo_megatron.sync.digest import part_digest

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_megatron.models.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.parallel.grid import Grid
 from grpo_megatron.sync.attest import Expected, compare, expected_digests
 from grpo_megatron.sync.digest import part_digest

@@ -41,7 +41,6 @@ CALLS = {  # module -> qualified name -> moment. Both names of what has another 
         "TransformersEngine.logprobs": "probe",
     },
     "grpo_megatron.rollout.vllm_process": {"preload": "import vllm, all", "_import_vllm": "import vllm, core"},
-    "grpo_megatron.rewards.workers.pool": {"RewardPool.__init__": "reward workers"},
     "grpo_megatron.rewards.pool": {"RewardPool.__init__": "reward workers"},
 }
 DRAWS = {  # what hands the first request to the engine
