@@ -44,8 +44,6 @@ from grpo_megatron.training.build import (
     build_validator,
     join_world,
 )
-from grpo_megatron.training.build_models import build_critic, build_references, build_reward_model
-from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
 from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.guards import Guards, GuardStop

@@ -21,16 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from grpo_megatron.observability.reduction import (
-    largest_of,
-    merge_moments,
-    rank_records,
-    reduce_records,
-    smallest_of,
-)
 import numpy as np
 
-from grpo_megatron.algo.ratio import clamp_log_ratio
+from grpo_megatron.algo.kl import clamp_log_ratio
 from grpo_megatron.types import GroupTable
 
 if TYPE_CHECKING:
@@ -296,8 +289,6 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
     """
     import torch
-
-    from grpo_megatron.algo.kl import clamp_log_ratio
 
     mask = mask.detach().cpu().bool()
     old, rollout = (torch.where(mask, _float64(x).cpu(), 0.0) for x in (old_logprobs, rollout_logprobs))

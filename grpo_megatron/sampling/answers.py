@@ -14,16 +14,11 @@ from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.environments.answer import Outcome
-from grpo_megatron.environments.environment import ChatMessage, Step
+from grpo_megatron.environments.environment import ChatMessage, Outcome, Step
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sampling.trajectory import Answer, Trajectory
-from grpo_megatron.workers.kept_problem import KeptProblem
-from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.processes.process import KeptProblem
-from grpo_megatron.trajectories.trajectory import Answer, Trajectory
-from grpo_megatron.trajectories.truncation import cut_contents
+from grpo_megatron.sampling.trajectory import Answer, Trajectory
 
 # -- Truncation of observations ----------------------------------------------------------------------------------------
 # Cuts the text of an observation to a number of tokens, before it is rendered: the template's own tokens stay whole.

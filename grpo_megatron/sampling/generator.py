@@ -20,9 +20,7 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.rewards.workers.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed, stable_hash
-from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
 from grpo_megatron.rollout.stop import StopTexts
 from grpo_megatron.sampling.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.sampling.assignment import LengthHistory, assign_samples, stream_shared, token_sums

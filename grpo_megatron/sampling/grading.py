@@ -18,15 +18,11 @@ from typing import Any
 from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.data.steps import tokens_at
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.rewards.format import opened_thought
-from grpo_megatron.rewards.reward import RewardResult, rewards
-from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.types import BY_MODEL, Sample, Turn
-from grpo_megatron.workers.kept_problem import KeptProblem
 from grpo_megatron.processes.process import KeptProblem
 from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.types import BY_MODEL, Sample
+from grpo_megatron.rewards.reward import RewardResult, rewards
+from grpo_megatron.types import BY_MODEL, Sample, Turn
 
 WORTH_OVERLAP_S = 0.05
 FAILED = ("error", "timeout")  # of RewardResult.status; "none" is no failure

@@ -17,10 +17,7 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.data.item_table import rewards_of
 from grpo_megatron.device import Device, DeviceMemory, keep_freed_memory
-from grpo_megatron.environments.build import build_pool
-from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.environments.pool import build_pool
-from grpo_megatron.heap import keep_freed_memory
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import model_shape, peaks
 from grpo_megatron.models.forward import LossFunction, MetricSums
@@ -41,14 +38,10 @@ from grpo_megatron.sampling.answers import EnvironmentAnswers
 from grpo_megatron.sampling.generator import Generator, TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.sync.tensors import EngineTensors
-from grpo_megatron.training.colocation import Colocation, PolicyAlone, Probe, Provenance
 from grpo_megatron.training.beside.references import References
-from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.colocation import Colocation, PolicyAlone
+from grpo_megatron.training.colocation import Colocation, PolicyAlone, Probe, Provenance
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.profiler import Profiler, flat_settings
-from grpo_megatron.training.references import References
-from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.samples import ShownSamples, build_rollout_files
 from grpo_megatron.training.score_validation import ScoreValidation

@@ -8,11 +8,8 @@ from typing import Any
 from grpo_megatron.config import ActorConfig, DataConfig
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.device import Device
-from grpo_megatron.models.forward import num_padding_tokens
-from grpo_megatron.models.loss_pass import MetricSums
-from grpo_megatron.models.prefix_tree import packed_lengths
-from grpo_megatron.observability.flops import ModelShape, mfu_metrics, throughput
 from grpo_megatron.models.flops import ModelShape, mfu_metrics, throughput
+from grpo_megatron.models.forward import MetricSums
 from grpo_megatron.models.packing import num_padding_tokens, packed_lengths
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics
 from grpo_megatron.observability.sinks import Sinks

@@ -24,7 +24,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import is_declined
-from grpo_megatron.training.references import References
+from grpo_megatron.training.beside.references import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch, Prompt, Sample
 

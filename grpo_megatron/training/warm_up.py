@@ -29,11 +29,8 @@ from grpo_megatron.training.beside.references import WARMUP_FOLDER
 from grpo_megatron.training.build import build_loss, build_report
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.references import WARMUP_FOLDER
 from grpo_megatron.training.report import record_update
 from grpo_megatron.training.stopping import Cadence, Stopping
-from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.update_metrics import record_update
 from grpo_megatron.types import Prompt
 
 NUM_NOTES = 10  # lines of progress per warm-up

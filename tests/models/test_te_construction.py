@@ -14,8 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.importing import examine_transformer_engine
-from grpo_megatron.models.precision import RECIPES
-from grpo_megatron.extensions import examine_engine
 from grpo_megatron.models.layers.precision import RECIPES
 from tests import tiny, worlds
 from tests.models import engine_ranks

@@ -9,11 +9,6 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.heads.folder import RewardFolder, read_reward_folder
 from grpo_megatron.models.heads.scalar import FrozenRewardModel, FrozenStepModel, RewardModel, ValueModel
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.training.critic import Critic, NoCritic
-from grpo_megatron.training.references import References, policy_start
-from grpo_megatron.training.reward_model import FrozenReward, LearningReward, NoRewardModel
-from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer, Scorer
-from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.training.beside.critic import Critic, NoCritic
 from grpo_megatron.training.beside.references import References, policy_start
 from grpo_megatron.training.beside.reward_model import (
@@ -24,7 +19,7 @@ from grpo_megatron.training.beside.reward_model import (
     ProcessScorer,
     Scorer,
 )
-from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.training.stopping import Cadence
 
 
 def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoRewardModel:

@@ -13,13 +13,8 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.scores import combined, ranked_pairs
-from grpo_megatron.config import ActorConfig, RewardModelConfig
-from grpo_megatron.models.reward_model import RewardModel
-from grpo_megatron.models.sharded_write import Writes
-from grpo_megatron.algo.combination import ModelScores, combined, process_scores
 from grpo_megatron.algo.plan import supervised_plan
-from grpo_megatron.algo.ranking import ranked_pairs, ranking_accuracy
+from grpo_megatron.algo.scores import ModelScores, combined, process_scores, ranked_pairs, ranking_accuracy
 from grpo_megatron.config import ActorConfig, RewardModelConfig, ScoringModel
 from grpo_megatron.data.steps import Decode, step_ends
 from grpo_megatron.models.heads.scalar import RewardModel, SequenceScorer, StepScorer
