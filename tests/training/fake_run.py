@@ -25,7 +25,7 @@ from grpo_megatron.observability.sinks import Sink
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.sync.attest import Expected
-from grpo_megatron.training import build, references, validation, warm_up
+from grpo_megatron.training import build, validation, warm_up
 from grpo_megatron.training.beside import references
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
