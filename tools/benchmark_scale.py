@@ -2,7 +2,7 @@
 
 The samples of all ranks are drawn as numbers (no tokens), and sent as they would be: pickled parts of every rollout block.
 Every phase is timed once, after a first run; then it runs under tracemalloc for the largest memory that it holds at once,
-besides its inputs. Network time is not in it; `neighbours.py` gives the number of messages.
+besides its inputs. Network time is not in it; `parallel/control.py` gives the number of messages.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def start_ranks(
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
+    from grpo_megatron.parallel.control import BACKEND, register_local_rendezvous
 
     if not can_stop:  # `train` has announced it before its checks
         announce_start(world_size, engine)
@@ -152,6 +152,8 @@ def join_launcher() -> None:
     """Called by every rank: it dies with its launcher, and finds the launcher's files."""
     from grpo_megatron.parallel.rendezvous import STORE_FILE
     from grpo_megatron.training.stopping import STOP_FILE
+    from grpo_megatron.parallel.control import STORE_FILE
+    from grpo_megatron.training.stop_signals import STOP_FILE
 
     die_with_launcher()
     if (folder := launcher_folder()) is not None:

@@ -31,10 +31,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.parallel.activity import MainThread, describe_process, same_process, start_ticks
-from grpo_megatron.parallel.disk import on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.parallel.stalls import Beat, StalledRank, Watch, behind, read_beat, reason, table
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
+from grpo_megatron.parallel.stalls import (
+    Beat,
+    MainThread,
+    StalledRank,
+    Watch,
+    behind,
+    describe_process,
+    read_beat,
+    reason,
+    same_process,
+    start_ticks,
+    table,
+)
 from grpo_megatron.storage.events import add_event
 
 FOLDER, REPORTS = "heartbeats", "stalls"

@@ -26,6 +26,11 @@ from grpo_megatron.sampling.answers import EnvironmentAnswers, EnvironmentsLost,
 from grpo_megatron.sampling.assignment import LengthHistory, assign_samples, stream_shared, token_sums
 from grpo_megatron.sampling.grading import Grading, TurnGrading, check_failures
 from grpo_megatron.sampling.trajectory import FAILURES, Trajectory, TrajectoryLimits, play
+from grpo_megatron.rollout.engine import Request, RolloutEngine, StopTexts, sample_seed
+from grpo_megatron.sampling.assignment import LengthHistory, assign_samples, token_sums
+from grpo_megatron.sampling.failures import check_failures
+from grpo_megatron.sampling.grading import Grading
+from grpo_megatron.sampling.sharing import stream_shared
 from grpo_megatron.types import BY_MODEL, GREEDY, Prompt, Sample
 
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, stable_hash
 from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Completion, Request, StopTexts, stable_hash
 from grpo_megatron.types import Turn
 
 FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # of the environment

@@ -37,8 +37,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
-from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
-from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.parallel.mesh import Mesh, RankError, on_every_rank, on_first_rank
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, remove_folder, write_file
 from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest

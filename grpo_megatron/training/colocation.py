@@ -29,7 +29,7 @@ from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sync.attest import Expected, compare
+from grpo_megatron.sync.digest import Expected, compare
 from grpo_megatron.types import Batch, Sample, WeightBucket
 
 # -- Probe -------------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ from grpo_megatron.types import Batch, Sample, WeightBucket
 #
 # Measured in bfloat16, 4 to 12 layers: healthy probes of neighbouring steps vary by a factor of 1.3, with experts by 2. One
 # wrong norm or value bias gives 2.9 to 35 times the healthy value, one wrong expert of 8 gives 2.7 to 6 times.
-# Below rounding, and left to the attestation (sync/attest.py): one wrong query or key bias, one expert of 64.
+# Below rounding, and left to the attestation (sync/digest.py): one wrong query or key bias, one expert of 64.
 
 NUM_SEQUENCES, LENGTH = 8, 64
 NUM_HEALTHY = 8  # probes that are remembered

@@ -31,7 +31,6 @@ from grpo_megatron.config import TrainerConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.disk import on_first_rank
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.parallel.relay import relay
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import clear_leftovers, write_file
 from grpo_megatron.storage.rollout_folder import claim_rollout_folder, remove_rollouts_from, rollout_file
@@ -95,7 +94,7 @@ class RolloutFiles:
             return "".join(made).encode()
 
         for holder, rows in parts_of(table, TOKENS_PER_PART):
-            content = relay(holder, functools.partial(lines, rows), self.mesh)
+            content = self.mesh.relay(holder, functools.partial(lines, rows))
             yield "" if content is None else content.decode()
 
     def _line(self, step: int, sample: Sample, row: int, table: GroupTable, advantage: float | None) -> str:
