@@ -150,10 +150,8 @@ def _handle_requests(folder: Path) -> dict[int, Any]:
 
 def join_launcher() -> None:
     """Called by every rank: it dies with its launcher, and finds the launcher's files."""
-    from grpo_megatron.parallel.rendezvous import STORE_FILE
-    from grpo_megatron.training.stopping import STOP_FILE
     from grpo_megatron.parallel.control import STORE_FILE
-    from grpo_megatron.training.stop_signals import STOP_FILE
+    from grpo_megatron.training.stopping import STOP_FILE
 
     die_with_launcher()
     if (folder := launcher_folder()) is not None:

@@ -20,17 +20,11 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed, stable_hash
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Request, RolloutEngine, StopTexts, sample_seed, stable_hash
 from grpo_megatron.sampling.answers import EnvironmentAnswers, EnvironmentsLost, Times
 from grpo_megatron.sampling.assignment import LengthHistory, assign_samples, stream_shared, token_sums
 from grpo_megatron.sampling.grading import Grading, TurnGrading, check_failures
 from grpo_megatron.sampling.trajectory import FAILURES, Trajectory, TrajectoryLimits, play
-from grpo_megatron.rollout.engine import Request, RolloutEngine, StopTexts, sample_seed
-from grpo_megatron.sampling.assignment import LengthHistory, assign_samples, token_sums
-from grpo_megatron.sampling.failures import check_failures
-from grpo_megatron.sampling.grading import Grading
-from grpo_megatron.sampling.sharing import stream_shared
 from grpo_megatron.types import BY_MODEL, GREEDY, Prompt, Sample
 
 

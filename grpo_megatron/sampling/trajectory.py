@@ -20,9 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, stable_hash
-from grpo_megatron.rollout.stop import StopTexts
-from grpo_megatron.rollout.engine import Completion, Request, StopTexts, stable_hash
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, stable_hash
 from grpo_megatron.types import Turn
 
 FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # of the environment

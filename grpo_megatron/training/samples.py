@@ -29,8 +29,7 @@ from typing import Any, Protocol
 
 from grpo_megatron.config import TrainerConfig
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.parallel.disk import on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import clear_leftovers, write_file
 from grpo_megatron.storage.rollout_folder import claim_rollout_folder, remove_rollouts_from, rollout_file

@@ -13,8 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from grpo_megatron.algo.scores import Calibration, calibration, calibration_table
-from grpo_megatron.parallel.disk import on_first_rank
-from grpo_megatron.algo.calibration import Calibration, calibration, calibration_table
 from grpo_megatron.parallel.exchange import gather_rows
 from grpo_megatron.parallel.mesh import on_first_rank
 from grpo_megatron.storage.atomic import write_file
