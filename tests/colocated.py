@@ -17,12 +17,10 @@ def colocate(
     delta: Any = None,
 ) -> Any:
     """Collective. The engine must read shards, and sleeps afterwards. `tensors`: what it reads; None: no whole experts."""
-    from grpo_megatron.models.build import DTYPES
-    from grpo_megatron.models.resharding import Resharding
-    from grpo_megatron.models.sync_parameters import engine_tensors
-    from grpo_megatron.training.colocation import Colocation
-    from grpo_megatron.training.probe import Probe
-    from grpo_megatron.training.provenance import Provenance
+    from grpo_megatron.models.layers.transformer_config import DTYPES
+    from grpo_megatron.models.weights.resharding import Resharding
+    from grpo_megatron.models.weights.sync_parameters import engine_tensors
+    from grpo_megatron.training.colocation import Colocation, Probe, Provenance
 
     mesh = policy.mesh
     resharding = Resharding(

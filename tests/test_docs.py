@@ -13,13 +13,12 @@ from unittest import mock
 import pytest
 import yaml
 
-from grpo_megatron.cli.arguments import parse_command
-from grpo_megatron.cli.commands import COMMANDS
+from grpo_megatron.cli.commands import COMMANDS, parse_command
 from grpo_megatron.config import Config
 from grpo_megatron.config.keys import config_keys
-from grpo_megatron.evaluation.arguments import parse_arguments
 from grpo_megatron.evaluation.cli import main as evaluate
-from grpo_megatron.generation.arguments import parse_generation
+from grpo_megatron.evaluation.options import parse_arguments
+from grpo_megatron.generation.options import parse_generation
 from grpo_megatron.starting.quickstart import quickstart_arguments
 
 ROOT = Path(__file__).resolve().parents[1]

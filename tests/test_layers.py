@@ -171,12 +171,12 @@ def test_only_device_py_knows_the_device() -> None:
             continue
         for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
             where = f"{module}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_available"):
-                if ast.unparse(node) != "dist.is_available":
-                    wrong.append(f"{where} uses {ast.unparse(node)}")
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if node.value.split(":")[0] in ("cuda", "nccl"):
-                    wrong.append(f"{where} has {node.value!r}")
+            used = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if used.endswith((".cuda", ".is_available")) and used != "dist.is_available":
+                wrong.append(f"{where} uses {used}")
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and text.split(":")[0] in ("cuda", "nccl"):
+                wrong.append(f"{where} has {text!r}")
     assert not wrong, show(wrong)
 
 
@@ -236,7 +236,8 @@ def test_a_public_function_or_class_says_what_it_is() -> None:
     wrong = []
     for module, path in SOURCES.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                if not ast.get_docstring(node):
-                    wrong.append(f"{module}:{node.lineno} {node.name} has no docstring")
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if not ast.get_docstring(node):
+                wrong.append(f"{module}:{node.lineno} {node.name} has no docstring")
     assert not wrong, show(wrong)

@@ -156,7 +156,7 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
 
 def long_tail(workload: dict[str, Any], actor: Any, arch: Any) -> dict[str, list[Any]]:
     """What ranks are balanced by -> the batches of two ranks, from short responses and a few very long ones."""
-    from grpo_megatron.models.shape import sequence_cost
+    from grpo_megatron.models.flops import sequence_cost
 
     shape = {**workload, "prompts": 3, "response_length": 300}
     table, sequences = draw(shape, [LONG if row % SAMPLES == 0 else None for row in range(3 * SAMPLES)])

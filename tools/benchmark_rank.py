@@ -80,7 +80,7 @@ def rollout(folder: Path, workload: Workload, mesh: Any) -> Ways:
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.sync_parameters import engine_tensors
     from grpo_megatron.rollout.build import build_engine, find_engine
     from grpo_megatron.rollout.engine import Request
 

@@ -52,7 +52,7 @@ def run_rank(folder: Path, steps: int, repeats: int) -> None:
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import hf_shapes, read_architecture
-    from grpo_megatron.models.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.sync_parameters import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
 
@@ -156,8 +156,7 @@ def partial(engine: Any, mesh: Any, steps: int) -> str:
 def shared(engine: Any, mesh: Any, repeats: int) -> str:
     """Seconds until the last rank is done with 128 requests of known lengths, the longest ones first in the file."""
     from grpo_megatron.rollout.engine import Request
-    from grpo_megatron.sampling.assignment import assign_samples
-    from grpo_megatron.sampling.sharing import stream_shared
+    from grpo_megatron.sampling.assignment import assign_samples, stream_shared
 
     generator = random.Random(0)
     sizes = [min(MAX_TOKENS, int(generator.lognormvariate(4, 1))) + 1 for _ in range(128 // SAMPLES)]

@@ -3,7 +3,7 @@
 Balance: Graham's LPT rule. The unit of the highest cost goes to the rank with the lowest; the heaviest rank exceeds the
 lightest by at most one unit. A unit is what must stay in one micro-batch: a row, or a pair of rows.
 
-The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (observability/flops.py
+The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (models/flops.py
 derives them; the output head reads response tokens only):
 
     P s + V h r + d H L s^2
@@ -12,7 +12,7 @@ It is used where the last term, attention, is at least a tenth of the mini-batch
 tokens are balanced memory too. First-fit decreasing packs by tokens in either case, since they are what fills a device.
 
 Where `actor.share_prompts` is set, a unit may also be several rows of one prompt, which share a copy of it
-(models/prefix_tree.py). Its later rows have no prompt tokens then, and cost the less. The plan takes such units if the
+(models/packing.py). Its later rows have no prompt tokens then, and cost the less. The plan takes such units if the
 heaviest rank gets lighter by them: they are larger, so ranks may be less even.
 
 A row without a gradient (`needs.forward_only_at_zero_advantage`) needs no backward pass, which costs twice the forward pass.

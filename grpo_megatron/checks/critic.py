@@ -12,7 +12,7 @@ from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.second_model import read_head_folder, second_model_problems
 from grpo_megatron.config import AlgorithmConfig, Config, CriticConfig
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import RewardFolder
+from grpo_megatron.models.heads.folder import RewardFolder
 
 CRITIC_PATH = "critic.path"
 _DEFAULT: dict[str, Any] = CriticConfig().model_dump() | {"optim": CriticConfig().optim}

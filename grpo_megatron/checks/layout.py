@@ -8,8 +8,7 @@ from typing import Any
 
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, MegatronConfig
-from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes, split_problems
+from grpo_megatron.models.architecture import Architecture, engine_split_problems, fitting_sizes, split_problems
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 CP = "actor.megatron.context_parallel_size"

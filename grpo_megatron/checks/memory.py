@@ -22,7 +22,7 @@ from grpo_megatron.checks.layout import stage_layers
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.mapping import WeightRow, is_expert, is_layered
+from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4

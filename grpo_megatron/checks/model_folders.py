@@ -14,7 +14,7 @@ from grpo_megatron.checks.score_head import read_scored_model
 from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import RewardFolder
+from grpo_megatron.models.heads.folder import RewardFolder
 
 
 @dataclass(frozen=True)

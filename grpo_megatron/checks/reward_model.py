@@ -11,7 +11,7 @@ from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.second_model import read_head_folder, second_model_problems
 from grpo_megatron.config import Config, ConfigError, RewardModelConfig, ScoringModel
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.reward_folder import RewardFolder, check_reward_weights
+from grpo_megatron.models.heads.folder import RewardFolder, check_reward_weights
 from grpo_megatron.rewards.reward import rewards
 
 MAIN, OTHERS = "reward_model", "reward_models."  # keys of the config

@@ -8,7 +8,7 @@ from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.scored_rows import trains_scores
 from grpo_megatron.checks.second_model import read_head_folder
 from grpo_megatron.config import Config
-from grpo_megatron.models.reward_folder import HeadKind, RewardFolder
+from grpo_megatron.models.heads.folder import HeadKind, RewardFolder
 
 HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder
 

@@ -1,4 +1,4 @@
-"""Reads the rows of a run that trains a scalar head (algo/score_losses.py). Every failure is a ConfigError."""
+"""Reads the rows of a run that trains a scalar head (algo/losses.py). Every failure is a ConfigError."""
 
 from __future__ import annotations
 

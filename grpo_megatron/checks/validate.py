@@ -44,8 +44,8 @@ from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.precision import hardware_problems, precision_problems
-from grpo_megatron.models.reward_folder import RewardFolder
+from grpo_megatron.models.heads.folder import RewardFolder
+from grpo_megatron.models.layers.precision import hardware_problems, precision_problems
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.types import Prompt
 

@@ -25,13 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from grpo_megatron.cli import failures, ranks
-from grpo_megatron.cli.arguments import parse_command
-from grpo_megatron.cli.commands import COMMANDS, STARTS_RANKS
-from grpo_megatron.cli.config_file import WrongKeys, load_config
-from grpo_megatron.cli.mistakes import in_file_order, problems_in, with_other_mistakes
+from grpo_megatron.cli.commands import COMMANDS, STARTS_RANKS, parse_command, print_plan, print_search
+from grpo_megatron.cli.config_file import (
+    WrongKeys,
+    in_file_order,
+    load_config,
+    problems_in,
+    reward_defaults,
+    with_other_mistakes,
+)
 from grpo_megatron.cli.module_path import find_modules
-from grpo_megatron.cli.plan import print_plan, print_search
-from grpo_megatron.cli.reward_defaults import reward_defaults
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
 from grpo_megatron.observability.progress import awaited
@@ -190,7 +193,7 @@ def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
 
 def _join_run(is_rank: bool) -> None:
     """Prepare this process as a rank: before anything slow, since signals may come at any time."""
-    from grpo_megatron.training.stop_signals import listen
+    from grpo_megatron.training.stopping import listen
 
     if is_rank:
         ranks.join_launcher()

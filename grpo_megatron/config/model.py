@@ -32,7 +32,7 @@ class OptimConfig(Section):
 
 
 class Fp8Config(Section):
-    """FP8 in the decoder's linear layers, by Transformer Engine (models/precision.py). recipe = null: no FP8."""
+    """FP8 in the decoder's linear layers, by Transformer Engine (models/layers/precision.py). recipe = null: no FP8."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     format: Literal["e4m3", "hybrid"] | None = None  # hybrid: e5m2 gradients; null: the recipe's own

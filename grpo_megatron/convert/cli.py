@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.comparison import compare_models, comparison_table, different_settings
 from grpo_megatron.convert.conversion import check_model_layout, open_source, to_hf, to_megatron
-from grpo_megatron.convert.inspection import describe_model
+from grpo_megatron.convert.inspection import compare_models, comparison_table, describe_model, different_settings
 from grpo_megatron.convert.source import FLOATS, Source
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.reading import cut

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.rewards.format import TAGS
+from grpo_megatron.rewards.answers import TAGS
 
 LARGEST = 99
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Zoe", "Leo", "Mia", "Sam", "Ida", "Kai", "Amy")

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.reading import cut
-from grpo_megatron.rewards.time_limit import time_limit
+from grpo_megatron.processes.process import time_limit
 
 # -- Limits on a chat template: it is a program that comes with a model, and it may loop or build a text of gigabytes --
 

@@ -33,7 +33,7 @@ from grpo_megatron.data.rows import (
 )
 from grpo_megatron.reading import shown
 from grpo_megatron.rewards import extractors
-from grpo_megatron.rewards.math.boxed import box_start, last_boxed
+from grpo_megatron.rewards.answers import box_start, last_boxed
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
 

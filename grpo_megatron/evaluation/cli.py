@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.evaluation import arguments
+from grpo_megatron.evaluation import options
+from grpo_megatron.evaluation.options import parse_arguments
 from grpo_megatron.storage.atomic import write_file
 
 GRADER_TIMEOUT_S = 10.0
@@ -30,7 +32,7 @@ def main(argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> in
     """
     if argv and argv[0] in ACTIONS:
         return ACTIONS[argv[0]](argv[1:])
-    return run_evaluation(arguments.parse_arguments(argv), argv, start_ranks, is_child)
+    return run_evaluation(options.parse_arguments(argv), argv, start_ranks, is_child)
 
 
 # -- evaluate ----------------------------------------------------------------------------------------------------------
@@ -39,10 +41,10 @@ def main(argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> in
 def run_evaluation(args: argparse.Namespace, argv: list[str], start_ranks: StartRanks, is_child: bool = False) -> int:
     """Draw, grade and report; returns the exit code. One process owns the output folder: the user's, or torchrun's rank 0."""
     is_rank = "RANK" in os.environ
-    arguments.check_arguments(args)
+    options.check_arguments(args)
     num_ranks = _num_ranks(args, is_rank)
     from grpo_megatron.evaluation import run
-    from grpo_megatron.evaluation.output_folder import claim_output, write_identity
+    from grpo_megatron.evaluation.ledger import claim_output, write_identity
     from grpo_megatron.evaluation.settings import prepare
 
     settings = prepare(_options(args), args.tp)
@@ -127,7 +129,7 @@ def _test_graders() -> None:
 
     Raises RuntimeError.
     """
-    from grpo_megatron.rewards.workers.pool import RewardPool
+    from grpo_megatron.rewards.pool import RewardPool
 
     with RewardPool(1, GRADER_TIMEOUT_S) as pool:
         pool.self_test()
@@ -135,8 +137,8 @@ def _test_graders() -> None:
 
 def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
     """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables."""
-    from grpo_megatron.evaluation import report, results, table
-    from grpo_megatron.rewards.workers.pool import RewardPool
+    from grpo_megatron.evaluation import report, results
+    from grpo_megatron.rewards.pool import RewardPool
 
     output, tasks, graded = settings.options.output, {}, {}
     with RewardPool(workers, GRADER_TIMEOUT_S) as pool:
@@ -151,7 +153,7 @@ def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
     result = results.whole_result(settings, tasks)
     write_file(output / "report.html", report.render_page(result, graded, report_samples))
     results.write_result(output / "results.json", result)  # last, so that it exists only with all other files
-    print(f"\n{table.result_tables(result)}\n\nwrote {output}/results.json, samples/, report.html")
+    print(f"\n{results.result_tables(result)}\n\nwrote {output}/results.json, samples/, report.html")
 
 
 # -- the other actions -------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def _grade(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl", help="a new file")
     parser.add_argument(
         "--workers",
-        type=arguments.positive_integer,
+        type=options.positive_integer,
         default=os.cpu_count() or 1,
         metavar="N",
         help="worker processes (default: one per core)",
@@ -217,3 +219,45 @@ def _few_shot(fewshot: Any) -> str:
 
 
 ACTIONS: dict[str, Callable[[list[str]], int]] = {"grade": _grade, "compare": _compare, "tasks": _tasks}
+
+
+# -- Evaluation from Python: `evaluate(model, tasks, output)`, with the options of the command as keyword arguments ----
+
+
+def evaluate(
+    model: Path | str,
+    tasks: Sequence[str],
+    output: Path | str,
+    *,
+    data: Path | str | None = None,
+    samples: int = 1,
+    limit: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Draw and grade answers in this process; returns the content of `output`/results.json.
+
+    `model`: a Hugging Face folder, a converted checkpoint, or a training step. `tasks`: names, or paths of task files. `data`:
+    the folder with the benchmarks' files. `samples`: drawn per problem besides the greedy one; 1: only the greedy one. `limit`:
+    only the first problems. `options`: others of `grpo-megatron evaluate --help`, with underscores: `max_tokens=256`.
+
+    Samples that `output` holds are not drawn again. Raises ConfigError; RankError where memory or weights are missing.
+    """
+    args = parse_arguments(["--model", str(model), "--tasks", ",".join(tasks)])
+    known = vars(args)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"evaluate() has no option {name!r}{f'; did you mean {close[0]!r}?' if close else ''} (known: {', '.join(known)})"
+            )
+    known.update(options, data=None if data is None else Path(data), output=Path(output), samples=samples, limit=limit)
+    run_evaluation(args, [], _refuse)
+    from grpo_megatron.evaluation.results import read_result
+
+    return read_result(Path(output) / "results.json")
+
+
+def _refuse(ranks: int, argv: list[str], device: str) -> int:
+    raise ConfigError(
+        f"tp x dp = {ranks} ranks, and evaluate() is one process; leave tp and dp out, or use the command"
+    )

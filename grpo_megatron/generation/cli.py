@@ -7,7 +7,9 @@ writes. Standard output has the answers only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +17,102 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.generation.arguments import parse_generation
+from grpo_megatron.data.rendering import encode_prompts, render_chat
+from grpo_megatron.data.rows import Messages
+from grpo_megatron.generation.drawing import Answerer
+from grpo_megatron.generation.options import parse_generation
 
 if TYPE_CHECKING:
-    from grpo_megatron.generation.drawing import Answerer
     from grpo_megatron.generation.settings import GenerationSettings
+
+
+# -- A conversation in the terminal: one user, one model, greedy unless --temperature says otherwise -------------------
+# An answer is shown while it is drawn. The conversation begins with the system prompt of the run, or with that of the task.
+
+HELP = "/new begins a new conversation; Ctrl-C ends an answer; /quit, or Ctrl-D, ends the chat"
+EARLY_ENDS = {"length": "cut", "user": "ended by Ctrl-C"}  # of answers that have not ended by themselves
+
+
+def hold_chat(answerer: Answerer, read: Callable[[str], str] = input) -> None:
+    """Answer line by line until the user ends. `read(prompt)` returns a line, or raises EOFError. Raises ConfigError."""
+    messages, turn = _beginning(answerer), 0
+    _tell(HELP)
+    while True:
+        try:
+            line = read("> ").strip()
+        except EOFError:
+            _tell("")
+            return
+        except KeyboardInterrupt:  # no answer is being drawn: the line is given up, as in a shell
+            _tell("\n" + HELP)
+            continue
+        if line == "/quit":
+            return
+        if line == "/new":
+            messages = _beginning(answerer)
+        elif line:
+            answer = _answer(answerer, [*messages, {"role": "user", "content": line}], turn)
+            turn += 1
+            if answer is not None:
+                messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+
+
+def check_chat(template: str | None) -> None:
+    """Raise ConfigError unless there is a template to render a conversation."""
+    if template is None:
+        raise ConfigError(
+            "--chat needs a chat template, and the tokenizer has none; set --chat-template FILE, or use --prompt"
+        )
+
+
+def _beginning(answerer: Answerer) -> Messages:
+    style, task = answerer.settings.style, answerer.settings.task
+    system = task.system_prompt if style.system_prompt is None else style.system_prompt
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _answer(answerer: Answerer, messages: Messages, turn: int) -> str | None:
+    """Show the answer to the last message. None: there is no room for it, and a line has told the user."""
+    settings = answerer.settings
+    text = render_chat(messages, settings.tokenizer, "the conversation")
+    [ids] = encode_prompts([text], settings.tokenizer, is_chat=True)
+    room = settings.max_model_len - len(ids)
+    if room < 1:
+        _tell(
+            f"the conversation has {len(ids)} tokens, of at most {settings.max_model_len} (--max-length); /new begins a new one"
+        )
+        return None
+    with _ctrl_c_pressed() as is_pressed:
+        answer = answerer.streamed(ids, f"chat/{turn}", min(settings.max_tokens, room), _show, is_pressed)
+    print(flush=True)
+    if answer.finish_reason in EARLY_ENDS:
+        _tell(f"({EARLY_ENDS[answer.finish_reason]} after {answer.num_tokens} tokens)")
+    return answer.text
+
+
+@contextlib.contextmanager
+def _ctrl_c_pressed() -> Iterator[Callable[[], bool]]:
+    """Within, Ctrl-C is only noted: an exception within a step of the engine makes it unusable. A second one is raised."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if pressed:
+            signal.default_int_handler(number, frame)
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str], start_ranks: Callable[[int, list[str], str], int], is_rank: bool = False) -> int:
@@ -30,8 +123,6 @@ def main(argv: list[str], start_ranks: Callable[[int, list[str], str], int], is_
 
     settings = prepare_generation(args)
     if args.chat:
-        from grpo_megatron.generation.chat import check_chat
-
         check_chat(settings.tokenizer.chat_template)
     if args.tp > 1 and not is_rank:
         return start_ranks(args.tp, ["generate", *argv], args.device)
@@ -52,15 +143,12 @@ def _check_output(output: Path | None) -> None:
 
 
 def _run_generation(args: argparse.Namespace, settings: GenerationSettings) -> None:
-    from grpo_megatron.generation.drawing import Answerer
     from grpo_megatron.parallel.mesh import destroy_mesh
 
     answerer = Answerer(settings, args)
     if answerer.mesh.rank == 0:
         _say_style(settings)
     if args.chat:
-        from grpo_megatron.generation.chat import hold_chat
-
         hold_chat(answerer)
     elif args.samples == 1 and args.prompt is not None and args.output is None and not args.json:
         [[answer]] = answerer.all_answers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_megatron.migration.rules import OtherTrainer, Rule, Settings, none, same, unless
+from grpo_megatron.migration.translation import OtherTrainer, Rule, Settings, none, same, unless
 
 OVERLONG = "get_soft_overlong_punishment"  # of the rewards that TRL's command knows by name
 

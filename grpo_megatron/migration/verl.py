@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_megatron.migration.rules import OtherTrainer, Rule, Settings, listed, none, same, unless, values
+from grpo_megatron.migration.translation import OtherTrainer, Rule, Settings, listed, none, same, unless, values
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
 SINKS = {"file": "jsonl"} | {name: name for name in ("console", "tensorboard", "wandb", "swanlab", "mlflow")}

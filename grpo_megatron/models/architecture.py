@@ -3,12 +3,58 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.models.latent import Latent
 from grpo_megatron.models.routing import Routing
 from grpo_megatron.reading import shown
+from grpo_megatron.reading.bounds import shown
+
+# -- Latent: the sizes of multi-head latent attention (MLA), arXiv 2405.04434, section 2.1. Plain numbers --------------
+# c_q = norm(W_qa x)                  [q_rank]       without q_rank, queries are W_q x
+# q = W_qb c_q                        [H, nope_dim + rope_dim]
+# c_kv, k_rope = W_kva x              [kv_rank], [rope_dim]: one rotated key for all heads
+# k_nope, v = W_kvb norm(c_kv)        [H, nope_dim], [H, value_dim]
+#
+# Only c_kv and k_rope would be cached. The rotated parts are interleaved: dimension 2 i turns with dimension 2 i + 1.
+
+
+@dataclass(frozen=True)
+class Latent:
+    """`logit_scale`: the m that YaRN multiplies the logits with, as (0.1 m ln(factor) + 1) ** 2. 0: it does not."""
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    logit_scale: float = 0.0
+
+    @property
+    def key_dim(self) -> int:
+        """Size of a query head and of a key head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def down_rows(self) -> int:
+        """Rows of W_kva."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def up_rows(self) -> int:
+        """Rows of W_kvb, per head."""
+        return self.nope_dim + self.value_dim
+
+    def num_parameters(self, hidden_size: int, heads: int) -> int:
+        """Of one layer's attention, norms of the latents included."""
+        queries = heads * self.key_dim
+        query = queries * hidden_size
+        if self.q_rank is not None:
+            query = self.q_rank * (hidden_size + 1 + queries)
+        key_value = self.down_rows * hidden_size + self.kv_rank * (1 + heads * self.up_rows)
+        return query + key_value + heads * self.value_dim * hidden_size
 
 
 class UnsupportedModel(ValueError):
@@ -288,3 +334,55 @@ def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) ->
         "experts_per_token": experts_per_token,
         "renormalise_experts": renormalise,
     }
+
+
+# -- Tensor-parallel sizes that a model allows: plain arithmetic on its architecture, for the policy and for the engine
+
+ENGINE_VOCABULARY_MULTIPLE = 64  # vLLM pads the embedding to it, for every tp (Megatron-Core: to 8 x tp)
+
+
+def split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = False) -> list[str]:
+    """Why `tp` ranks cannot share a model; empty when they can. `has_whole_experts`: they do not cut experts."""
+    mlp = ("rows of an expert's MLP" if arch.num_experts else "rows of the MLP", arch.ffn_hidden_size)
+    sizes = (
+        ("attention heads", arch.num_attention_heads),
+        ("experts", arch.num_experts) if has_whole_experts and arch.num_experts else mlp,
+        ("rows of a dense layer's MLP", arch.dense_ffn_hidden_size),
+        ("rows of the shared experts' MLP", arch.shared_ffn_hidden_size),
+    )
+    problems = [f"{size} {what} over {tp} leave {size % tp}" for what, size in sizes if size % tp]
+    groups = arch.num_query_groups
+    if arch.post_norms and groups % tp:  # their norm is over all heads, and each key head is on one rank
+        problems.append(f"{groups} key-value heads over {tp} leave {groups % tp}")
+    elif groups % tp and tp % groups:
+        problems.append(f"{groups} key-value heads and {tp} ranks: neither number divides the other")
+    return problems
+
+
+def engine_split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = False) -> list[str]:
+    """`split_problems`, and why vLLM cannot cut the vocabulary over `tp` ranks."""
+    problems = split_problems(arch, tp, has_whole_experts=has_whole_experts)
+    multiple = ENGINE_VOCABULARY_MULTIPLE
+    padded = -(-arch.vocab_size // multiple) * multiple
+    if padded % tp:
+        rows = f"{padded} rows of the vocabulary"
+        if padded != arch.vocab_size:
+            rows += f" ({arch.vocab_size}, padded to a multiple of {multiple})"
+        problems.append(f"{rows} over {tp} leave {padded % tp}")
+    return problems
+
+
+def fitting_sizes(arch: Architecture, problems: Callable[[Architecture, int], list[str]]) -> str:
+    """The sizes up to 64 without problems, for an error message."""
+    return ", ".join(str(tp) for tp in range(1, 65) if not problems(arch, tp))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """`groups` 1: no groups. Of `groups`, a token reaches `groups_per_token`. `best_of_group`: experts in a group's score."""
+
+    is_sigmoid: bool
+    scale: float
+    groups: int
+    groups_per_token: int
+    best_of_group: int

@@ -8,39 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from grpo_megatron.config import ConfigError, MegatronConfig
+from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.architecture import Architecture, Routing
+from grpo_megatron.models.layers.modules import TreeParams
+from grpo_megatron.models.layers.spec import GroupLimitedChoice, block_spec, choose_kernels, engine_gradients
+from grpo_megatron.models.layers.transformer_config import transformer_config
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
-from grpo_megatron.models.precision import fp8_settings
-from grpo_megatron.models.routing import GroupLimitedChoice, Routing
-from grpo_megatron.models.spec import Kernels, block_spec, choose_kernels, engine_gradients
-from grpo_megatron.models.transformer_fields import expert_config, latent_config, yarn_config
-from grpo_megatron.models.tree_attention import TreeParams
-from grpo_megatron.models.weights import global_parameters, load_hf, model_rows
+from grpo_megatron.models.packing import Targets
+from grpo_megatron.models.weights.load import global_parameters, load_hf, model_rows
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.reading import cut, shown
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What the last stage computes: the log-probability of `tokens` [N] from the hidden states `state_indices` [N]."""
-
-    state_indices: Tensor  # into this rank's tokens of the pack
-    tokens: Tensor
-    temperature: float
-    chunk: int  # rows of logits in memory at a time
 
 
 @dataclass(frozen=True)
@@ -102,74 +86,6 @@ class LogprobModel(GPTModel):
             chunk=labels.chunk,
         )
         return HeadOutput(logprobs, entropy)
-
-
-def transformer_config(
-    arch: Architecture, megatron: MegatronConfig, dtype: str, on_cuda: bool, kernels: Kernels | None = None
-) -> TransformerConfig:
-    """Every TransformerConfig field that this project decides. `override_transformer_config` is applied last.
-
-    `kernels` None: no fused kernels. Raises ConfigError for a value that Megatron-Core refuses.
-    """
-    torch_dtype = DTYPES[dtype]
-    kernels = kernels or Kernels()
-    settings: dict[str, Any] = {
-        "num_layers": arch.num_layers,
-        "hidden_size": arch.hidden_size,
-        "ffn_hidden_size": arch.ffn_hidden_size,
-        "num_attention_heads": arch.num_attention_heads,
-        "num_query_groups": arch.num_query_groups,
-        "kv_channels": arch.head_dim,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": arch.norm_eps,
-        "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "qk_layernorm": arch.qk_norm,
-        "hidden_dropout": 0.0,  # with dropout a policy would differ from its own rollouts
-        "attention_dropout": 0.0,
-        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
-        "expert_model_parallel_size": megatron.expert_model_parallel_size,
-        "context_parallel_size": megatron.context_parallel_size,
-        "sequence_parallel": megatron.use_sequence_parallel,
-        "params_dtype": torch_dtype,
-        "pipeline_dtype": torch_dtype,
-        "bf16": dtype == "bfloat16",
-        "perform_initialization": False,  # weights are always loaded
-        "use_cpu_initialization": not on_cuda,
-        "calculate_per_token_loss": True,  # sum only: the token weights contain every denominator
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, even for dense models
-        "deallocate_pipeline_outputs": True,
-        "batch_p2p_comm": on_cuda,
-        "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
-        **kernels.settings(),
-        **fp8_settings(megatron.fp8),
-        **(expert_config(arch) if arch.num_experts else {}),
-        **(latent_config(arch, arch.latent) if arch.latent else {}),
-        **megatron.override_transformer_config,
-    }
-    if (
-        arch.rope_yarn is not None
-    ):  # the fused kernel for packed sequences would drop the attention factor without a word
-        settings["apply_rope_fusion"] = False
-    try:
-        config = (MLATransformerConfig if arch.latent else TransformerConfig)(**settings)
-    except Exception as error:
-        given = megatron.override_transformer_config
-        if not given:
-            raise
-        reason = cut(f"{type(error).__name__}: {error}".replace("\n", " "), 500)
-        raise ConfigError(
-            f"actor.megatron.override_transformer_config={shown(given)}: Megatron-Core refuses it ({reason}); correct it,"
-            " or leave it out"
-        ) from error
-    has_yarn_fields = arch.latent is not None
-    for name, value in (yarn_config(arch.rope_yarn) if arch.rope_yarn and not has_yarn_fields else {}).items():
-        setattr(config, name, value)
-    return config
 
 
 def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:

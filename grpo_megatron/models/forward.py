@@ -7,108 +7,26 @@ rounded up to a multiple of 2 cp in the same way, and a rank holds T / cp of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
+from grpo_megatron.algo.losses import LossInputs, MetricSum
+from grpo_megatron.config import ActorConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.build import Targets
-from grpo_megatron.models.context import TargetShare, gather_targets, local_tokens, target_share
-from grpo_megatron.types import Batch
-
-
-@dataclass(frozen=True)
-class Pack:
-    """One micro-batch on the device. `rows` are rows of the Batch; `lengths` are their response lengths."""
-
-    rows: list[int]
-    lengths: list[int]
-    tokens: Tensor  # [1, T / cp]
-    position_ids: Tensor  # [1, T / cp]
-    packed: PackedSeqParams
-    targets: Targets
-    share: TargetShare | None = None  # context parallelism: the part of the targets that this rank computes
-
-
-def pack(
-    batch: Batch,
-    rows: list[int],
-    *,
-    multiple: int,
-    temperature: float,
-    chunk: int,
-    device: Device,
-    cp: int = 1,
-    cp_rank: int = 0,
-) -> Pack:
-    """Put sequences `rows` of `batch` end to end and take rank `cp_rank`'s part. No rows: padding without targets.
-
-    `multiple` is `precision.token_multiple`, a multiple of 2 cp if cp > 1.
-    """
-    sequences = [batch.tokens[row] for row in rows] or [torch.zeros(1, dtype=torch.int64)]
-    if cp > 1:
-        sequences = [torch.nn.functional.pad(s, (0, -len(s) % (2 * cp))) for s in sequences]
-    padding = -sum(len(s) for s in sequences) % multiple
-    sequences[-1] = torch.nn.functional.pad(sequences[-1], (0, padding))
-    lengths = [len(s) for s in sequences]
-    cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    before_targets, response_lengths = [], []
-    for row, start in zip(rows, cuts.tolist(), strict=False):
-        prompt_length, end = batch.prompt_lengths[row], len(batch.tokens[row])
-        # The hidden state at a token predicts the next token.
-        before_targets.append(torch.arange(start + prompt_length - 1, start + end - 1))
-        response_lengths.append(end - prompt_length)
-    state_indices = torch.cat(before_targets) if before_targets else torch.empty(0, dtype=torch.int64)
-    tokens = torch.cat(sequences)
-    target_tokens = tokens[state_indices + 1]
-    position_ids = torch.cat([torch.arange(n) for n in lengths])
-    to = device.torch_device
-    share = None
-    if cp > 1:
-        local = local_tokens(lengths, cp, cp_rank)
-        share = target_share(state_indices, local)
-        tokens, position_ids = tokens[local], position_ids[local]
-        target_tokens, state_indices = target_tokens[share.target_indices], share.state_indices
-        share = TargetShare(share.target_indices.to(to), state_indices, share.num_targets)
-    cuts = cuts.to(to)
-    # The padding of a sequence counts as part of it. Attention kernels are fastest without gaps; some allow none.
-    padded = cuts if cp > 1 else None
-    return Pack(
-        rows=rows,
-        lengths=response_lengths,
-        tokens=tokens.unsqueeze(0).to(to),
-        position_ids=position_ids.unsqueeze(0).to(to),
-        packed=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cuts,
-            cu_seqlens_kv=cuts,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        ),
-        targets=Targets(state_indices.to(to), target_tokens.to(to), temperature, chunk),
-        share=share,
-    )
-
-
-def num_padding_tokens(lengths: list[int], multiple: int, cp: int = 1) -> int:
-    """How many tokens `pack` adds to sequences of these lengths; none at all is a pack of padding."""
-    aligned = sum(n + (-n % (2 * cp) if cp > 1 else 0) for n in lengths)
-    return max(aligned + (-aligned % multiple), multiple) - sum(lengths)
-
-
-def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
-    """[N] in pack order -> [len(lengths), width], zeros after each row's end. Differentiable."""
-    columns = torch.arange(width, device=flat.device)
-    mask = columns < torch.tensor(lengths, device=flat.device).unsqueeze(1)
-    return flat.new_zeros(len(lengths), width).masked_scatter(mask, flat)
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.layers.precision import token_multiple
+from grpo_megatron.models.packing import Pack, gather_targets, pack, pack_trees, unpack
+from grpo_megatron.models.weights.load import hf_weights, stage_owners
+from grpo_megatron.models.weights.resharding import Resharding
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.sync.digest import Expected
+from grpo_megatron.types import Batch, WeightBucket
 
 
 def forward_backward(
@@ -162,3 +80,167 @@ def forward_backward(
             collect_non_loss_data=forward_only,
         )
     return list(results)
+
+
+# -- LossPass: forward and backward of one mini-batch. From the model's log-probabilities to gradients and metric sums -
+
+MetricSums = dict[str, MetricSum]
+LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
+
+
+class LossPass:
+    """What the passes over the packs of one mini-batch leave behind, besides gradients in the model's buffers.
+
+    `sums`: the metric sums of this rank. `logprobs`: for each pack, its rows and their log-probabilities [rows, R of the
+    pack], on the device. Both are empty on other pipeline stages than the last.
+    """
+
+    def __init__(self, batch: Batch, loss: LossFunction) -> None:
+        self.batch, self.loss = batch, loss
+        self.sums: MetricSums = {}
+        self.logprobs: list[tuple[list[int], Tensor]] = []
+
+    def run(self, model: torch.nn.Module, packs: list[Pack], device: Device, num_forward_only: int = 0) -> None:
+        """Add the gradients of `packs` to the model's buffers. Collective over the replica.
+
+        The last `num_forward_only` packs have no gradient. They get a forward pass, for metrics and log-probabilities.
+        """
+        cut = len(packs) - num_forward_only
+        if num_forward_only:
+            forward_backward(model, packs[cut:], self._consume, device=device, forward_only=True)
+        forward_backward(model, packs[:cut], self._consume, device=device, forward_only=False)
+
+    def host_logprobs(self) -> Tensor:
+        """Log-probability of every response token [B, R], float32 on the host; 0 in rows that were not in a pack."""
+        out = torch.zeros(self.batch.response_mask.shape)
+        for rows, part in self.logprobs:
+            out[rows, : part.shape[1]] = part.float().cpu()
+        return out
+
+    def _consume(self, current: Pack, flat_logprobs: Tensor, flat_entropy: Tensor) -> tuple[Tensor, None]:
+        if not current.rows:
+            return flat_logprobs.sum() + flat_entropy.sum(), None  # zero, but connected to every parameter
+        width = max(current.lengths)
+        logprobs, entropy = (unpack(flat, current.lengths, width) for flat in (flat_logprobs, flat_entropy))
+        self.logprobs.append((current.rows, logprobs.detach()))
+        value, metrics = self.loss(loss_inputs(self.batch, current.rows, logprobs, entropy))
+        add_sums(self.sums, metrics)
+        return value, None
+
+
+def add_sums(total: MetricSums, metrics: MetricSums) -> None:
+    """Add the metric sums of one micro-batch to those of the mini-batch."""
+    for name, part in metrics.items():
+        total[name] = total[name].plus(part) if name in total else part
+
+
+def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> LossInputs:
+    """What a loss reads of `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
+
+    Where the batch has no old log-probabilities, they are the model's own.
+    """
+
+    def of_rows(tensor: Tensor) -> Tensor:
+        return tensor[rows, : logprobs.shape[1]].to(logprobs.device)
+
+    return LossInputs(
+        logprobs=logprobs,
+        entropy=entropy,
+        old_logprobs=logprobs.detach() if batch.old_logprobs is None else of_rows(batch.old_logprobs),
+        rollout_logprobs=of_rows(batch.rollout_logprobs),
+        ref_logprobs=None if batch.ref_logprobs is None else of_rows(batch.ref_logprobs),
+        advantages=of_rows(batch.advantages),
+        mask=of_rows(batch.loss_mask),
+        token_weights=of_rows(batch.token_weights),
+        correction=None if batch.correction is None else of_rows(batch.correction),
+    )
+
+
+# -- ShardedModel: one rank's shard of a model. Forward passes over a batch, and the stream of its weights -------------
+
+
+class ShardedModel:
+    """`model` is this rank's stage and shard, with its weights. Collective: built on every rank at the same point."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        arch: Architecture,
+        actor: ActorConfig,
+        mesh: Mesh,
+        device: Device,
+        temperature: float = 1.0,
+    ) -> None:
+        self.model, self.arch, self.actor, self.mesh, self.device = model, arch, actor, mesh, device
+        self.temperature, self.chunk = temperature, actor.logprob_chunk_size
+        self.multiple = token_multiple(actor.megatron)  # packs are padded to a multiple of this many tokens
+        self.stage_of = stage_owners(model, arch, mesh)
+
+    def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
+        """The micro-batches on the device, at `temperature` (None: the model's own)."""
+        options: dict[str, Any] = {
+            "multiple": self.multiple,
+            "temperature": self.temperature if temperature is None else temperature,
+            "chunk": self.chunk,
+            "device": self.device,
+        }
+        return [
+            pack_trees(batch, rows, **options)
+            if batch.shares_prompts and rows
+            else pack(batch, rows, **options, cp=self.mesh.cp, cp_rank=self.mesh.cp_rank)
+            for rows in micro_batches
+        ]
+
+    @torch.no_grad()
+    def forward_batch(
+        self, batch: Batch, out: Tensor, read: Callable[[Pack, Tensor], Tensor], temperature: float | None = None
+    ) -> Tensor:
+        """Set each pack's rows of `out` [B, ...] to `read(pack, values)`. The same on every rank of the replica.
+
+        Runs the micro-batches of the batch, so that a later update computes the same numbers. Collective over the replica.
+        """
+
+        def consume(current: Pack, values: Tensor, entropy: Tensor) -> None:
+            if current.rows:
+                out[current.rows] = read(current, values).float().cpu()
+
+        micro_batches = [rows for mini in batch.mini_batches for rows in mini]
+        if not micro_batches:  # the batch is empty on every rank
+            return out
+        packs = self.packs(batch, micro_batches, temperature)
+        forward_backward(self.model, packs, consume, device=self.device, forward_only=True)
+        return self.from_last_stage(out)
+
+    def from_last_stage(self, out: Tensor) -> Tensor:
+        """The host tensor `out` of the last pipeline stage, on the ranks of all stages. Collective over the replica."""
+        if self.mesh.pp == 1:
+            return out
+        shared = out.to(self.device.torch_device)
+        dist.broadcast(shared, self.mesh.stage_rank(self.mesh.pp - 1), group=self.mesh.pp_group)
+        return shared.cpu()
+
+    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
+        """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
+        return hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
+
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
+        """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
+        return resharding.stream(self.model, version)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        """The digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""
+        return resharding.expected_digests(self.model)
+
+
+# -- LanguageModel: a sharded model that computes log-probabilities of a batch: the policy or the reference ------------
+
+
+class LanguageModel(ShardedModel):
+    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """Log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""
+        width = batch.response_mask.shape[1]
+
+        def read(current: Pack, values: Tensor) -> Tensor:
+            return unpack(values, current.lengths, width)
+
+        return self.forward_batch(batch, torch.zeros(len(batch), width), read, temperature)

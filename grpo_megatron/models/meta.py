@@ -18,7 +18,7 @@ from grpo_megatron.config import Fp8Config, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import build_model
-from grpo_megatron.models.weights import CONSTANTS, unwrapped
+from grpo_megatron.models.weights.load import CONSTANTS, unwrapped
 from grpo_megatron.parallel.mesh import destroy_mesh
 
 
@@ -54,7 +54,7 @@ def count_stages(
     )
     options: dict[str, Any] = {}
     if is_reward_model:
-        from grpo_megatron.models.scalar_head import ScalarModel  # a large import, for this case only
+        from grpo_megatron.models.heads.scalar import ScalarModel
 
         options["model_class"] = ScalarModel
     device = Device("cpu")

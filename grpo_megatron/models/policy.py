@@ -21,19 +21,18 @@ from grpo_megatron.config import ActorConfig, ModelConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import load_model
-from grpo_megatron.models.language_model import LanguageModel
-from grpo_megatron.models.loss_pass import LossFunction, LossPass, MetricSums
-from grpo_megatron.models.offload import OffloadedTensors
+from grpo_megatron.models.forward import LanguageModel, LossFunction, LossPass, MetricSums
 from grpo_megatron.models.optimizer import (
+    OffloadedTensors,
     build_lr_scheduler,
     build_optimizer,
     copy_main_parameters,
     state_tensors,
     wrap_ddp,
 )
-from grpo_megatron.models.resharding import Resharding
+from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.attest import Expected
+from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 

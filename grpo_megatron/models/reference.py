@@ -13,13 +13,13 @@ from grpo_megatron.config import ActorConfig, ModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import load_model
-from grpo_megatron.models.language_model import LanguageModel
-from grpo_megatron.models.offload import OffloadedTensors
+from grpo_megatron.models.forward import LanguageModel
+from grpo_megatron.models.optimizer import OffloadedTensors
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.resharding import Resharding
-from grpo_megatron.models.weights import unwrapped
+from grpo_megatron.models.weights.load import unwrapped
+from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.attest import Expected
+from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 from grpo_megatron.checks.experts import expert_problems
 from grpo_megatron.checks.layout import divisors, layout_problems
 from grpo_megatron.config import Config
-from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.precision import precision_problems
-from grpo_megatron.models.tensor_parallel import engine_split_problems, split_problems
+from grpo_megatron.models.architecture import Architecture, engine_split_problems, split_problems
+from grpo_megatron.models.layers.precision import precision_problems
 from grpo_megatron.planning.layout import Layout
 
 ENGINE_NODES = 2  # an engine is on at most so many nodes, unless the config asks for more

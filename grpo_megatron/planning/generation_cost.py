@@ -17,7 +17,7 @@ import math
 
 from grpo_megatron.checks.engine_cache import kv_token_bytes
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.shape import model_shape
+from grpo_megatron.models.flops import model_shape
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.machine import PlannedMachine

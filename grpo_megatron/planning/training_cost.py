@@ -1,6 +1,6 @@
 """Seconds of the forward and backward passes of a step: an estimate with the fractions of speeds.py.
 
-    compute      FLOP of observability/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
+    compute      FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
     fraction     MATMUL (or EXPERTS) x t / (t + HALF_TOKENS), for a micro-batch of t tokens
     tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
     ep           2 copies of the hidden state of each of a token's experts, per layer and forward pass; twice as much backward
@@ -18,8 +18,7 @@ import functools
 import math
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.shape import model_shape
-from grpo_megatron.observability.flops import flops_per_pass
+from grpo_megatron.models.flops import flops_per_pass, model_shape
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.machine import PlannedMachine

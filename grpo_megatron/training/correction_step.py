@@ -27,7 +27,7 @@ from grpo_megatron.algo.losses import LossInputs
 from grpo_megatron.algo.needs import folds_old_logprobs, has_kl_in_reward, is_corrected
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
-from grpo_megatron.models.loss_pass import LossFunction, MetricSums
+from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.observability.metrics import Metrics, rollout_mismatch
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
 from grpo_megatron.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.cli.arguments import COMMAND_ORDER, RUN_COMMANDS, parse_command
+from grpo_megatron.cli.commands import COMMAND_ORDER, RUN_COMMANDS, parse_command
 
 PROGRAM = "grpo-megatron"
 
@@ -45,7 +45,7 @@ def parser_of(command: list[str]) -> argparse.ArgumentParser:
 def run(command: list[str]) -> None:
     from grpo_megatron.cli.commands import COMMANDS
     from grpo_megatron.evaluation.cli import main as evaluate
-    from grpo_megatron.generation.arguments import parse_generation
+    from grpo_megatron.generation.options import parse_generation
     from grpo_megatron.starting.quickstart import quickstart_arguments
 
     name, *rest = command

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.cli.key_list import list_keys
+from grpo_megatron.cli.commands import list_keys
 from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import config_keys

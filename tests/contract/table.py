@@ -20,11 +20,8 @@ OBJECTS: dict[str, dict[str, str]] = {
         "self._sampling_params": "vllm:SamplingParams",
         "logprobs:output": "vllm:RequestOutput",
         "logprobs:output.prompt_logprobs": "vllm.logprobs:FlatLogprobs",
-    },
-    "rollout/vllm_queue.py": {
         "self._engine": "vllm.v1.engine.llm_engine:LLMEngine",
         "self._kinds": "vllm.sampling_params:RequestOutputKind",
-        "self._sampling_params": "vllm:SamplingParams",
         "self._tokens_input": "vllm.inputs:tokens_input",
         "llm": LLM,
         "llm.model_config": "vllm.config:ModelConfig",
@@ -36,16 +33,15 @@ OBJECTS: dict[str, dict[str, str]] = {
         "step:output": "vllm:RequestOutput",
     },
     "rollout/vllm_process.py": {"llm": LLM},
-    "rollout/vllm_versions.py": {"llm": LLM},
     "models/optimizer.py": {
         "ddp": "megatron.core.distributed:DistributedDataParallel",
         "wrap_ddp:config": CONFIG,
         "build_optimizer:config": CONFIG,
         "build_optimizer:optimizer": "megatron.core.optimizer.optimizer:MegatronOptimizer",
     },
-    "models/spec.py": {
+    "models/layers/modules.py": {"packed_seq_params": "megatron.core.packed_seq_params:PackedSeqParams"},
+    "models/layers/spec.py": {
         "config": CONFIG,
-        "packed_seq_params": "megatron.core.packed_seq_params:PackedSeqParams",
         "parts": "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules",
         "attention": "megatron.core.transformer.attention:SelfAttentionSubmodules",
         "latents": "megatron.core.transformer.multi_latent_attention:MLASelfAttentionSubmodules",
@@ -56,12 +52,12 @@ OBJECTS: dict[str, dict[str, str]] = {
 # "file:function" -> the class or function that takes the string keys of the function's dicts as keyword arguments.
 FIELDS: dict[str, str] = {
     "rollout/vllm_arguments.py:vllm_arguments": "vllm:EngineArgs",
-    "models/build.py:transformer_config": CONFIG,
-    "models/transformer_fields.py:expert_config": CONFIG,
-    "models/transformer_fields.py:routing_config": CONFIG,
-    "models/transformer_fields.py:latent_config": "megatron.core.transformer.transformer_config:MLATransformerConfig",
-    "models/precision.py:fp8_settings": CONFIG,
-    "models/spec.py:settings": CONFIG,
+    "models/layers/transformer_config.py:transformer_config": CONFIG,
+    "models/layers/transformer_config.py:expert_config": CONFIG,
+    "models/layers/transformer_config.py:routing_config": CONFIG,
+    "models/layers/transformer_config.py:latent_config": "megatron.core.transformer.transformer_config:MLATransformerConfig",
+    "models/layers/precision.py:fp8_settings": CONFIG,
+    "models/layers/spec.py:settings": CONFIG,
 }
 
 # Dict keys of those functions that are not arguments.
@@ -77,7 +73,7 @@ CALLED_BACK: dict[str, tuple[str, ...]] = {
     "LogprobModel": ("_postprocess",),
 }
 
-# Target -> the vLLM series that have it, for what rollout/vllm_versions.py asks of one series only.
+# Target -> the vLLM series that have it, for what rollout/vllm_process.py asks of one series only.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "call vllm:LLM.finish_weight_update 0 weight_version": ("0.32",),
     "name vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides": ("0.32",),

@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.convert.cli import main
 from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
-from grpo_megatron.models.mapping import expand_table
+from grpo_megatron.models.weights.table import expand_table
 from tests import tiny
 from tests.models.test_moe import MODELS
 
 FAMILIES: dict[str, dict[str, Any]] = {**tiny.FAMILIES, **MODELS}  # dense, and mixtures of experts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "hf_configs"
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
     from grpo_megatron.device import Device
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.weights import global_parameters, hf_weights, stage_owners, unwrapped
+    from grpo_megatron.models.weights.load import global_parameters, hf_weights, stage_owners, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
     device = Device("cpu")
@@ -83,14 +83,14 @@ def trained(folder: Path, step: Path, tp: int, pp: int, dtype: str) -> dict[str,
     """The weights after one update. They are saved as a training checkpoint in `step`/state."""
     import torch.distributed as dist
 
-    from grpo_megatron.models import state
+    from grpo_megatron.models.weights import sharded_state
 
     policy = build(folder, tp, pp, False, dtype=dtype)
     policy.update(make_batch(make_sequences(), [[[0, 1], [2], [], [3, 4, 5]]]), loss)
     if policy.mesh.rank == 0:
         (step / "state").mkdir(parents=True)
     dist.barrier()
-    state.save_sharded(policy, step / "state")
+    sharded_state.save_sharded(policy, step / "state")
     return {n: t.clone() for bucket in policy.hf_weights(1) for n, t in bucket}
 
 

@@ -35,7 +35,7 @@ def build(
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.models.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.sync_parameters import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.sync.delta_sync import DeltaLimits
@@ -118,7 +118,7 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
     """
     from unittest import mock
 
-    from grpo_megatron.models.resharding import Resharding
+    from grpo_megatron.models.weights.resharding import Resharding
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
 
@@ -198,7 +198,7 @@ def killed(folder: Path) -> None:
 
 
 def _break(policy: Any, engine: Any, fault: str) -> None:
-    from grpo_megatron.models.weights import unwrapped
+    from grpo_megatron.models.weights.load import unwrapped
 
     inner = unwrapped(policy.ddp)
     last = inner.decoder.layers[-1].mlp

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.generation import chat
-from grpo_megatron.generation.arguments import parse_generation
-from grpo_megatron.generation.drawing import Answerer
+from grpo_megatron.generation import cli as chat
+from grpo_megatron.generation.drawing import Answerer, TextStream
+from grpo_megatron.generation.options import parse_generation
 from grpo_megatron.generation.settings import prepare_generation
-from grpo_megatron.generation.text_stream import TextStream
-from grpo_megatron.rollout.engine import Completion, Request
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Completion, Request, StopTexts
 from tests.evaluation.models import byte_tokenizer, make_folder
 
 

@@ -17,8 +17,8 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.generation import cli
-from grpo_megatron.generation.arguments import parse_generation
 from grpo_megatron.generation.drawing import Answerer, ModelAnswer
+from grpo_megatron.generation.options import parse_generation
 from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows, make_folder, write_rows
 
@@ -131,7 +131,7 @@ class Scripted(Answerer):
 def test_answers_go_to_standard_output_or_a_file(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("grpo_megatron.generation.drawing.Answerer", Scripted)
+    monkeypatch.setattr(cli, "Answerer", Scripted)
     monkeypatch.setattr("grpo_megatron.parallel.mesh.destroy_mesh", lambda: None)
 
     def generate(*options: str) -> tuple[str, str]:

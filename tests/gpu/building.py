@@ -65,7 +65,7 @@ def build_rollout(
     """The project's engine for the model in `folder`, with the settings `rollout`."""
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.sync_parameters import engine_tensors
     from grpo_megatron.rollout.build import build_engine
 
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.3, "max_num_seqs": 64, **rollout}
@@ -102,7 +102,7 @@ def likelihood(inputs: Any) -> Any:
 
 def layer_class(policy: Any) -> str:
     """The class of the linear layers that were built."""
-    from grpo_megatron.models.weights import unwrapped
+    from grpo_megatron.models.weights.load import unwrapped
 
     inner: Any = unwrapped(policy.ddp)
     return type(inner.decoder.layers[0].self_attention.linear_qkv).__name__

@@ -163,7 +163,7 @@ def packed_attention() -> dict[str, Any]:
     """The local layers' attention in bf16, against exact attention, with gradients."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from grpo_megatron.models.spec import PackedAttention
+    from grpo_megatron.models.layers.modules import PackedAttention
 
     cuts = torch.tensor([0, 100, 333, 640], dtype=torch.int32, device=KIND)
     q, k, v = heads_of(64)
@@ -178,7 +178,7 @@ def packed_attention() -> dict[str, Any]:
 def offloaded_tensors() -> dict[str, Any]:
     """A tensor's storage shrunk to nothing and back: views stay valid, bits are the same, memory is free in between."""
     from grpo_megatron.device import Device
-    from grpo_megatron.models.offload import OffloadedTensors
+    from grpo_megatron.models.optimizer import OffloadedTensors
 
     moved = OffloadedTensors(Device(KIND))  # type: ignore[arg-type]
     tensor = torch.arange(1 << 26, device=KIND, dtype=torch.int32)  # 256 MiB

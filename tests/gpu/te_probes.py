@@ -26,7 +26,7 @@ def te_import() -> dict[str, Any]:
 
     from grpo_megatron.config import MegatronConfig
     from grpo_megatron.device import Device
-    from grpo_megatron.models.spec import choose_kernels
+    from grpo_megatron.models.layers.spec import choose_kernels
 
     kernels = choose_kernels(MegatronConfig(transformer_impl="transformer_engine"), Device("cuda"))
     assert kernels.transformer_engine
@@ -89,7 +89,7 @@ def _te_recipe(recipe: str) -> dict[str, Any]:
 
     from grpo_megatron.config import Config
     from grpo_megatron.device import read_hardware
-    from grpo_megatron.models.precision import hardware_problems
+    from grpo_megatron.models.layers.precision import hardware_problems
 
     wanted = Config.model_validate({"model": {"path": "x"}, "actor": {"megatron": {"fp8": {"recipe": recipe}}}})
     if problems := list(hardware_problems(wanted, read_hardware("cuda"))):

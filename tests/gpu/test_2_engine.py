@@ -14,7 +14,7 @@ import pytest
 
 from grpo_megatron.config import Config
 from grpo_megatron.device import read_hardware
-from grpo_megatron.models.precision import hardware_problems
+from grpo_megatron.models.layers.precision import hardware_problems
 from tests.gpu import conftest, engine_ranks
 from tests.gpu.building import ON_CPU
 

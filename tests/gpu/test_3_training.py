@@ -15,7 +15,7 @@ import torch
 
 from grpo_megatron.config import Config
 from grpo_megatron.device import read_hardware
-from grpo_megatron.models.precision import RECIPES, hardware_problems
+from grpo_megatron.models.layers.precision import RECIPES, hardware_problems
 from tests.gpu import conftest, engine_ranks, training_ranks
 from tests.gpu.comparing import mean_error, worst_angle
 

@@ -18,7 +18,7 @@ import pytest
 from grpo_megatron.config import Config
 from grpo_megatron.data.arithmetic import build_tokenizer, write_task
 from grpo_megatron.device import read_hardware
-from grpo_megatron.models.precision import hardware_problems
+from grpo_megatron.models.layers.precision import hardware_problems
 from tests.gpu import conftest, run_ranks
 from tests.gpu.building import KIND, ON_CPU
 from tests.gpu.models import QWEN_HALF_B, QWEN_ONE_AND_A_HALF_B, write_random_model

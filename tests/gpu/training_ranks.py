@@ -50,8 +50,8 @@ def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[st
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from grpo_megatron.models import state
     from grpo_megatron.models.optimizer import each_optimizer
+    from grpo_megatron.models.weights import sharded_state
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -79,11 +79,11 @@ def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[st
     first = build_policy(folder, megatron)
     two_updates(first)
     checkpoint.mkdir()
-    state.save_sharded(first, checkpoint)
+    sharded_state.save_sharded(first, checkpoint)
     at_save = inner_state(first)
     kind = type(each_optimizer(first.optimizer)[0].optimizer).__module__
     second = build_policy(folder, megatron)
-    state.load_sharded(second, checkpoint, same_world=True)
+    sharded_state.load_sharded(second, checkpoint, same_world=True)
     second.load_state(first.state())
     restored = inner_state(second)
     out = {

@@ -8,8 +8,7 @@ import pytest
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.migration.cli import main
-from grpo_megatron.migration.hints import known_elsewhere
+from grpo_megatron.migration.cli import known_elsewhere, main
 
 VERL_SCRIPT = r"""
 #!/bin/bash

@@ -17,11 +17,11 @@ from grpo_megatron.config import ActorConfig, ModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models import build
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.layers.spec import Kernels
 from grpo_megatron.models.optimizer import each_optimizer
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.spec import Kernels
-from grpo_megatron.models.state import load_sharded, save_sharded
-from grpo_megatron.models.weights import unwrapped
+from grpo_megatron.models.weights.load import unwrapped
+from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharded
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from tests.models import policy_ranks
 

@@ -75,7 +75,7 @@ def whole(policy: Any) -> dict[str, torch.Tensor]:
     """Hugging Face gradients from all ranks' gradients, by the rows' `merge`. Replicas must be equal. Collective."""
     import torch.distributed as dist
 
-    from grpo_megatron.models.weights import model_rows
+    from grpo_megatron.models.weights.load import model_rows
 
     gathered: list[Any] = [None] * policy.mesh.world_size
     dist.all_gather_object(gathered, (policy.mesh.tp_rank, policy.mesh.ep_rank, named_gradients(policy)))
@@ -105,7 +105,7 @@ def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], flo
 def engine_cycles(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int) -> list[float]:
     """Twice: sync, generate, compute the policy's logprobs of the same tokens, update. The largest difference per cycle."""
     from grpo_megatron.config import RolloutConfig
-    from grpo_megatron.models.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.sync_parameters import engine_tensors
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.rollout.build import build_engine
     from tests.colocated import colocate
@@ -149,18 +149,18 @@ def checkpointed(
     folder: Path, pairs: Any, layout: Layout, save_to: Path | None, load_from: Path | None
 ) -> dict[str, Any]:
     """Update once, or load a checkpoint of any layout; save; update once more. The streams before and after the last update."""
-    from grpo_megatron.models import state
+    from grpo_megatron.models.weights import sharded_state
 
     device, mesh = world(layout)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
     policy = build(folder, device, mesh)
     if load_from is not None:
-        state.load_sharded(policy, load_from, same_world=False)
+        sharded_state.load_sharded(policy, load_from, same_world=False)
     else:
         policy.update(batch, loss)
     before = stream(policy)
     if save_to is not None:
-        state.save_sharded(policy, save_to)
+        sharded_state.save_sharded(policy, save_to)
     policy.update(batch, loss)
     return {"before": before, "after": stream(policy)}

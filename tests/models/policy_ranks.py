@@ -188,7 +188,7 @@ def without_backward(policy: Any, batch: Any) -> dict[str, bool]:
 
 def shared_prompts(policy: Any, pairs: Any, micros: list[list[int]], rows: list[int]) -> dict[str, float]:
     """Two prompts for all rows: largest differences of shared prompts to plain packs, gradients relative to their tensor's."""
-    from grpo_megatron.models import tree_attention
+    from grpo_megatron.models.layers.modules import tree_attention
 
     batch = make_batch(with_two_prompts(pairs), [micros], rows, masked=True)
     results = []
@@ -229,7 +229,7 @@ def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     """Hugging Face tensors from every rank's Megatron tensors, merged by the weight rows. Collective; does not use weights.py."""
     import torch.distributed as dist
 
-    from grpo_megatron.models.weights import model_rows
+    from grpo_megatron.models.weights.load import model_rows
 
     parts: list[Any] = [None] * policy.mesh.world_size
     dist.all_gather_object(parts, (policy.mesh.tp_rank, policy.mesh.pp_rank, policy.mesh.dp_rank, local))

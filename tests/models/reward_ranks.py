@@ -17,7 +17,7 @@ _meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layo
 
 def build(folder: Path, layout: Layout, *, dtype: str = "float32", megatron: Any = None, **config: Any) -> Any:
     from grpo_megatron.config import RewardModelConfig
-    from grpo_megatron.models.reward_model import RewardModel
+    from grpo_megatron.models.heads.scalar import RewardModel
 
     settings = {"path": folder, "optim": {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}, **config}
     device, mesh = world(layout)
@@ -47,7 +47,7 @@ def actor(layout: Layout, **megatron: Any) -> Any:
 
 def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
     """Pairs of various lengths: each prompt of `tiny.make_sequences` with its own and another prompt's response."""
-    from grpo_megatron.training.preferences import PreferencePair
+    from grpo_megatron.training.beside.preferences import PreferencePair
 
     drawn = tiny.make_sequences(2 * count, seed=seed)
     pairs = []
@@ -71,8 +71,8 @@ def scores(
 
 def frozen(folder: Path, layout: Layout, kind: Any = "outcome") -> Any:
     """A model that is not trained. Its weights are on the host before and after each batch."""
-    from grpo_megatron.models.reward_folder import read_reward_folder
-    from grpo_megatron.models.reward_model import FrozenRewardModel, FrozenStepModel
+    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.scalar import FrozenRewardModel, FrozenStepModel
 
     device, mesh = world(layout)
     cls = FrozenStepModel if kind == "process" else FrozenRewardModel
@@ -101,8 +101,7 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
     from grpo_megatron.config import RewardModelConfig, ScoringModel
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
-    from grpo_megatron.training.reward_model import FrozenReward
-    from grpo_megatron.training.scorer import OutcomeScorer, ProcessScorer
+    from grpo_megatron.training.beside.reward_model import FrozenReward, OutcomeScorer, ProcessScorer
 
     config = RewardModelConfig.model_validate({"path": outcome, "coefficient": 2.0, "combine": combine})
     steps = ScoringModel.model_validate({"path": process, "coefficient": 0.5, "step_separator": ";", "kind": "process"})
@@ -125,7 +124,7 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
 
 def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     """Whole gradients of one backward pass. Then, with the distributed optimizer, metrics and weights of an update."""
-    from grpo_megatron.training.preferences import pair_batch
+    from grpo_megatron.training.beside.preferences import pair_batch
 
     model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients on every rank
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
@@ -144,7 +143,7 @@ def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     """Hugging Face gradients from all ranks' gradients. Ranks with the same head must have the same gradient. Collective."""
     import torch.distributed as dist
 
-    from grpo_megatron.models.weights import model_rows
+    from grpo_megatron.models.weights.load import model_rows
 
     gathered: list[Any] = [None] * model.mesh.world_size
     dist.all_gather_object(gathered, (model.mesh.tp_rank, local))
@@ -159,8 +158,8 @@ def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
     """Two updates, then a Hugging Face folder and, beside it, a checkpoint. Returns the scores of the chosen sequences."""
-    from grpo_megatron.models.state import save_sharded
-    from grpo_megatron.training.preferences import pair_batch
+    from grpo_megatron.models.weights.sharded_state import save_sharded
+    from grpo_megatron.training.beside.preferences import pair_batch
 
     model = build(folder, layout, dtype=dtype)
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
@@ -174,8 +173,8 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
 
 def poisoned(folder: Path) -> dict[str, Any]:
     """Two ranks. In the second update the weights of rank 1 give NaN."""
-    from grpo_megatron.models.weights import unwrapped
-    from grpo_megatron.training.preferences import pair_batch
+    from grpo_megatron.models.weights.load import unwrapped
+    from grpo_megatron.training.beside.preferences import pair_batch
 
     model = build(folder, (2, 1, 1, False))
     pairs = make_pairs()
@@ -201,7 +200,7 @@ def read_at(cp: int) -> list[int]:
     from types import SimpleNamespace
 
     from grpo_megatron.device import Device
-    from grpo_megatron.models.reward_model import SequenceScorer
+    from grpo_megatron.models.heads.scalar import SequenceScorer
 
     tokens = [list(range(10, 10 + n)) for n in (2, 6, 9)]
     batch = tiny.make_batch([(t[:1], t[1:]) for t in tokens], [])
@@ -254,7 +253,7 @@ def loop(
     """Outer iterations of two steps. Returns rewards and metrics of every step, and the final weights."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
-    from grpo_megatron.training.reward_model import LearningReward
+    from grpo_megatron.training.beside.reward_model import LearningReward
 
     settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}
     model = build(folder, layout, megatron=megatron, dtype=dtype, **settings)

@@ -15,8 +15,8 @@ Row = tuple[list[int], list[int], list[tuple[int, float]]]  # prompt, response, 
 
 def build(folder: Path, kind: Any, layout: Layout, **megatron: Any) -> Any:
     from grpo_megatron.config import OptimConfig
-    from grpo_megatron.models.reward_folder import read_reward_folder
-    from grpo_megatron.models.scored_policy import ScoredPolicy
+    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.scalar import ScoredPolicy
 
     device, mesh = world(layout)
     policy = ScoredPolicy(read_reward_folder(folder, kind), "float32", actor(layout, **megatron), mesh, device)

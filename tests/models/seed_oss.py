@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, common_settings
-from grpo_megatron.models.decoder_table import decoder_table
-from grpo_megatron.models.families import ModelFamily
-from grpo_megatron.models.mapping import WeightRow
+from grpo_megatron.models.families.decoders import ModelFamily
+from grpo_megatron.models.weights.decoder_table import decoder_table
+from grpo_megatron.models.weights.table import WeightRow
 
 
 def architecture_from(config: dict[str, Any]) -> Architecture:

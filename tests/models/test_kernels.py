@@ -18,11 +18,13 @@ from megatron.core.transformer.moe import moe_utils
 
 from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig, ModelConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models import build, spec, state
+from grpo_megatron.models import build
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.build import transformer_config
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.models.spec import Kernels, choose_kernels, engine_gradients
+from grpo_megatron.models.layers import spec
+from grpo_megatron.models.layers.spec import Kernels, choose_kernels, engine_gradients
+from grpo_megatron.models.layers.transformer_config import transformer_config
+from grpo_megatron.models.weights import sharded_state
 from tests import tiny, worlds
 from tests.models import engine_ranks
 
@@ -42,7 +44,9 @@ def gpu() -> Device:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *, engine: bool, apex: bool) -> None:
-    monkeypatch.setattr(spec, "examine_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed"))
+    monkeypatch.setattr(
+        spec, "examine_transformer_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed")
+    )
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
 
 
@@ -178,7 +182,8 @@ def test_a_rank_stops_if_the_requested_engine_is_unusable(monkeypatch: pytest.Mo
 
 def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> None:
     """The policy and a learning reward model have them; the reference and a frozen reward model do not."""
-    from grpo_megatron.models import policy, reference, reward_model
+    from grpo_megatron.models import policy, reference
+    from grpo_megatron.models.heads import scalar
 
     class Stop(Exception):
         pass
@@ -189,14 +194,14 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
     model, actor, device = ModelConfig(path=Path("x")), ActorConfig(), Device("cpu")
     with (
         mock.patch.object(build, "choose_kernels", asked),
-        mock.patch.object(reward_model, "read_reward_folder", mock.Mock(return_value=mock.Mock(path=Path("x")))),
+        mock.patch.object(scalar, "read_reward_folder", mock.Mock(return_value=mock.Mock(path=Path("x")))),
     ):
         config: Any = mock.Mock(path=Path("x"), optim=actor.optim)
         for make in (
             lambda: policy.Policy(model, actor, arch, mesh, device),
-            lambda: reward_model.RewardModel(config, "float32", actor, mesh, device),
+            lambda: scalar.RewardModel(config, "float32", actor, mesh, device),
             lambda: reference.Reference(Path("x"), model, actor, arch, mesh, device),
-            lambda: reward_model.FrozenRewardModel(config, "float32", actor, mesh, device),
+            lambda: scalar.FrozenRewardModel(config, "float32", actor, mesh, device),
         ):
             with pytest.raises(Stop):
                 make()
@@ -231,8 +236,11 @@ def test_fp8_state_that_a_checkpoint_lacks_is_not_asked_for(tmp_path: Path) -> N
     names = ("norm._extra_state", "linear._extra_state", "norm.weight")
     model = {name: SimpleNamespace(unique_key=f"decoder.{name}/shard_0_1") for name in names}
     stored = {"decoder.linear._extra_state/shard_0_1": None}
-    with mock.patch.object(state, "load_sharded_metadata", lambda folder: stored):
-        assert list(state._without_unknown_extra_state(model, tmp_path)) == ["linear._extra_state", "norm.weight"]
+    with mock.patch.object(sharded_state, "load_sharded_metadata", lambda folder: stored):
+        assert list(sharded_state._without_unknown_extra_state(model, tmp_path)) == [
+            "linear._extra_state",
+            "norm.weight",
+        ]
 
 
 # -- mixtures of experts -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_megatron.models.families import architecture_of, hf_shapes
-from grpo_megatron.models.weights import model_rows
+from grpo_megatron.models.weights.load import model_rows
 from tests import tiny, worlds
 
 
@@ -21,7 +21,7 @@ def attend(length: int, heads: int) -> float:
     """How many MiB one attention over `length` tokens, forward and backward, adds to this process's peak."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from grpo_megatron.models.spec import PackedAttention
+    from grpo_megatron.models.layers.modules import PackedAttention
 
     cuts = torch.tensor([0, length], dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cuts, cu_seqlens_kv=cuts)

@@ -16,7 +16,7 @@ import torch
 
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.offload import OffloadedTensors
+from grpo_megatron.models.optimizer import OffloadedTensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.vllm import VllmEngine
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
@@ -154,16 +154,16 @@ def started(folder: Path) -> list[dict[str, Any]]:
 
 def gradients_at_save(policy: Any, folder: Path) -> int:
     """Bytes of the gradient buffers while a checkpoint gathers the optimizer's state."""
-    from grpo_megatron.models import state
+    from grpo_megatron.models.weights import sharded_state
 
-    gather, held = state._sharded, []
+    gather, held = sharded_state._sharded, []
 
     def watched(policy: Any, is_loading: bool) -> Any:
         held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in policy.ddp.buffers))
         return gather(policy, is_loading)
 
-    with mock.patch.object(state, "_sharded", watched):
-        state.save_sharded(policy, folder)
+    with mock.patch.object(sharded_state, "_sharded", watched):
+        sharded_state.save_sharded(policy, folder)
     (size,) = held
     return size
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_megatron.models.plain_data import check_object, check_plain, plain_data_only
+from grpo_megatron.models.weights.plain_data import check_object, check_plain, plain_data_only
 from grpo_megatron.storage import StorageError
 
 

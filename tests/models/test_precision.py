@@ -23,10 +23,8 @@ from grpo_megatron.config import Config, ConfigError, MegatronConfig, OptimConfi
 from grpo_megatron.device import Device, Hardware
 from grpo_megatron.models import optimizer
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.build import transformer_config
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.models.forward import pack
-from grpo_megatron.models.precision import (
+from grpo_megatron.models.layers.precision import (
     QUANTIZATIONS,
     RECIPES,
     dequantized,
@@ -36,6 +34,8 @@ from grpo_megatron.models.precision import (
     set_parameter,
     token_multiple,
 )
+from grpo_megatron.models.layers.transformer_config import transformer_config
+from grpo_megatron.models.packing import pack
 from tests import tiny
 from tests.runs import make_run
 
@@ -206,13 +206,13 @@ def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware)
         ),
         (
             {"megatron": {"fp8": {"recipe": "blockwise"}}},
-            dataclasses.replace(H100, engine_problem="2.20.2 is installed"),
+            dataclasses.replace(H100, transformer_engine_problem="2.20.2 is installed"),
             "recipe=blockwise needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed; pip install"
             " --no-build-isolation 'grpo-megatron[gpu]', or leave it out",
         ),
         (
             {"megatron": {"fp8": {"recipe": "delayed"}}},
-            dataclasses.replace(H100, engine_problem="it is not installed"),
+            dataclasses.replace(H100, transformer_engine_problem="it is not installed"),
             "recipe=delayed needs Transformer Engine >=2.9,<2.12, and it is not installed",
         ),
         ({"megatron": {"fp8": {"recipe": "delayed"}}}, CPU, "needs a CUDA device, and this run has none"),
@@ -221,7 +221,7 @@ def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware)
         ({"megatron": {"context_parallel_size": 2}}, CPU, "context_parallel_size=2 needs a CUDA device"),
         (
             {"megatron": {"transformer_impl": "transformer_engine"}},
-            dataclasses.replace(H100, engine_problem="it is not installed"),
+            dataclasses.replace(H100, transformer_engine_problem="it is not installed"),
             "transformer_impl=transformer_engine needs Transformer Engine >=2.9,<2.12, and it is not installed",
         ),
     ],
@@ -232,13 +232,13 @@ def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardwa
 
 
 def test_quantized_rollouts_need_no_transformer_engine() -> None:
-    without_engine = dataclasses.replace(B200, engine_problem="it is not installed")
+    without_engine = dataclasses.replace(B200, transformer_engine_problem="it is not installed")
     for quantization in QUANTIZATIONS:
         assert not list(hardware_problems(config(rollout={"quantization": quantization}), without_engine))
 
 
 def test_the_hardware_is_read_only_if_needed() -> None:
-    with mock.patch("grpo_megatron.models.precision.read_hardware", side_effect=AssertionError):
+    with mock.patch("grpo_megatron.models.layers.precision.read_hardware", side_effect=AssertionError):
         assert not list(hardware_problems(config()))
     assert list(hardware_problems(config(megatron={"fp8": {"recipe": "delayed"}}, trainer={"device": "cpu"})))
 

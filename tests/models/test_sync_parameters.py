@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from grpo_megatron.models.families import hf_shapes, table_of
-from grpo_megatron.models.mapping import expand_table
-from grpo_megatron.models.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.table import expand_table
 from tests.sync.architectures import FAMILIES, architecture
 
 

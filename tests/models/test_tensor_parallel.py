@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.architecture import Architecture, engine_split_problems, fitting_sizes, split_problems
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes, split_problems
 
 CONFIG = {
     "model_type": "mixtral", "hidden_size": 96, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 960,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from grpo_megatron.models.weights import SafetensorsFolder, WeightsError
+from grpo_megatron.models.weights.load import SafetensorsFolder, WeightsError
 
 INDEX = "model.safetensors.index.json"
 

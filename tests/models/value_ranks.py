@@ -18,8 +18,8 @@ def build(
     folder: Path, layout: reward_ranks.Layout, *, offload: bool = False, dtype: str = "float32", **megatron: Any
 ) -> Any:
     from grpo_megatron.config import CriticConfig
-    from grpo_megatron.models.reward_folder import read_reward_folder
-    from grpo_megatron.models.value_model import ValueModel
+    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.scalar import ValueModel
 
     optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}
     config = CriticConfig.model_validate({"offload": offload, "optim": optim})

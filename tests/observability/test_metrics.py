@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from grpo_megatron.observability.flops import throughput
+from grpo_megatron.models.flops import throughput
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics, rollout_mismatch
 from grpo_megatron.parallel.mesh import all_gather_values
 from grpo_megatron.types import GroupTable

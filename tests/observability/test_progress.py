@@ -15,14 +15,18 @@ import pytest
 
 from grpo_megatron.cli.ranks import announce_start
 from grpo_megatron.config import TrainerConfig
-from grpo_megatron.observability import console, report_sink
+from grpo_megatron.observability import console, sinks
 from grpo_megatron.observability import progress as progress_module
 from grpo_megatron.observability.console import ConsoleSink
+from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
 from grpo_megatron.observability.report_sink import ReportSink
 from grpo_megatron.observability.sinks import JsonlSink, build_sinks
 from grpo_megatron.report.metrics_file import METRICS_FILE
 from grpo_megatron.storage import run_files
+from grpo_megatron.observability.sinks import JsonlSink, ReportSink
+from grpo_megatron.pages.run_folder import METRICS_FILE
+from grpo_megatron.storage import start_times
 from tests.report.material import group, make_run, sample
 
 
@@ -173,9 +177,9 @@ def test_every_step_is_in_the_report_which_takes_a_hundredth_of_the_time(
         written.append(clock.now)
         path.write_text(text)
 
-    monkeypatch.setattr(report_sink, "write_file", write)
     folder = make_run(tmp_path / "run", steps=0)
     rows, page = JsonlSink(folder / METRICS_FILE), folder / "report.html"
+    monkeypatch.setattr(sinks, "write_file", write)
     sink = ReportSink(folder, clock=clock)
     assert len(written) == 1 and "report.html" not in [path.name for path in folder.glob(".*")]
     seen = []
@@ -254,9 +258,9 @@ def test_a_step_is_never_appended_to_a_page_that_is_not_whole(tmp_path: Path, mo
     sink, full = ReportSink(folder), mock.Mock(side_effect=OSError("no space left"))
     sink.log(0, {})
     with monkeypatch.context() as disk:
-        disk.setattr(report_sink, "appended_step", full)
+        disk.setattr(sinks, "appended_step", full)
         sink.log(1, {})
-        disk.setattr(report_sink, "write_file", full)
+        disk.setattr(sinks, "write_file", full)
         sink.log(2, {})
     (folder / "report.html").write_text("a part of a line")
     sink.log(3, {})

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_megatron.models.shape import model_shape
+from grpo_megatron.models.flops import model_shape
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.cost import step_seconds
 from grpo_megatron.planning.generation_cost import generation_seconds

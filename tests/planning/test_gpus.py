@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_megatron.observability.flops import peak_tflops
+from grpo_megatron.models.flops import peak_tflops
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, find_gpu
 
 

@@ -35,16 +35,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--faults", type=int, default=len(MATRIX), help="draw so many, besides the first and the last one"
+        "--faults", type=int, default=len(MATRIX) + 2, help="their number, with the first and the last one"
     )
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    least = 4 * (args.faults + 2)
+    least = 4 * args.faults
     if args.steps < least:
-        parser.error(f"--steps {args.steps} is too few for {args.faults + 2} faults: set {least} or more")
-    print(f"soak: {args.steps} steps, {args.faults + 2} faults, seed {args.seed}", flush=True)
+        parser.error(f"--steps {args.steps} is too few for {args.faults} faults: set {least} or more")
+    print(f"soak: {args.steps} steps, {args.faults} faults, seed {args.seed}", flush=True)
     rng = random.Random(args.seed)
-    faults = [FIRST, *rng.sample(MATRIX, args.faults), LAST]
+    faults = [FIRST, *rng.sample(MATRIX, args.faults - 2), LAST]
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         return _soak(args.folder or Path(temporary), args.steps, faults, rng)
 

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
-from grpo_megatron.starting import quickstart, shipped
+from grpo_megatron.starting import quickstart
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"examples": ROOT / "examples", "slurm": ROOT / "slurm"}
@@ -59,19 +59,19 @@ def test_a_wheel_has_every_file_of_the_package_and_the_examples(wheel: set[str])
 
 
 def test_examples_are_copied_and_replace_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shipped.main([str(tmp_path / "mine")]) == 0
+    assert quickstart.copy_examples([str(tmp_path / "mine")]) == 0
     assert "mine/slurm" in capsys.readouterr().out
     for name, folder in OUTSIDE.items():
         expected = {path.relative_to(folder) for path in folder.rglob("*") if path.suffix != ".pyc" and path.is_file()}
         copied = {path.relative_to(tmp_path / "mine" / name) for path in (tmp_path / "mine" / name).rglob("*")}
         assert expected <= copied
     with pytest.raises(ConfigError, match="examples and .*slurm would be overwritten"):
-        shipped.main([str(tmp_path / "mine")])
+        quickstart.copy_examples([str(tmp_path / "mine")])
 
 
 def test_without_its_links_a_checkout_uses_its_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "grpo_megatron")
-    assert shipped.shipped_folder("examples") == tmp_path / "examples"
+    monkeypatch.setattr(quickstart, "PACKAGE", tmp_path / "grpo_megatron")
+    assert quickstart.shipped_folder("examples") == tmp_path / "examples"
 
 
 def test_the_config_of_the_quickstart_has_its_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, table_of
-from grpo_megatron.models.mapping import expand_table
+from grpo_megatron.models.weights.table import expand_table
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -54,6 +54,6 @@ def architecture(family: str, **changes: Any) -> Architecture:
 
 
 def planned_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """The tensors of a sync's plan: all but the constants, which travel apart (models/constants.py)."""
+    """The tensors of a sync's plan: all but the constants, which travel apart (models/weights/resharding.py)."""
     rows = [row for row in expand_table(table_of(arch), arch) if not row.is_constant]
     return {name: shape for row in rows for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True)}

@@ -34,7 +34,7 @@ def folded(step: Any, batch: Any, plan: Any, mesh: Any) -> dict[str, Any]:
     """The same batch where its old log-probabilities come from the update: the metrics, and what the loss reads."""
     import torch
 
-    from grpo_megatron.models.loss_pass import loss_inputs
+    from grpo_megatron.models.forward import loss_inputs
     from grpo_megatron.observability.metrics import Metrics
 
     assert step.is_folded

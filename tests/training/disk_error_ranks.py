@@ -60,7 +60,7 @@ def _build(folder: Path) -> tuple[Any, Any]:
     from grpo_megatron.config import OptimConfig
     from grpo_megatron.device import Device
     from grpo_megatron.parallel.mesh import build_mesh
-    from grpo_megatron.training.reward_model import LearningReward
+    from grpo_megatron.training.beside.reward_model import LearningReward
     from tests.models import policy_ranks, reward_ranks
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1, timeout_s=TIMEOUT_S)
@@ -127,7 +127,7 @@ def save_checkpoint(folder: Path, out: Path, failures: list[tuple[int, str, str]
 
 def _save_in_background(policy: Any, reward: Any, config: Any, out: Path) -> dict[str, Any]:
     """Step 1 at once, then step 2, of the same state, by a thread that is held until the weights have changed; then errors."""
-    from grpo_megatron.models.sharded_write import ShardedWrite
+    from grpo_megatron.models.weights.sharded_state import ShardedWrite
     from grpo_megatron.training.checkpoint import Checkpoints
 
     Checkpoints(out, policy.mesh, keep=None).save(1, policy, config, parts=[reward])
@@ -197,7 +197,7 @@ def export(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> lis
     """(outcome, names in `out`) of `save_hf` for each failure, then without one. Rank 0 has a limit on file sizes."""
     import resource
 
-    from grpo_megatron.models.export import save_hf
+    from grpo_megatron.models.weights.export import save_hf
 
     policy, _ = _build(folder)
     outcomes = []

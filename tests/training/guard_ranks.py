@@ -49,7 +49,7 @@ class Run:
         return batch
 
     def save_weights(self, target: Path) -> None:
-        from grpo_megatron.models.export import save_hf
+        from grpo_megatron.models.weights.export import save_hf
 
         save_hf(self.policy.hf_weights(1), self.folder, self.folder, target, self.mesh)
 
@@ -69,7 +69,7 @@ class Run:
         """One update under guards of these actions. Returns what it did and what a step would log."""
         from grpo_megatron.observability.metrics import Metrics
         from grpo_megatron.training.guards import Guards, GuardStop
-        from grpo_megatron.training.update_metrics import record_update
+        from grpo_megatron.training.report import record_update
         from grpo_megatron.types import GroupTable
 
         guard = Guards(config_of(self.folder, self.out, **guards), self.mesh, self.save_weights, contextlib.nullcontext)
@@ -127,7 +127,7 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
 
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.cli import replay
+    from grpo_megatron.training.replay import replay
 
     results = []
     for dump in dumps:

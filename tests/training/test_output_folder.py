@@ -24,8 +24,7 @@ from grpo_megatron.storage import StorageError, atomic, lock
 from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.training import checkpoint
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes
-from grpo_megatron.training.config_record import record_config
-from grpo_megatron.training.output_folder import OutputFolder
+from grpo_megatron.training.output_folder import OutputFolder, record_config
 from tests import tiny
 from tests.sampling.fakes import LoneMesh
 from tests.training.fake_run import only, run

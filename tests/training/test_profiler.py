@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo_megatron.cli import main
-from grpo_megatron.cli.arguments import parse_command
+from grpo_megatron.cli.commands import parse_command
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.collectives import OPERATIONS
 from grpo_megatron.training.profiler import Profiler, flat_settings

@@ -7,8 +7,7 @@ is a `ModelFamily`, or a module with the two functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,33 +16,22 @@ from grpo_megatron.models.architecture import Architecture, UnsupportedModel, ch
 from grpo_megatron.models.families import deepseek, llama, mistral, mixtral, olmo2, qwen2, qwen3, qwen3_moe
 from grpo_megatron.models.mapping import WeightRow, expand_table
 from grpo_megatron.reading import ReadError, cut, read_json, shown
+from grpo_megatron.models.families import deepseek
+from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
+from grpo_megatron.models.weights.table import WeightRow, expand_table
+from grpo_megatron.reading import ReadError
+from grpo_megatron.reading.bounds import cut, shown
+from grpo_megatron.reading.json_text import read_json
 from grpo_megatron.registry import import_function
 
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 MAX_CONFIG = 1 << 24  # bytes of a config.json
 
-FAMILIES: dict[str, ModuleType] = {  # model_type of config.json -> family
+FAMILIES: dict[str, ModuleType | ModelFamily] = {  # model_type of config.json -> family
     "deepseek_v2": deepseek,
     "deepseek_v3": deepseek,
-    "llama": llama,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "olmo2": olmo2,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
+    **DECODERS,
 }
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """A family of the user's own. `architecture_from` raises UnsupportedModel for what it cannot express.
-
-    The names in `weight_table` are those of Megatron-Core's modules, and of the tensors in the Hugging Face folder.
-    """
-
-    architecture_from: Callable[[dict[str, Any]], Architecture]
-    weight_table: Callable[[Architecture], list[WeightRow]]
 
 
 def find_family(name: str) -> ModuleType | ModelFamily:
@@ -67,7 +55,7 @@ def find_family(name: str) -> ModuleType | ModelFamily:
     return found  # type: ignore[no-any-return]
 
 
-def _family_of(model_type: object) -> ModuleType:
+def _family_of(model_type: object) -> ModuleType | ModelFamily:
     """What a config.json names: a family of this package. A file that came with weights must not import a module."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]

@@ -1,0 +1,235 @@
+"""The shape of a model for counting its FLOP, and what one sequence costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from grpo_megatron.algo.packing import SequenceCost
+from grpo_megatron.config import Config
+from grpo_megatron.models.architecture import Architecture
+
+# -- FLOP of a pass and model FLOP utilisation (MFU), for decoders with grouped-query attention and gated MLPs or expert
+# training pass = 6 N T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens
+# N = L (3 h f k + h E + A) + 2 V h,  A = h (2 H d + 2 K d)
+#
+# N counts the parameters that one token passes through ("active"). h hidden size, L layers, H query heads, K key/value
+# heads, d head size, V vocabulary, f width of the MLP or of one expert. A dense model has k = 1 and E = 0. A mixture of
+# experts sends each token through k of E experts, through the router, h E, and through an MLP that all tokens share. In
+# DeepSeek's models the first layers have an MLP instead, A is the number of weights of latent attention, and d the mean of a
+# key's and a value's size.
+#
+# A multiply-add counts 2 and the backward pass twice the forward pass, so the forward pass alone is one third. Causal
+# attention counts half the square. Recomputation never counts. Embedding and head both count, tied or not (as in verl).
+# Lengths are without padding, so that padding lowers MFU. Sliding-window attention counts as full causal attention.
+#
+# MFU = FLOP / (seconds x devices x peak)
+#
+# FP8: other frameworks divide by the bf16 peak. Here the ideal time is the sum of FLOP_p / peak_p over precisions.
+# The linear products of attention, MLP and experts are in FP8; attention core, router, embedding and head are not.
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a decoder that its FLOP depend on. `models/flops.py` makes one from an Architecture."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: float
+    ffn_size: int  # of the MLP; of one expert in a mixture of experts
+    vocab_size: int
+    num_experts: int = 0  # 0: dense
+    experts_per_token: int = 0
+    shared_ffn_size: int = 0
+    num_dense_layers: int = 0  # before the layers with experts
+    dense_ffn_size: int = 0
+    attention_parameters: int | None = None  # of a layer; None: grouped-query attention
+
+    @property
+    def linear_parameters(self) -> int:
+        """Active weights of attention, MLPs and experts in all layers: what an FP8 recipe computes in FP8."""
+        attention = self.attention_parameters
+        if attention is None:
+            attention = int(self.hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
+        mlps_per_token = self.experts_per_token if self.num_experts else 1
+        width = (self.num_layers - self.num_dense_layers) * (self.ffn_size * mlps_per_token + self.shared_ffn_size)
+        width += self.num_dense_layers * self.dense_ffn_size
+        return 3 * self.hidden_size * width + self.num_layers * attention
+
+    @property
+    def active_parameters(self) -> int:
+        """N of the header: without biases and norms, with embedding and head both."""
+        routers = (self.num_layers - self.num_dense_layers) * self.hidden_size * self.num_experts
+        return self.linear_parameters + routers + 2 * self.vocab_size * self.hidden_size
+
+
+def flops_per_pass(shape: ModelShape, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
+    """FLOP of one pass over all sequences of a batch: forward and backward, or forward alone."""
+    tokens, squares = sum(sequence_lengths), sum(s * s for s in sequence_lengths)
+    attention = shape.head_dim * shape.num_heads * shape.num_layers * squares
+    return (2.0 if forward_only else 6.0) * (shape.active_parameters * tokens + attention)
+
+
+def linear_flops_per_pass(shape: ModelShape, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
+    """The part of `flops_per_pass` that an FP8 recipe computes in FP8."""
+    return (2.0 if forward_only else 6.0) * shape.linear_parameters * sum(sequence_lengths)
+
+
+# bf16 peak without sparsity, in TFLOP/s, of SXM parts. For a PCIe or NVL card set trainer.peak_tflops (H100 PCIe 756,
+# H100 NVL 835).
+_PEAK_BF16 = {
+    "H100": 989.0,
+    "H800": 989.0,
+    "H200": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "H20": 148.0,
+    "L20": 119.5,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "MI300X": 1307.0,
+}
+_WITHOUT_FP8 = ("A100", "A800")
+
+
+def peak_tflops(device_name: str, precision: Literal["bf16", "fp8"] = "bf16") -> float | None:
+    """Peak of one device in TFLOP/s, without sparsity, by marketing name ("NVIDIA H100 80GB HBM3").
+
+    None: the device is unknown, or has no FP8.
+    """
+    words = re.findall(r"[A-Z0-9]+", device_name.upper())  # whole words: H20 is not H200
+    part = next((word for word in words if word in _PEAK_BF16), None)
+    if part is None or (precision == "fp8" and part in _WITHOUT_FP8):
+        return None
+    if precision == "bf16":
+        return _PEAK_BF16[part]
+    return 1979.0 if _PEAK_BF16[part] == 989.0 else 2 * _PEAK_BF16[part]  # 989 is 989.4 rounded
+
+
+def mfu(
+    flops: float,
+    seconds: float,
+    num_devices: int,
+    peak: float,
+    *,
+    fp8_flops: float = 0.0,
+    fp8_peak: float | None = None,
+) -> float:
+    """Ideal time / measured time, in [0, 1]. Peaks are in TFLOP/s of one device.
+
+    `flops` is the FLOP of all devices; `fp8_flops` is the part of it that ran in FP8, and needs `fp8_peak`.
+    """
+    assert fp8_flops <= flops
+    assert fp8_peak is not None or not fp8_flops
+    ideal = (flops - fp8_flops) / peak + (fp8_flops / fp8_peak if fp8_peak else 0.0)
+    return ideal / (1e12 * seconds * num_devices)
+
+
+def peaks(config: Config, device_name: str, num_layers: int) -> dict[str, Any]:
+    """The arguments of `mfu_metrics` about peaks. `trainer.peak_tflops`, if set, is the peak of every precision."""
+    given, fp8 = config.trainer.peak_tflops, config.actor.megatron.fp8
+    uses_fp8_peak = fp8.recipe is not None and given is None
+    bf16_layers = 0
+    if fp8.first_last_layers_bf16:
+        bf16_layers = min(num_layers, fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16)
+    return {
+        "peak": given or peak_tflops(device_name),
+        "fp8_peak": peak_tflops(device_name, "fp8") if uses_fp8_peak else None,
+        "fp8_share": 1 - bf16_layers / num_layers,
+    }
+
+
+def mfu_metrics(
+    reduced: Mapping[str, float],
+    shape: ModelShape,
+    sequence_lengths: Sequence[int],
+    *,
+    num_devices: int,
+    peak: float | None,
+    fp8_peak: float | None = None,
+    fp8_share: float = 1.0,
+    num_epochs: int = 1,
+    forward_only_lengths: Sequence[int] = (),
+) -> dict[str, float]:
+    """`perf/tflops/*` (TFLOP/s per device) and, if `peak` is known, `perf/mfu/*` with `perf/peak_tflops`.
+
+    `actor` is the update: `num_epochs` passes in `timing_s/update_actor` seconds. `actor_infer` is the forward pass for
+    the old log-probabilities: one pass in `timing_s/old_log_prob` seconds. A phase that took no time is left out.
+    `sequence_lengths`: prompt + response tokens of all trained samples of all ranks; `forward_only_lengths`: of those
+    among them that the update gives no backward pass. With `fp8_peak` (reported as
+    `perf/peak_tflops_fp8`), `fp8_share` of the layers have their linear products in FP8.
+    """
+    result: dict[str, float] = {}
+    for name, passes, forward_only, phase in (
+        ("actor", num_epochs, False, "update_actor"),
+        ("actor_infer", 1, True, "old_log_prob"),
+    ):
+        flops = passes * flops_per_pass(shape, sequence_lengths, forward_only)
+        linear = passes * linear_flops_per_pass(shape, sequence_lengths, forward_only)
+        if not forward_only:  # a backward pass costs two forward passes
+            flops -= 2 * passes * flops_per_pass(shape, forward_only_lengths, forward_only=True)
+            linear -= 2 * passes * linear_flops_per_pass(shape, forward_only_lengths, forward_only=True)
+        seconds = reduced.get(f"timing_s/{phase}", 0.0)
+        if seconds > 0:
+            result[f"perf/tflops/{name}"] = flops / (1e12 * seconds * num_devices)
+            if peak is not None:
+                in_fp8 = linear * fp8_share if fp8_peak else 0.0
+                result[f"perf/mfu/{name}"] = mfu(flops, seconds, num_devices, peak, fp8_flops=in_fp8, fp8_peak=fp8_peak)
+                result |= {"perf/peak_tflops": peak} | ({"perf/peak_tflops_fp8": fp8_peak} if fp8_peak else {})
+    return result
+
+
+def throughput(reduced: Mapping[str, float], total_num_tokens: int, num_devices: int) -> dict[str, float]:
+    """Tokens per second and device, from a step's reduced `timing_s/*`.
+
+    `total_num_tokens`: unpadded prompt + response tokens of all samples. `perf/throughput` divides by the whole step;
+    `perf/throughput_train` leaves out `testing` (the slowest rank's seconds). Neither has `save_checkpoint`, which comes
+    after the step and is timed with the next one.
+    """
+    result = {"perf/total_num_tokens": float(total_num_tokens)}
+    step = reduced.get("timing_s/step", 0.0)
+    training = step - reduced.get("timing_s/testing", 0.0)
+    for name, seconds in (("perf/throughput", step), ("perf/throughput_train", training)):
+        if seconds > 0:
+            result[name] = total_num_tokens / (seconds * num_devices)
+    return result
+
+
+def model_shape(arch: Architecture) -> ModelShape:
+    latent, attention = arch.latent, None
+    if latent is not None:
+        attention = (
+            latent.num_parameters(arch.hidden_size, arch.num_attention_heads) - latent.kv_rank - (latent.q_rank or 0)
+        )
+    return ModelShape(
+        hidden_size=arch.hidden_size,
+        num_layers=arch.num_layers,
+        num_heads=arch.num_attention_heads,
+        num_kv_heads=arch.num_query_groups,
+        head_dim=arch.head_dim if latent is None else (latent.key_dim + latent.value_dim) / 2,
+        ffn_size=arch.ffn_hidden_size,
+        vocab_size=arch.vocab_size,
+        num_experts=arch.num_experts,
+        experts_per_token=arch.experts_per_token,
+        shared_ffn_size=arch.shared_ffn_hidden_size,
+        num_dense_layers=arch.num_dense_layers,
+        dense_ffn_size=arch.dense_ffn_hidden_size,
+        attention_parameters=attention,
+    )
+
+
+def sequence_cost(arch: Architecture) -> SequenceCost:
+    """The multiply-adds by which rows are balanced over data-parallel ranks."""
+    shape = model_shape(arch)
+    head = shape.vocab_size * shape.hidden_size
+    return SequenceCost(
+        per_token=shape.active_parameters - 2 * head,  # without embedding and head
+        per_response_token=head,
+        per_square=round(shape.head_dim * shape.num_heads * shape.num_layers),
+    )

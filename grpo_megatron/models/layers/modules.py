@@ -1,0 +1,237 @@
+"""Norms: of one token's hidden state, after a linear layer, and over all heads of queries or keys."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (arXiv:1910.07467) in float32. Megatron's wrapper of torch's norm refuses sequence parallelism.
+
+    The weight's attribute `sequence_parallel` makes Megatron sum its gradient over tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """A linear layer that is cut along its input, and a norm of its whole output (OLMo-2, arXiv 2501.00656)."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, inputs / tp] -> [s (/ tp under sequence parallelism), b, outputs]."""
+        output, bias = super().forward(x)
+        return self.post_norm(output), bias
+
+
+class HeadsRMSNorm(torch.nn.Module):
+    """An RMSNorm over all heads of a token, of which each tensor-parallel rank has its part, in float32.
+
+    The sum of squares is added up over the ranks. Every rank's result depends on it, so its gradient is too.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int, **unused: Any
+    ) -> None:
+        """`hidden_size` is that of one head; `num_heads` counts those of all ranks."""
+        super().__init__()
+        self.eps, self.width = eps, num_heads * hidden_size
+        local = self.width // parallel_state.get_tensor_model_parallel_world_size()
+        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, heads / tp, d], normalised over heads and d of all ranks."""
+        values = x.float()
+        squares = reduce_from_tensor_model_parallel_region(values.square().sum((-2, -1), keepdim=True))
+        mean = copy_to_tensor_model_parallel_region(squares) / self.width
+        return (values * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight.view(x.shape[-2:])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description of a checkpoint's tensors: the weight is cut along dimension 0."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)  # type: ignore[no-any-return]
+
+
+# -- LatentAttention: Megatron-Core's multi-head latent attention with projections to the latents that are whole on ever
+# Megatron-Core's local modules cut these projections over tensor-parallel ranks and gather the result. Each rank's heads use
+# the rotated key, and the backward pass of that gather does not sum its gradients over the ranks: with tensor parallelism,
+# they would be those of one rank's heads. Transformer Engine's modules have whole projections, each rank on its part of the
+# sequence, and there the gradients are summed. This class has the same for the local modules. It needs sequence parallelism.
+
+# Prefixes of a layer's parameters -> those in a checkpoint, as Transformer Engine's fused modules have them.
+LATENT_KEYS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer without a bias that every tensor-parallel rank has whole.
+
+    The weight's attribute `sequence_parallel` makes Megatron sum its gradient over tensor-parallel ranks.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[s, b, inputs] -> ([s, b, outputs], no bias), as Megatron's linear layers return it."""
+        return F.linear(x, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Built by Megatron-Core, then with `WholeLinear` in place of the projections to the latents."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        # Without Transformer Engine, Megatron-Core 0.16.1 sets HAVE_TE here all the same, and TELinear is no class.
+        has_engine = isinstance(multi_latent_attention.TELinear, type)
+        with mock.patch.object(multi_latent_attention, "HAVE_TE", has_engine):
+            super().__init__(config, *args, **kwargs)
+        rows = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config.hidden_size, rows, config)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+
+
+# -- Attention over a pack of prefix trees (prefix_tree.py), by torch's fused kernels ----------------------------------
+
+QUERY_BLOCK = 128  # queries of a branch per kernel call: masked scores are computed for half a block per query
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Tokens [start, end) of a pack, which follow its tokens [prefix_start, prefix_end)."""
+
+    start: int
+    end: int
+    prefix_start: int
+    prefix_end: int
+
+
+@dataclass
+class TreeParams(PackedSeqParams):
+    """`PackedSeqParams` of a pack of trees, for the local attention. The pack is one sequence with positions of its own."""
+
+    branches: list[Branch] = field(default_factory=list)
+
+
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, branches: list[Branch]) -> Tensor:
+    """Causal attention of every branch over its prefix and itself: query [t, H, d], key [t, G, d], value [t, G, v].
+
+    Neighbours of equal length with one prefix share their kernel calls.
+    """
+    out = []
+    shared = query.shape[1] != key.shape[1]
+    for (size, prefix_start, prefix_end), neighbours in itertools.groupby(branches, _shape):
+        run = list(neighbours)
+        start, count = run[0].start, len(run)
+        own, prefix = slice(start, start + count * size), slice(prefix_start, prefix_end)
+        length = prefix_end - prefix_start
+        if not length:
+            q, k, v = (_heads_first(x[own], count) for x in (query, key, value))
+            out.append(_flat(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)))
+            continue
+        k, v = (
+            torch.cat([_heads_first(x[prefix], 1).expand(count, -1, -1, -1), _heads_first(x[own], count)], dim=2)
+            for x in (key, value)
+        )
+        q = _heads_first(query[own], count)
+        blocks = []
+        for first in range(0, size, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, size)
+            seen = length + last
+            mask = torch.ones(last - first, seen, dtype=torch.bool, device=q.device).tril(length + first)
+            block = q[:, :, first:last]
+            blocks.append(
+                F.scaled_dot_product_attention(block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, enable_gqa=shared)
+            )
+        out.append(_flat(torch.cat(blocks, dim=2)))
+    return torch.cat(out)  # [t, H, v]
+
+
+def _shape(branch: Branch) -> tuple[int, int, int]:
+    return branch.end - branch.start, branch.prefix_start, branch.prefix_end
+
+
+def _heads_first(x: Tensor, count: int) -> Tensor:
+    return x.view(count, -1, *x.shape[1:]).transpose(1, 2)  # [n * s, H, d] -> [n, H, s, d]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)  # [n, H, s, d] -> [n * s, H, d]
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention over packed sequences, one fused kernel call per run of neighbours of equal length.
+
+    torch's scaled_dot_product_attention never materialises the [S, S] attention scores. Each sequence is computed alone, so
+    nothing is computed between two sequences or for padding between them. Values may have another size than keys.
+    Megatron's DotProductAttention materialises the scores, computes padding and refuses packed sequences.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *args: Any,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale  # None: 1 / sqrt(d)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams,
+        **kwargs: Any,
+    ) -> Tensor:
+        """query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
+        if isinstance(tree := packed_seq_params, TreeParams):
+            return tree_attention(query, key, value, tree.branches)
+        cuts = packed_seq_params.cu_seqlens_q
+        lengths = (cuts[1:] - cuts[:-1]).tolist()
+        runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+        sizes = [length * count for length, count in runs]
+        out = []
+        parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True)
+        for q, k, v, (length, count) in parts:
+            q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # [n, H or G, s, d]
+            shared = q.shape[1] != k.shape[1]
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared, scale=self.softmax_scale)
+            out.append(o.transpose(1, 2).flatten(0, 1))  # [n * s, H, v]
+        return torch.cat(out)

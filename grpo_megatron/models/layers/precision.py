@@ -1,0 +1,257 @@
+"""FP8: the hardware that a recipe needs, the TransformerConfig fields that it sets, and the padding of tokens.
+
+Only the decoder's linear layers compute in FP8, through Transformer Engine. Embedding, attention core, router, output head and
+log-probabilities stay in bfloat16 or float32, so the vocabulary has no FP8 requirement. With `first_last_layers_bf16` the
+first and last layers stay in bfloat16 too. Recipes:
+
+    delayed     one scale per tensor, from the largest values of the last steps (arXiv:2209.05433)
+    tensorwise  one scale per tensor, from its current largest value
+    blockwise   one scale per 1 x 128 activations and per 128 x 128 weights, all e4m3 (DeepSeek-V3, arXiv:2412.19437)
+    mxfp8       one power-of-two scale per 32 values, in hardware (OCP microscaling, arXiv:2310.10537)
+
+The rules are data (`RECIPES`, `QUANTIZATIONS`), and the hardware is an argument, so that a machine without a GPU can check
+a config for a machine with one. The sizes are those that Transformer Engine 2.11 asserts. Nothing here was run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from grpo_megatron.config import Config, Fp8Config, MegatronConfig
+from grpo_megatron.device import Hardware, read_hardware
+from grpo_megatron.importing import TE_INSTALL, TE_REQUIREMENT, Version
+from grpo_megatron.models.architecture import Architecture
+
+FP8 = "actor.megatron.fp8"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The requirements of one way to compute in FP8. It runs on compute capabilities from `capability` to below `limit`.
+
+    `alignment`: the rows and the columns of every matrix product must be multiples of it. `gathered_alignment`: the same for
+    the local part of an activation that tensor-parallel ranks quantize and then gather (sequence parallelism); such a part
+    must hold whole scale blocks.
+    """
+
+    capability: Version
+    cuda_version: Version
+    limit: Version | None = None
+    alignment: int = 16
+    gathered_alignment: int = 16
+    format: Literal["e4m3", "hybrid"] = "hybrid"
+    remedy: str = ""
+
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": Recipe((8, 9), (12, 1)),
+    "tensorwise": Recipe((8, 9), (12, 1)),
+    "blockwise": Recipe((9, 0), (12, 9), limit=(10, 0), gathered_alignment=128, format="e4m3", remedy="mxfp8"),
+    "mxfp8": Recipe(
+        (10, 0), (12, 8), limit=(12, 0), alignment=32, gathered_alignment=32, format="e4m3", remedy="tensorwise"
+    ),
+}
+# Requirements of vLLM to compute in FP8, per rollout.quantization. On older hardware it would only store weights in FP8.
+QUANTIZATIONS: dict[str, Recipe] = {
+    "fp8_per_tensor": Recipe((8, 9), (12, 1)),
+    "fp8_per_channel": Recipe((8, 9), (12, 1)),
+    "fp8_per_block": Recipe((9, 0), (12, 1), remedy="fp8_per_tensor"),
+    "mxfp8": Recipe((10, 0), (12, 8), remedy="fp8_per_tensor"),
+}
+
+
+def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
+    """The TransformerConfig fields of a recipe. Empty without a recipe."""
+    if fp8.recipe is None:
+        return {}
+    return {
+        "fp8": fp8.format or RECIPES[fp8.recipe].format,
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.param_gather,
+        "fp8_wgrad": fp8.wgrad,
+        "fp8_margin": fp8.margin,
+        "fp8_amax_history_len": fp8.amax_history_len,
+        "fp8_amax_compute_algo": fp8.amax_compute_algo,
+        "first_last_layers_bf16": fp8.first_last_layers_bf16,
+        "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": fp8.num_layers_at_end_in_bf16,
+    }
+
+
+def row_alignment(megatron: MegatronConfig) -> int:
+    """The number of rows of a rank's activations must be a multiple of this. 1 without FP8."""
+    if megatron.fp8.recipe is None:
+        return 1
+    recipe = RECIPES[megatron.fp8.recipe]
+    return recipe.gathered_alignment if _gathers_activations(megatron) else recipe.alignment
+
+
+def _gathers_activations(megatron: MegatronConfig) -> bool:
+    return megatron.use_sequence_parallel and megatron.tensor_model_parallel_size > 1
+
+
+def token_multiple(megatron: MegatronConfig) -> int:
+    """Packs are padded to a multiple of this many tokens. There is no other padding rule.
+
+    Context parallelism cuts a pack into 2 cp chunks. Sequence parallelism cuts each rank's two chunks over tp ranks. FP8
+    needs whole blocks of the remaining rows. The result is cp * lcm(2 if cp > 1, tp * row_alignment), where tp is 1 without
+    sequence parallelism.
+    (lcm(tp, 2 cp, alignment) would be too small with FP8. For tp 8, cp 1 and alignment 16 it is 16, which is two rows per
+    rank, and Transformer Engine refuses fewer than 8.)
+    """
+    cp = megatron.context_parallel_size
+    ways = megatron.tensor_model_parallel_size if _gathers_activations(megatron) else 1
+    return cp * math.lcm(2 if cp > 1 else 1, ways * row_alignment(megatron))
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def precision_problems(config: Config, arch: Architecture | None) -> Iterator[str]:
+    """Contradictions of actor.megatron.fp8 with other keys or the model, one line each. Independent of the hardware."""
+    megatron, fp8 = config.actor.megatron, config.actor.megatron.fp8
+    if fp8.recipe is None:
+        changed = [name for name in fp8.model_fields_set if getattr(fp8, name) != type(fp8).model_fields[name].default]
+        for name in sorted(changed):
+            yield f"{FP8}.{name}={getattr(fp8, name)} has no effect without {FP8}.recipe; set it, or leave it out"
+        return
+    if config.model.dtype != "bfloat16":
+        yield f"{FP8}.recipe={fp8.recipe} needs model.dtype=bfloat16, and it is {config.model.dtype}; set it"
+    if megatron.transformer_impl == "local":
+        yield (
+            f"{FP8}.recipe={fp8.recipe} needs Transformer Engine's layers, and actor.megatron.transformer_impl=local;"
+            " set transformer_impl=auto"
+        )
+    if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
+        yield (
+            f"{FP8}.first_last_layers_bf16=true: delayed scaling measures all layers together and cannot leave some out;"
+            f" set {FP8}.recipe=tensorwise"
+        )
+    if fp8.param_gather and not megatron.use_distributed_optimizer:
+        yield f"{FP8}.param_gather=true needs actor.megatron.use_distributed_optimizer=true; set it"
+    if fp8.param_gather and fp8.recipe == "mxfp8":
+        yield (
+            f"{FP8}.param_gather=true with recipe=mxfp8: Megatron-Core gathers such weights inside its gradient buffers,"
+            " which is not supported here; leave param_gather out"
+        )
+    if arch is not None:
+        yield from _size_problems(megatron, arch)
+
+
+def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str]:
+    """Every width on one rank must be a multiple of the alignment, and some layers must remain for FP8."""
+    fp8, tp = megatron.fp8, megatron.tensor_model_parallel_size
+    assert fp8.recipe is not None
+    recipe = RECIPES[fp8.recipe]
+    gathers = _gathers_activations(megatron)
+    qkv = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.head_dim
+    widths = (
+        ("hidden_size", arch.hidden_size, 1, row_alignment(megatron)),
+        ("query, key and value rows", qkv, tp, recipe.alignment),
+        ("attention width", arch.attention_size, tp, recipe.alignment),
+        ("MLP width", arch.ffn_hidden_size, tp, recipe.alignment),
+    )
+    for name, size, ways, unit in widths:
+        if size % ways or size // ways % unit == 0:
+            continue
+        cut = f"{size} / tp {ways} = {size // ways}" if ways > 1 else f"{size}"
+        needs, remedy = f"widths that are multiples of {unit}", "leave"
+        if ways > 1:
+            remedy = "lower actor.megatron.tensor_model_parallel_size or leave"
+        elif gathers and size % recipe.alignment == 0:
+            needs = f"a hidden_size that is a multiple of {unit} under sequence parallelism"
+            remedy = "set actor.megatron.sequence_parallel=false or leave"
+        yield f"{FP8}.recipe={fp8.recipe} needs {needs}; this model's {name}, {cut}, is not; {remedy} {FP8}.recipe out"
+    if fp8.first_last_layers_bf16:
+        ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
+        stage = arch.num_layers // megatron.pipeline_model_parallel_size
+        if ends >= arch.num_layers:
+            yield (
+                f"{FP8}.num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 = {ends} leave none of"
+                f" {arch.num_layers} layers for FP8; lower them"
+            )
+        elif max(fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16) > stage:
+            yield (
+                f"{FP8}.num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: Megatron-Core keeps at most one pipeline"
+                f" stage's {stage} layers in bf16 at an end; lower them"
+            )
+
+
+def hardware_problems(config: Config, hardware: Hardware | None = None) -> Iterator[str]:
+    """What the config needs and the hardware lacks, one line each. `hardware` None: this machine, read only if needed."""
+    megatron, quantization = config.actor.megatron, config.rollout.quantization
+    needs_hardware = (megatron.fp8.recipe, quantization, megatron.context_parallel_size > 1)
+    if not any(needs_hardware) and megatron.transformer_impl != "transformer_engine":
+        return
+    hardware = hardware or read_hardware(config.trainer.device)
+    if megatron.fp8.recipe is not None:
+        yield from _lacks(f"{FP8}.recipe={megatron.fp8.recipe}", RECIPES[megatron.fp8.recipe], hardware)
+    if quantization is not None:
+        yield from _lacks(f"rollout.quantization={quantization}", QUANTIZATIONS[quantization], hardware)
+    uses_fp8 = megatron.fp8.recipe is not None and hardware.is_cuda  # without CUDA it was reported above
+    # With trainer.device=cpu, checks/layout.py reports context parallelism.
+    uses_cp = megatron.context_parallel_size > 1 and config.trainer.device != "cpu"
+    for key, is_set in (
+        (f"{FP8}.recipe={megatron.fp8.recipe}", uses_fp8),
+        (f"actor.megatron.context_parallel_size={megatron.context_parallel_size}", uses_cp),
+        ("actor.megatron.transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
+    ):
+        if is_set and not hardware.is_cuda:
+            yield _needs_cuda(key)
+        elif is_set and hardware.transformer_engine_problem is not None:
+            yield f"{key} needs {TE_REQUIREMENT}, and {hardware.transformer_engine_problem}; {TE_INSTALL}, or leave it out"
+
+
+def _needs_cuda(key: str) -> str:
+    return f"{key} needs a CUDA device, and this run has none; leave it out"
+
+
+def _lacks(key: str, recipe: Recipe, hardware: Hardware) -> Iterator[str]:
+    remedy = f"set it to {recipe.remedy}, or leave it out" if recipe.remedy else "leave it out"
+    if hardware.capability is None or hardware.cuda_version is None:
+        yield _needs_cuda(key)
+        return
+    if hardware.capability < recipe.capability:
+        yield (
+            f"{key} needs compute capability {_dotted(recipe.capability)}, this device has"
+            f" {_dotted(hardware.capability)}; {remedy}"
+        )
+    elif recipe.limit is not None and hardware.capability >= recipe.limit:
+        yield (
+            f"{key} is for compute capability below {_dotted(recipe.limit)}, this device has"
+            f" {_dotted(hardware.capability)}; {remedy}"
+        )
+    if hardware.cuda_version < recipe.cuda_version:
+        yield (
+            f"{key} needs CUDA {_dotted(recipe.cuda_version)}, torch was built with {_dotted(hardware.cuda_version)};"
+            " install a newer torch, or leave it out"
+        )
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+# -- weights stored in FP8 ---------------------------------------------------------------------------------------------
+
+
+def dequantized(parameter: Tensor) -> Tensor:
+    """The parameter's values as an ordinary tensor. Only a parameter stored in FP8 (`fp8.param_gather`) is converted."""
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+
+    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
+
+
+@torch.no_grad()
+def set_parameter(parameter: Tensor, values: Tensor) -> None:
+    """Set a parameter's values. If it is stored in FP8, also set its exact values, which the optimizer copies to float32."""
+    parameter.copy_(values)
+    get_exact = getattr(parameter, "get_high_precision_init_val", None)
+    if get_exact is not None and (exact := get_exact()) is not None:
+        exact.copy_(values)

@@ -1,0 +1,233 @@
+"""Layer specs: the modules and fused kernels of a layer.
+
+There are two specs: Megatron-Core's local modules with this file's norm and attention, or Transformer Engine's modules.
+`Kernels` selects one; no other file does.
+
+The local spec runs anywhere, also on the CPU. The Transformer Engine spec and the fused kernels were not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from grpo_megatron.config import ConfigError, MegatronConfig
+from grpo_megatron.device import Device
+from grpo_megatron.importing import examine_transformer_engine
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.layers.modules import (
+    LATENT_KEYS,
+    HeadsRMSNorm,
+    LatentAttention,
+    NormedRowParallelLinear,
+    PackedAttention,
+    RMSNorm,
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The fused kernels of a rank. On the CPU there are none. A GPU uses those that are installed; none is required.
+
+    `transformer_engine`: layers, norms, attention over packed sequences and the rotary embedding. `compiled`: torch
+    compiles the gated activation and the residual addition. `fused_gradients`: the matrix product that computes a weight
+    gradient also adds it to the float32 gradient buffer. Transformer Engine's layers do this themselves; local layers need
+    Apex's `fused_weight_gradient_mlp_cuda`. `reason`: why Transformer Engine is not used.
+    """
+
+    transformer_engine: bool = False
+    compiled: bool = False
+    fused_gradients: bool = False
+    reason: str | None = field(default=None, compare=False)
+
+    def settings(self) -> dict[str, bool]:
+        """TransformerConfig fields. Neither spec's attention has a separate softmax to fuse; Megatron's loss is not used."""
+        return {
+            "gradient_accumulation_fusion": self.fused_gradients,
+            "apply_rope_fusion": self.transformer_engine,
+            "bias_activation_fusion": self.compiled,
+            "bias_dropout_fusion": self.compiled,
+            "masked_softmax_fusion": False,
+            "cross_entropy_loss_fusion": False,
+            "persist_layer_norm": False,
+        }
+
+    def describe(self) -> str:
+        """One line for the plan and the start of a run."""
+        if self.transformer_engine:
+            return "Transformer Engine's layers, with fused weight gradients"
+        fused = (
+            "fused weight gradients (Apex)" if self.fused_gradients else "no fused weight gradients (they need Apex)"
+        )
+        without = f"no Transformer Engine: {self.reason}"
+        return f"Megatron-Core's layers; {fused}; {without}" if self.compiled else f"Megatron-Core's layers; {without}"
+
+
+def choose_kernels(
+    megatron: MegatronConfig, device: Device, dtype: str = "bfloat16", *, has_gradients: bool = True
+) -> Kernels:
+    """The installed kernels, within `actor.megatron.transformer_impl`. Raises ConfigError if Transformer Engine is needed
+    and cannot be used. `has_gradients`: the model will have float32 gradient buffers; a frozen one has none."""
+    reason = None
+    if not device.is_cuda:
+        reason = "this run is on the CPU"
+    elif megatron.transformer_impl == "local":
+        reason = "transformer_impl=local"
+    elif dtype == "float32":
+        reason = "model.dtype=float32, which its attention does not support"
+    else:
+        reason = examine_transformer_engine()[1]
+    if reason is not None:
+        _require_none(megatron, reason)
+    if not device.is_cuda:
+        return Kernels(reason=reason)
+    has_engine = reason is None
+    return Kernels(
+        transformer_engine=has_engine,
+        compiled=True,
+        fused_gradients=has_gradients and (has_engine or layers._grad_accum_fusion_available),
+        reason=reason,
+    )
+
+
+def _require_none(megatron: MegatronConfig, reason: str) -> None:
+    """Raise ConfigError with the key if the config needs Transformer Engine."""
+    needed = {
+        "transformer_impl=transformer_engine": megatron.transformer_impl == "transformer_engine",
+        f"fp8.recipe={megatron.fp8.recipe}": megatron.fp8.recipe is not None,
+        f"context_parallel_size={megatron.context_parallel_size}": megatron.context_parallel_size > 1,
+    }
+    for key, is_needed in needed.items():
+        if is_needed:
+            raise ConfigError(f"actor.megatron.{key} needs Transformer Engine on a GPU, but {reason}; leave it out")
+
+
+@contextlib.contextmanager
+def engine_gradients(kernels: Kernels) -> Iterator[None]:
+    """Build a model with Transformer Engine's fused weight gradients where Apex is missing.
+
+    Megatron-Core refuses `gradient_accumulation_fusion` without Apex when it builds a linear layer of its own. Beside the
+    layers of Transformer Engine there is one, the output head. Its fused product is never called: `LogprobModel` computes
+    the log-probabilities from its weight.
+    """
+    has_fusion = layers._grad_accum_fusion_available or (kernels.transformer_engine and kernels.fused_gradients)
+    with mock.patch.object(layers, "_grad_accum_fusion_available", has_fusion):
+        yield
+
+
+def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) -> TransformerBlockSubmodules:
+    """The spec of every layer of this stage and of the final norm."""
+    if kernels.transformer_engine:
+        assert not arch.post_norms, "checks/families.py refuses it"
+        return te_block_spec(config)
+    return _block(config, post_norm_layer if arch.post_norms else local_layer, RMSNorm)
+
+
+def post_norm_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """The spec of a layer whose norms follow attention and MLP."""
+    layer = local_layer(config, num_experts)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    parts.sharded_state_dict_keys_map = {}
+    attention = parts.self_attention.submodules
+    attention.q_layernorm = ModuleSpec(HeadsRMSNorm, params={"num_heads": config.num_attention_heads})
+    attention.k_layernorm = ModuleSpec(HeadsRMSNorm, params={"num_heads": config.num_query_groups})
+    attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    return layer
+
+
+def local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """The spec of one layer, with `num_experts` experts, or None for an MLP."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,  # off unless overridden: one MLP per expert
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        latents = parts.self_attention.submodules
+        latents.q_layernorm = latents.kv_layernorm = RMSNorm
+        parts.sharded_state_dict_keys_map = dict(LATENT_KEYS)
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    # In a checkpoint of the Transformer Engine spec, the norm before the experts is not fused into a linear layer, and keeps
+    # its own name. Keep the same name here, so that either spec reads the other's checkpoints.
+    if num_experts:
+        parts.sharded_state_dict_keys_map = {
+            name: saved for name, saved in parts.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."
+        }
+    return layer
+
+
+def te_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The spec with Transformer Engine: fused norms, attention over packed sequences, FP8 linear layers. Not run on a GPU yet."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return _block(config, _te_layer, TENorm)
+
+
+def _te_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+
+
+def _block(
+    config: TransformerConfig, make_layer: Callable[[TransformerConfig, int | None], ModuleSpec], norm: type
+) -> TransformerBlockSubmodules:
+    """The layers of this stage. `config.moe_layer_freq` is 1, or has 0 for each layer with an MLP instead of experts."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
+    has_experts = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+    kinds = [config.num_moe_experts if flag else None for flag in has_experts]
+    made = {kind: make_layer(config, kind) for kind in set(kinds)}
+    return TransformerBlockSubmodules(
+        layer_specs=[made[kind] for kind in kinds[first : first + count]], layer_norm=norm
+    )
+
+
+class GroupLimitedChoice:
+    """Selects experts within a token's best groups. It has the interface of Megatron-Core's `RouterReplay`.
+
+    Megatron-Core's own selection adds up the best topk // groups_per_token experts of a group. For DeepSeek-V2 (6 of 3
+    groups) these are two, where the model was trained with one.
+    """
+
+    def __init__(self, best_of_group: int) -> None:
+        self._best_of_group = best_of_group
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """scores [t, E] -> (scores [t, topk], experts [t, topk])."""
+        grouped = scores.view(len(scores), num_groups, -1)  # [t, groups, E / groups]
+        of_group = grouped.topk(self._best_of_group, dim=-1).values.sum(dim=-1)  # [t, groups]
+        best = of_group.topk(group_topk, dim=-1, sorted=False).indices  # [t, groups_per_token]
+        is_out = of_group.new_ones(of_group.shape).scatter(1, best, 0).bool().unsqueeze(-1)  # [t, groups, 1]
+        values, experts = grouped.masked_fill(is_out, float("-inf")).flatten(1).topk(topk, dim=-1)
+        return values, experts

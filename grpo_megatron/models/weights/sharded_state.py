@@ -1,0 +1,298 @@
+"""Policy and optimizer as Megatron-Core sharded state, and back. A checkpoint can be read in any tp x pp x dp layout.
+
+`sharded_write.py` brings the state to the disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage.atomic import describe_space
+from grpo_megatron.models.optimizer import (
+    finish_load,
+    group_settings,
+    prepare_for_load,
+    restore_settings,
+    steps_of_empty_parts,
+)
+from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.weights.load import unwrapped
+from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
+from grpo_megatron.parallel.mesh import Mesh, on_every_rank
+from grpo_megatron.storage.manifest import sha256_of
+
+# -- ShardedWrite: one sharded state on its way to the disk, in three parts. `Writes` does them at once, or lets them wa
+# construction   collective: Megatron plans who writes what, and the tensors come to the host
+# write          this rank's files, in any thread, without communication
+# finish         collective: rank 0 writes what is in which file
+#
+# The steps are those of `dist_checkpointing.save`, with two differences. Megatron forks a process per file, which must not be
+# done in a process with threads, and which waits for ever when its parent is killed; here it is a thread per file. And
+# Megatron's rank 0 writes common.pt, .metadata and metadata.json between collectives: an error there (a full disk) would stop
+# rank 0 only, and the other ranks would wait in the next collective until the timeout. Here such an error is kept until the last
+# collective is over, then raised on every rank.
+
+
+class ShardedWrite:
+    """`keeps_copy`: the files get the state of now, even if the model has changed when they are written.
+
+    All ranks must call `write`, then `finish`. `finish` raises RankError on every rank when any rank could not write.
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path, device: Device, mesh: Mesh, *, keeps_copy: bool) -> None:
+        self.folder, self.device, self.mesh, self.task = folder, device, mesh, f"cannot write checkpoint {folder}"
+        self.hashes: dict[Path, str] = {}  # sha256 of this rank's files, once they are written
+        # A plain queue. By default Megatron starts a Manager process for it, which takes ten seconds at the first save and
+        # outlives a killed rank with the rank's output pipes open.
+        self._results: queue.Queue[Any] = queue.Queue()
+        filesystem_async._results_queue = self._results
+        sharded, common = save_preprocess(state)
+        self._strategy = _Strategy(folder)
+        if mesh.rank == 0:
+            self._strategy.attempt(torch.save, common, folder / "common.pt")
+        mesh.agree(self.problem())  # before the large files
+        self._request = self._planned(sharded)
+        self._buckets = self._on_host(keeps_copy) if self._request is not None else []
+
+    def problem(self) -> str | None:
+        """This rank's errors so far, as one message for `Mesh.agree`."""
+        problems = self._strategy.problems
+        return f"{self.task}: {'; '.join(dict.fromkeys(problems))}" if problems else None
+
+    def write(self) -> None:
+        """Write and hash this rank's files. Their tensors are then forgotten."""
+        try:
+            self._write_files()
+        finally:
+            self._buckets = []
+
+    def finish(self) -> None:
+        """Collective: see the module's header. Raises RankError."""
+        with self.device.megatron():
+            torch.distributed.barrier()
+            for finalize in self._request.finalize_fns if self._request is not None else []:
+                try:
+                    finalize()
+                except CheckpointException as error:  # a BaseException, on every rank when a file of one rank fails
+                    self._strategy.failure = error
+        if self.mesh.rank == 0:
+            config = CheckpointingConfig(self._strategy.backend, self._strategy.version)
+            self._strategy.attempt(save_config, config, str(self.folder))
+        self.mesh.agree(self.problem())
+        if self._strategy.failure is not None:  # an error that is in no rank's `problems`
+            raise self._strategy.failure
+
+    def _planned(self, sharded: dict[str, Any]) -> AsyncRequest | None:
+        try:
+            return self._strategy.async_save(sharded, self.folder)
+        except CheckpointException as error:
+            self._strategy.failure = error
+            return None
+
+    def _on_host(self, keeps_copy: bool) -> list[Any]:
+        """(path, name, (bytes, tensors)) of each file. Megatron copies what is on a device; host tensors are the model's own."""
+        assert self._request is not None
+        if self._request.preload_fn is None:  # nothing to write on this rank
+            return []
+        own, staged = self._request.async_fn_args[1], self._request.preload_fn()
+        if keeps_copy:
+            staged = [
+                (
+                    path,
+                    name,
+                    (texts, [(item, _copied(t, u)) for (_, t), (item, u) in zip(before, tensors, strict=True)]),
+                )
+                for (_, _, (_, before)), (path, name, (texts, tensors)) in zip(own, staged, strict=True)
+            ]
+        # Megatron's request lives until `finish`: it must not keep the optimizer's gathered state on the device.
+        own[:] = [(path, name, ([], [])) for path, name, _ in own]
+        return list(staged)
+
+    def _write_files(self) -> None:
+        if not self._buckets:
+            return
+        with ThreadPoolExecutor(len(self._buckets)) as threads:
+            outcomes = list(threads.map(self._write_file, range(len(self._buckets)), self._buckets))
+        failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        self._results.put(failed[0] if failed else dict(enumerate(outcomes)))
+
+    def _write_file(self, number: int, bucket: Any) -> Any:
+        """What Megatron's own function for one file puts into a queue: its results, or the exception that ended it."""
+        outcomes: queue.Queue[Any] = queue.Queue()
+        counts: queue.Queue[int] = queue.Queue()
+        counts.put(number)
+        self._strategy.attempt(self._strategy.write_one, number, bucket, outcomes, counts)
+        _, outcome = (number, RuntimeError("the file was not written")) if outcomes.empty() else outcomes.get()
+        if isinstance(outcome, Exception):
+            self._strategy.note(outcome)
+        else:
+            self._strategy.attempt(self._hash, Path(bucket[0]))
+        return outcome
+
+    def _hash(self, path: Path) -> None:
+        self.hashes[path] = sha256_of(path)
+
+
+class Writes:
+    """The sharded states of one checkpoint. `in_background`: each is copied at once, and written when `write` is called."""
+
+    def __init__(self, *, in_background: bool = False) -> None:
+        self.in_background = in_background
+        self.states: list[ShardedWrite] = []
+
+    def add(self, state: ShardedWrite) -> None:
+        """Collective, unless `in_background`. Raises RankError as `ShardedWrite.finish` does."""
+        self.states.append(state)
+        if not self.in_background:
+            state.write()
+            state.finish()
+
+    def write(self) -> None:
+        """In the background: write all states, without communication."""
+        for state in self.states if self.in_background else []:
+            state.write()
+
+    def finish(self) -> None:
+        """Collective, after `write`. Raises RankError."""
+        for state in self.states if self.in_background else []:
+            state.finish()
+
+    def problem(self) -> str | None:
+        """This rank's errors so far."""
+        return "; ".join(text for state in self.states if (text := state.problem()) is not None) or None
+
+    def hashes(self, folder: Path) -> dict[str, str]:
+        """sha256 of this rank's files, by their paths in `folder`."""
+        return {path.relative_to(folder).as_posix(): sha for state in self.states for path, sha in state.hashes.items()}
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's writer of sharded state. This rank's disk errors are collected in `problems`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("torch_dist", 1)
+        self.folder = folder
+        self.problems: list[str] = []
+        self.failure: CheckpointException | None = None
+        self.transforms: list[Any] = []  # of the bytes of each tensor
+
+    def attempt(self, action: Callable[..., object], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except (OSError, RuntimeError) as error:
+            self.note(error)
+
+    def note(self, error: Exception) -> None:
+        """torch reports a full disk as a RuntimeError with two numbers ("unexpected pos 704 vs 598")."""
+        text = str(error)
+        if isinstance(error, RuntimeError):
+            text = f"{describe_space(self.folder)}; if that is too little, no space was left. torch says: {error}"
+        self.problems.append(text)
+
+    def write_one(self, number: int, bucket: Any, outcomes: Any, counts: Any) -> None:
+        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+        write(self.transforms, number, bucket, outcomes, counts, use_fsync=True)
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        """Megatron's request, in which .metadata (`writer.finish`) cannot raise."""
+        self.transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+        writer.finish = functools.partial(self.attempt, writer.finish)
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+
+
+def _copied(before: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
+    """A tensor that nobody else writes to: `staged` is one already if it came from a device."""
+    return staged.clone() if before.device.type == "cpu" else staged
+
+
+# The other sharding types fix tp and pp, or cannot be saved at all.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def _sharded(policy: Policy, is_loading: bool) -> dict[str, Any]:
+    model = unwrapped(policy.ddp).sharded_state_dict(metadata=METADATA)  # type: ignore[operator]
+    with steps_of_empty_parts(policy.optimizer):
+        optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _rng(policy: Policy, state: Any) -> ShardedObject:
+    mesh = policy.mesh
+    return ShardedObject("rng", state, (mesh.world_size,), (mesh.rank,), replica_id=0)
+
+
+def save_sharded(policy: Policy, folder: Path, writes: Writes | None = None) -> None:
+    """Collective: write weights, optimizer and every rank's random state into the empty `folder`.
+
+    `writes` None: at once; otherwise when and as it says. Megatron gathers the optimizer's state over the data-parallel ranks on
+    the device. Without `overlap_grad_reduce` that is as large as the gradient buffers, which are freed meanwhile.
+    Raises RankError on every rank when any rank cannot write.
+    """
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    mesh, writes = policy.mesh, writes or Writes()
+    on_every_rank(
+        mesh, f"cannot write checkpoint {folder}", functools.partial(folder.mkdir, parents=True, exist_ok=True)
+    )
+    with policy.device.megatron(), policy.without_gradients():
+        state = _sharded(policy, is_loading=False)
+        rng = {"host": policy.device.rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+        state["rng"] = _rng(policy, rng)
+        writes.add(ShardedWrite(state, folder, policy.device, mesh, keeps_copy=writes.in_background))
+
+
+def _without_unknown_extra_state(model: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`model` without the FP8 state that the checkpoint lacks.
+
+    Transformer Engine's norms ask for such a state, which is always empty; a checkpoint of local layers has none of them.
+    """
+    stored = load_sharded_metadata(str(folder))
+    return {name: entry for name, entry in model.items() if "_extra_state" not in name or entry.unique_key in stored}
+
+
+def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
+    """Collective: the inverse of `save_sharded`. With `same_world` (the world size is unchanged) random states are restored.
+
+    Raises RankError on every rank when the checkpoint holds anything but plain data.
+    """
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    mesh = policy.mesh
+    check = functools.partial(check_plain, folder, mesh.rank, mesh.world_size)
+    on_every_rank(mesh, f"cannot read checkpoint {folder}", check)
+    with policy.device.megatron():
+        prepare_for_load(policy.optimizer)
+        wanted = _sharded(policy, is_loading=True)
+        if same_world:
+            wanted["rng"] = _rng(policy, None)
+        with plain_data_only():
+            wanted["model"] = _without_unknown_extra_state(wanted["model"], folder)
+            state = dist_checkpointing.load(wanted, str(folder))
+        missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
+        lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
+        assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already
+        settings = group_settings(policy.optimizer)  # of the config, which may differ from that of the checkpoint
+        policy.optimizer.load_state_dict(state["optimizer"])
+        restore_settings(policy.optimizer, settings)
+        finish_load(policy.optimizer)
+        if same_world:
+            policy.device.set_rng_state(state["rng"]["host"])
+            get_cuda_rng_tracker().set_states(state["rng"]["megatron"])

@@ -1,0 +1,154 @@
+"""The critic in the loop of PPO (arXiv 1707.06347): values of the step's responses, GAE, and the value update.
+
+`estimate` comes after the correction step, because r_t needs the KL penalty. Values are computed where the policy trains on
+the rows. They are gathered, so that every rank computes the advantages of the whole step, whitened over all of it (returns.py).
+`update` then trains on the same rows, which are still on their ranks, in mini-batches of the critic's own.
+
+The first `trainer.critic_warmup` or `critic.pretrain_steps` steps, whichever are more, leave the policy as it is. In the
+pretraining (VC-PPO, arXiv 2503.01491) the critic learns returns, lambda 1, of this fixed policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo_megatron.algo.plan import critic_plan, revise_plan
+from grpo_megatron.algo.returns import explained_variance, length_adaptive_lams, value_targets
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
+from grpo_megatron.models.heads.scalar import ValueModel
+from grpo_megatron.models.weights.sharded_state import Writes
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.parallel.exchange import apply_plan, gather_rows
+from grpo_megatron.storage.run_files import CRITIC_FILE, CRITIC_FOLDER
+from grpo_megatron.training.model_folder import load_beside, save_beside
+from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.storage.step_folders import CRITIC_FILE, CRITIC_FOLDER
+from grpo_megatron.training.beside.folder import load_beside, save_beside
+from grpo_megatron.training.report import record_update
+from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
+
+
+class NoCritic:
+    """Used if the estimator needs no values."""
+
+    def estimate(self, step: int, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
+        return plan
+
+    def update(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> None: ...
+
+    def trains_policy(self, step: int) -> bool:
+        return True
+
+    def save(self, folder: Path, writes: Writes | None = None) -> None: ...
+
+    def load(self, folder: Path, *, same_world: bool) -> None: ...
+
+    def save_hf(self, target: Path, tokenizer_path: Path) -> None: ...
+
+
+class Critic(NoCritic):
+    """Its learning-rate schedule covers the whole run of `total_steps`. `critic_only_steps`: see `Config`."""
+
+    def __init__(
+        self,
+        config: CriticConfig,
+        model: ValueModel,
+        algorithm: AlgorithmConfig,
+        actor: ActorConfig,
+        *,
+        total_steps: int,
+        critic_only_steps: int,
+        train_batch_size: int,
+        max_response_length: int,
+    ) -> None:
+        self.config, self.model, self.mesh = config, model, model.mesh
+        self.algorithm, self.actor, self.critic_only_steps = algorithm, actor, critic_only_steps
+        self.train_batch_size, self.max_response_length = train_batch_size, max_response_length
+        per_step = config.num_updates(1, actor, train_batch_size)
+        with model.in_use():
+            model.set_optimizer(config.optim, max(1, total_steps * per_step), period=per_step)
+
+    def trains_policy(self, step: int) -> bool:
+        """Whether step `step` updates the policy, too."""
+        return step >= self.critic_only_steps
+
+    def estimate(self, step: int, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
+        """Set values, advantages and returns of `batch`; return the plan with the advantages. Collective.
+
+        `table` has the columns of the correction step: penalties and numbers of kept tokens.
+        """
+        with metrics.phase("values"):
+            batch.values = self.model.values(batch)
+        with metrics.phase("adv"):
+            alpha = self.config.lam_alpha
+            lams = [] if alpha is None else length_adaptive_lams(table, alpha)
+            table = replace(table, values=self._gathered(batch, batch.values, len(table)), lams=lams)
+            plan = revise_plan(plan, table, self.algorithm, self.actor, max_response_length=self.max_response_length)
+            apply_plan(batch, plan, self.mesh.dp_rank)
+            self._set_returns(batch, table, self._target_lam(step), metrics)
+        return plan
+
+    def _gathered(self, batch: Batch, values: torch.Tensor, num_rows: int) -> list[list[float]]:
+        """Collective: the values of every row's response tokens; [] for rows that no rank trains on."""
+        lengths = batch.response_mask.sum(1).tolist()
+        planned = [
+            i for mini in batch.mini_batches for i in rows_of_mini_batch(mini)
+        ]  # the others had all tokens rejected
+        local = {batch.rows[i]: values[i, : lengths[i]].numpy() for i in planned}
+        gathered = gather_rows(local, self.mesh)
+        return [gathered[row].tolist() if row in gathered else [] for row in range(num_rows)]
+
+    def _target_lam(self, step: int) -> float:
+        if step < self.config.pretrain_steps:
+            return 1.0
+        return self.algorithm.lam if self.config.lam is None else self.config.lam
+
+    def _set_returns(self, batch: Batch, table: GroupTable, lam: float, metrics: Metrics) -> None:
+        assert batch.values is not None
+        targets = value_targets(table, self.algorithm.gamma, lam)
+        batch.returns = torch.zeros_like(batch.values)
+        for i, row in enumerate(batch.rows):
+            target = targets.get(row, [])
+            batch.returns[i, : len(target)] = torch.tensor(target)
+        explained = explained_variance(table, targets)
+        if explained is not None:
+            metrics.constant("critic/vf_explained_var", explained)
+        local = metrics.when(self.mesh.is_first_replica_rank)
+        local.mean_of("critic/returns/mean", batch.returns[batch.loss_mask])
+        local.mean_of("critic/values/mean", batch.values[batch.loss_mask])
+
+    def update(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> None:
+        """Train on the rows of `batch`, which `estimate` has completed. Collective."""
+        own = replace(batch)
+        own_plan = critic_plan(
+            plan,
+            table,
+            self.algorithm,
+            self.actor,
+            self.config,
+            train_batch_size=self.train_batch_size,
+            max_response_length=self.max_response_length,
+        )
+        apply_plan(own, own_plan, self.mesh.dp_rank)
+        with metrics.phase("update_critic"), self.model.in_use():
+            sums, constants = self.model.update_values(own, epochs=self.config.num_epochs(self.actor))
+        record_update(metrics, sums, constants, self.mesh.is_first_replica_rank)
+
+    def save(self, folder: Path, writes: Writes | None = None) -> None:
+        """Collective: model and optimizer into a new folder inside the existing `folder`. Raises RankError."""
+        target = folder / CRITIC_FOLDER
+        save_beside(self.model, target, CRITIC_FILE, self.model.state(), self.model.in_use(), writes)
+
+    def load(self, folder: Path, *, same_world: bool) -> None:
+        """Collective: the inverse of `save`, in any layout."""
+        target = folder / CRITIC_FOLDER
+        state = load_beside(self.model, target, CRITIC_FILE, self.model.in_use(), same_world=same_world)
+        self.model.load_state(state)
+
+    def save_hf(self, target: Path, tokenizer_path: Path) -> None:
+        """Collective: write a `*ForTokenClassification` folder, which `critic.path` and transformers accept."""
+        with self.model.in_use():
+            self.model.save_hf(target, tokenizer_path)

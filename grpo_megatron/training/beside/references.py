@@ -1,0 +1,103 @@
+"""References: the frozen model of the KL term (or the model that a run draws from), and its renewal.
+
+It starts as `ref.path`, or as the model that the run starts from (after the warm-up). Iterative GRPO (DeepSeekMath,
+arXiv:2402.03300, algorithm 1) replaces it with the current policy every `algorithm.iteration_steps` steps. Each time a copy
+is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, so that a run resumed within an iteration
+has the same reference. Copies that no checkpoint needs are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from grpo_megatron.algo.needs import needs_reference, reads_reference
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, ConfigError, ModelConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.reference import NoReference, Reference
+from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage.atomic import remove_folder
+from grpo_megatron.training.stopping import Cadence
+from grpo_megatron.types import Batch
+
+WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, which GRPO and its reference start from
+
+
+def policy_start(config: Config) -> Path:
+    """The model that the policy starts from: the warm-up's result, if there is one."""
+    return config.trainer.output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
+
+
+class References:
+    """Build on every rank at the same point, after the warm-up. Raises ConfigError if a resumed run lacks its copy.
+
+    `start` is the reference of step 0. `folder` holds the copies of renewed references.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        actor: ActorConfig,
+        algorithm: AlgorithmConfig,
+        arch: Architecture,
+        mesh: Mesh,
+        device: Device,
+        cadence: Cadence,
+        *,
+        start: Path,
+        folder: Path,
+        first_step: int,
+        temperature: float,
+    ) -> None:
+        self.mesh, self.cadence, self.folder = mesh, cadence, folder
+        self.is_read = reads_reference(algorithm, actor)
+        self.reference: Reference | NoReference = NoReference()
+        if needs_reference(algorithm, actor):
+            path = self._copy_for(first_step) or start
+            self.reference = Reference(path, model, actor, arch, mesh, device, temperature=temperature)
+
+    def logprobs(self, batch: Batch) -> Tensor | None:
+        """None where nothing reads them, even if the run draws from the reference. Collective."""
+        return self.reference.logprobs(batch) if self.is_read else None
+
+    def weight_source(self) -> Reference:
+        """The reference as a model to draw from (algorithm.source=initial)."""
+        assert isinstance(self.reference, Reference)
+        return self.reference
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is a reference and it is renewed before step `step`."""
+        return isinstance(self.reference, Reference) and self.cadence.renews_reference_before(step)
+
+    def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None], oldest_checkpoint: int) -> None:
+        """Take the policy's weights and keep a copy of them. Collective.
+
+        `oldest_checkpoint`: steps done in the oldest checkpoint that a run may still resume from.
+        """
+        self.reference.copy_from(policy)
+        save_hf(self._copy_of(step))
+        if self.mesh.rank == 0:
+            oldest_needed = self.cadence.iteration_start(oldest_checkpoint)
+            for copy in self.folder.glob("step_*"):
+                if int(copy.name.removeprefix("step_")) < oldest_needed:
+                    remove_folder(copy)
+
+    def _copy_for(self, first_step: int) -> Path | None:
+        """The copy to load when a run begins at `first_step`. None: it is the start's, or renewed before that step."""
+        start = self.cadence.iteration_start(first_step)
+        if start in (0, first_step):
+            return None
+        copy = self._copy_of(start)
+        if not copy.is_dir():
+            raise ConfigError(
+                f"step {first_step} continues the outer iteration that began at step {copy.name.removeprefix('step_')},"
+                f" and its reference {str(copy)!r} is gone; put it back, or set trainer.resume_mode=disable"
+            )
+        return copy
+
+    def _copy_of(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"

@@ -1,0 +1,176 @@
+"""FLOP and MFU by hand, of Qwen2.5-7B and one sequence of 1000 tokens, and of two mixtures of experts.
+
+layers: 28 * (3*3584*18944 + 3584*(2*28*128 + 2*4*128)) = 28 * (203 685 888 + 29 360 128) = 6 525 288 448
+embedding and head: 2*152064*3584 = 1 089 994 752                                       N = 7 615 283 200
+6 N T = 4.56916992e13;  6*128*28*28*1000^2 = 6.02112e11;  together 4.62938112e13
+In 0.1 s on one H100: 462.938 TFLOP/s = .4681 of 989, .2339 of 1979.
+
+Active parameters of Qwen3-30B-A3B (published: 30.5 B, of which 3.3 B active): 48 layers, 8 of 128 experts of 768
+    a layer: attention 2048*(2*32*128 + 2*4*128) = 18 874 368, experts 8*3*2048*768 = 37 748 736, router 2048*128 = 262 144
+    linears 48 * 56 623 104 = 2 717 908 992, routers 12 582 912, ends 2*151936*2048 = 622 329 856, together 3 352 821 760
+Active parameters of Mixtral-8x7B (published: 46.7 B, of which 12.9 B active): 32 layers, 2 of 8 experts of 14336
+    a layer: attention 4096*(2*32*128 + 2*8*128) = 41 943 040, experts 2*3*4096*14336 = 352 321 536, router 4096*8 = 32 768
+    linears 32 * 394 264 576 = 12 616 466 432, routers 1 048 576, ends 2*32000*4096 = 262 144 000, together 12 879 659 008
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_megatron.config import Config
+from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.flops import (
+    ModelShape,
+    flops_per_pass,
+    linear_flops_per_pass,
+    mfu,
+    mfu_metrics,
+    model_shape,
+    peak_tflops,
+    peaks,
+)
+
+SHAPE = ModelShape(
+    hidden_size=3584,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_size=18944,
+    vocab_size=152064,
+)
+QWEN_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,  # of dense layers, which it does not have
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+
+
+def test_a_dense_model() -> None:
+    assert SHAPE.active_parameters == 7_615_283_200
+    assert flops_per_pass(SHAPE, [1000]) == pytest.approx(4.62938112e13, rel=1e-12)
+    assert flops_per_pass(SHAPE, [1000], forward_only=True) == pytest.approx(4.62938112e13 / 3, rel=1e-12)
+    assert mfu(flops_per_pass(SHAPE, [1000]), 0.1, 1, 989.0) == pytest.approx(0.4681, abs=5e-5)
+    assert mfu(flops_per_pass(SHAPE, [1000]), 0.1, 1, 1979.0) == pytest.approx(0.2339, abs=5e-5)
+
+
+def test_attention_counts_squares_of_sequences_not_of_the_batch() -> None:
+    """[600, 400]: same 6 N T, squares 360 000 + 160 000 = 520 000 instead of 1 000 000."""
+    assert flops_per_pass(SHAPE, [1000]) - flops_per_pass(SHAPE, [600, 400]) == 6 * 128 * 28 * 28 * 480_000
+    assert flops_per_pass(SHAPE, []) == 0
+
+
+def test_fp8_is_measured_against_the_ideal_time_of_both_precisions() -> None:
+    """Linears of 1000 tokens: 6 * 6 525 288 448 * 1000 = 3.91517307e13 at 1979, the other 7.1420805e12 at 989:
+    19.783593 + 7.221517 = 27.005110 ms of 100 ms."""
+    flops, linear = flops_per_pass(SHAPE, [1000]), linear_flops_per_pass(SHAPE, [1000])
+    assert linear == 6 * 6_525_288_448 * 1000
+    assert mfu(flops, 0.1, 1, 989.0, fp8_flops=linear, fp8_peak=1979.0) == pytest.approx(0.27005110, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("config", "published", "active", "linear"),
+    [
+        (QWEN_30B_A3B, (30.5e9, 3.3e9), 3_352_821_760, 2_717_908_992),
+        (MIXTRAL, (46.7e9, 12.9e9), 12_879_659_008, 12_616_466_432),
+    ],
+)
+def test_a_mixture_of_experts_counts_what_a_token_passes_through(
+    config: dict[str, object], published: tuple[float, float], active: int, linear: int
+) -> None:
+    """By hand in the header; the published counts, which have one decimal, agree. The router does not run in FP8."""
+    arch = architecture_of(config)
+    shape = model_shape(arch)
+    assert (arch.num_parameters(), shape.active_parameters) == pytest.approx(published, abs=0.06e9)
+    assert (shape.active_parameters, shape.linear_parameters) == (active, linear)
+    attention = 6 * 128 * 32 * arch.num_layers * (600**2 + 400**2)
+    assert flops_per_pass(shape, [600, 400]) == 6 * active * 1000 + attention
+    assert linear_flops_per_pass(shape, [600, 400]) == 6 * linear * 1000
+
+
+def test_a_shape_is_the_architectures() -> None:
+    """A dense model whose head size is not h / H: all its parameters are active, and only the norms are not counted."""
+    arch = architecture_of({**QWEN_30B_A3B, "model_type": "qwen3", "num_hidden_layers": 2})
+    shape = model_shape(arch)
+    assert (shape.head_dim, shape.ffn_size, shape.num_experts) == (128, 6144, 0)
+    norms = (
+        2 * (2 * 2048 + 2 * 128) + 2048
+    )  # per layer two of h, and two of d for queries and keys; one of h at the end
+    assert shape.active_parameters == arch.num_parameters() - norms
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0, 1979.0),
+        ("NVIDIA H200", 989.0, 1979.0),
+        ("NVIDIA H20", 148.0, 296.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0, None),
+        ("NVIDIA L40S", 362.0, 724.0),
+        ("NVIDIA L40", 181.0, 362.0),
+        ("NVIDIA L20", 119.5, 239.0),
+        ("NVIDIA B200", 2250.0, 4500.0),
+        ("NVIDIA GB200", 2500.0, 5000.0),
+        ("AMD Instinct MI300X", 1307.0, 2614.0),
+        ("NVIDIA GeForce RTX 4090", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_peaks(name: str, bf16: float | None, fp8: float | None) -> None:
+    assert (peak_tflops(name), peak_tflops(name, "fp8")) == (bf16, fp8)
+
+
+def test_peaks_follow_the_precision() -> None:
+    h100, model = "NVIDIA H100 80GB HBM3", {"model": {"path": "m"}, "data": {"train_files": ["t"]}}
+    assert peaks(Config.model_validate(model), h100, 8) == {"peak": 989.0, "fp8_peak": None, "fp8_share": 1.0}
+    fp8 = {"recipe": "blockwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}
+    precise = Config.model_validate({**model, "actor": {"megatron": {"fp8": fp8}}})
+    assert peaks(precise, h100, 8) == {"peak": 989.0, "fp8_peak": 1979.0, "fp8_share": 0.5}
+    given = Config.model_validate({**precise.model_dump(), "trainer": {"peak_tflops": 700.0}})
+    assert peaks(given, h100, 8) == {"peak": 700.0, "fp8_peak": None, "fp8_share": 0.5}
+
+
+def test_mfu_metrics() -> None:
+    """Two epochs in 0.2 s on two devices is half of V16's rate; the forward third in 0.05 s is 154.3127 each."""
+    timings = {"timing_s/update_actor": 0.2, "timing_s/old_log_prob": 0.05}
+    known = mfu_metrics(timings, SHAPE, [1000], num_devices=2, peak=989.0, num_epochs=2)
+    assert known == {
+        "perf/tflops/actor": pytest.approx(231.469056),
+        "perf/mfu/actor": pytest.approx(231.469056 / 989),
+        "perf/tflops/actor_infer": pytest.approx(154.312704),
+        "perf/mfu/actor_infer": pytest.approx(154.312704 / 989),
+        "perf/peak_tflops": 989.0,
+    }
+    assert set(mfu_metrics(timings, SHAPE, [1000], num_devices=2, peak=None)) == {
+        "perf/tflops/actor",
+        "perf/tflops/actor_infer",
+    }
+    # A second sequence without a backward pass adds a third; the pass for old log-probabilities has both.
+    two = mfu_metrics(timings, SHAPE, [1000] * 2, num_devices=2, peak=None, num_epochs=2, forward_only_lengths=[1000])
+    assert two["perf/tflops/actor"] == pytest.approx(231.469056 * 4 / 3)
+    assert two["perf/tflops/actor_infer"] == pytest.approx(154.312704 * 2)
+    fp8 = mfu_metrics(timings, SHAPE, [1000], num_devices=2, peak=989.0, fp8_peak=1979.0, fp8_share=0.5, num_epochs=2)
+    linear = 0.5 * 2 * linear_flops_per_pass(SHAPE, [1000])
+    ideal = (2 * flops_per_pass(SHAPE, [1000]) - linear) / 989 + linear / 1979
+    assert fp8["perf/mfu/actor"] == pytest.approx(ideal / (1e12 * 0.2 * 2)) and fp8["perf/peak_tflops_fp8"] == 1979.0
+    assert mfu_metrics({"timing_s/update_actor": 0.0}, SHAPE, [1000], num_devices=2, peak=989.0) == {}
