@@ -28,11 +28,8 @@ from grpo_megatron.data.written import (
 )
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.weights import check_hf
-from grpo_megatron.reading import ReadError, special_file_in
 from grpo_megatron.models.weights.load import check_hf
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.regular import special_file_in
+from grpo_megatron.reading import ReadError, special_file_in
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 

@@ -15,8 +15,6 @@ from grpo_megatron.config import Config
 from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
-from grpo_megatron.evaluation.validation import read_task_prompts
-from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
 from grpo_megatron.types import Prompt
 
 

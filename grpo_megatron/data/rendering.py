@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.reading import cut
 from grpo_megatron.processes.process import time_limit
+from grpo_megatron.reading import cut
 
 # -- Limits on a chat template: it is a program that comes with a model, and it may loop or build a text of gigabytes --
 

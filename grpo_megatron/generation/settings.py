@@ -17,18 +17,10 @@ from grpo_megatron.data.rows import Question, read_question, read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
-from grpo_megatron.evaluation.engine import model_tokenizer
-from grpo_megatron.evaluation.weights import engine_dtype, open_model
-from grpo_megatron.generation.queries import read_queries
-from grpo_megatron.generation.style import PromptStyle, read_style
-from grpo_megatron.models.tensor_parallel import engine_split_problems, fitting_sizes
 from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model
 from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import MAX_YAML, parse_yaml
-from grpo_megatron.storage.step_folders import STEP_FILE
+from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_json, read_text
+from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt
 
 # -- PromptStyle: how prompts become token ids. A model of one of our runs is asked as the run has asked it ------------

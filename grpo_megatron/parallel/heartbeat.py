@@ -31,11 +31,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.parallel.activity import MainThread, describe_process, same_process, start_ticks
-from grpo_megatron.parallel.disk import on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.parallel.stalls import Beat, StalledRank, Watch, behind, read_beat, reason, table
-from grpo_megatron.storage.run_files import add_event
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.parallel.stalls import (
     Beat,
@@ -50,7 +45,7 @@ from grpo_megatron.parallel.stalls import (
     start_ticks,
     table,
 )
-from grpo_megatron.storage.events import add_event
+from grpo_megatron.storage.run_files import add_event
 
 FOLDER, REPORTS = "heartbeats", "stalls"
 MAX_WATCHERS, MAX_READS = 8, 4096

@@ -16,13 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import ConfigError
-from grpo_megatron.data import arithmetic, products, two_hops
-from grpo_megatron.starting.random_model import PRESETS, SpecialTokens, write_model
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data import arithmetic, feedback, products, two_hops
+from grpo_megatron.data import arithmetic, products, two_hops
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 

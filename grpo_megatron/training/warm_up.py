@@ -24,8 +24,6 @@ from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.storage.run_files import add_event, steps_of
-from grpo_megatron.storage.events import add_event
-from grpo_megatron.storage.step_folders import steps_of
 from grpo_megatron.training.beside.references import WARMUP_FOLDER
 from grpo_megatron.training.build import build_loss, build_report
 from grpo_megatron.training.checkpoint import Checkpoints, run_state

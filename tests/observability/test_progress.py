@@ -20,13 +20,9 @@ from grpo_megatron.observability import progress as progress_module
 from grpo_megatron.observability.console import ConsoleSink
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
-from grpo_megatron.observability.report_sink import ReportSink
-from grpo_megatron.observability.sinks import JsonlSink, build_sinks
-from grpo_megatron.report.metrics_file import METRICS_FILE
-from grpo_megatron.storage import run_files
 from grpo_megatron.observability.sinks import JsonlSink, ReportSink
 from grpo_megatron.pages.run_folder import METRICS_FILE
-from grpo_megatron.storage import start_times
+from grpo_megatron.storage import run_files
 from tests.report.material import group, make_run, sample
 
 

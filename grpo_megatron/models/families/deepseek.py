@@ -10,16 +10,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from grpo_megatron.models.architecture import Architecture, UnsupportedModel, common_settings
-from grpo_megatron.models.decoder_table import latent_table
-from grpo_megatron.models.latent import Latent
-from grpo_megatron.models.mapping import WeightRow
-from grpo_megatron.models.routing import Routing
-from grpo_megatron.reading import shown
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, UnsupportedModel, common_settings
 from grpo_megatron.models.weights.decoder_table import latent_table
 from grpo_megatron.models.weights.table import WeightRow
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 
 # Values of config.json that the modules of Megatron-Core, transformers and vLLM all have.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {

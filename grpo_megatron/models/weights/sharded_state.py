@@ -24,8 +24,6 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.device import Device
-from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.storage.atomic import describe_space
 from grpo_megatron.models.optimizer import (
     finish_load,
     group_settings,
@@ -37,6 +35,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.load import unwrapped
 from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
 from grpo_megatron.parallel.mesh import Mesh, on_every_rank
+from grpo_megatron.storage.atomic import describe_space
 from grpo_megatron.storage.manifest import sha256_of
 
 # -- ShardedWrite: one sharded state on its way to the disk, in three parts. `Writes` does them at once, or lets them wa
