@@ -17,6 +17,7 @@ from grpo_megatron.checks.resume_classes import FIXED, RESUME_CLASSES, SCHEDULE,
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems
 from grpo_megatron.storage.step_folders import on_disk, saved_config, steps_of
+from grpo_megatron.storage.run_files import on_disk, saved_config, steps_of
 
 LONGEST_VALUE = 80  # characters of a value in a message
 REMEDY = (

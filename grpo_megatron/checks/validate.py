@@ -56,6 +56,8 @@ from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
 from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
+from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
+from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder

@@ -1,4 +1,4 @@
-"""heap.py: freed memory is used again without page faults, unless the user has set the limits."""
+"""device.py: freed memory is used again without page faults, unless the user has set the limits."""
 
 from __future__ import annotations
 

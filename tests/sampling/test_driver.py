@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from grpo_megatron.rollout.engine import Completion, stable_hash
-from grpo_megatron.trajectories.driver import play
-from grpo_megatron.trajectories.trajectory import Answer, Trajectory
-from tests.trajectories.fakes import END, LIMITS, FakeAnswers, FakeEngine, trajectory
+from grpo_megatron.sampling.trajectory import Answer, Trajectory, play
+from tests.sampling.trajectory_fakes import END, LIMITS, FakeAnswers, FakeEngine, trajectory
 
 
 def played(

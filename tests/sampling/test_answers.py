@@ -11,10 +11,9 @@ import pytest
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.rollout.engine import Completion
-from grpo_megatron.trajectories.answers import EnvironmentAnswers, EnvironmentsLost
-from grpo_megatron.trajectories.truncation import shorten
+from grpo_megatron.sampling.answers import EnvironmentAnswers, EnvironmentsLost, shorten
 from tests.sampling.fakes import LoneMesh
-from tests.trajectories.fakes import trajectory
+from tests.sampling.trajectory_fakes import trajectory
 
 EOS = 0
 

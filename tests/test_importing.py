@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron import extensions
+from grpo_megatron import importing
 
 ROOT = Path(__file__).resolve().parents[1]
 # As upstream's: the package itself only warns if its torch part is missing; Megatron-Core then imports that part.
@@ -49,19 +49,19 @@ CHILD = """
 
     def child(folder, pipe):
         import grpo_megatron
-        from grpo_megatron import extensions
+        from grpo_megatron import importing
         sys.path.insert(0, folder)
         if folder.endswith("torch part missing"):
             from megatron.core import fp8_utils  # calls the finder; without it: FileNotFoundError
             assert not fp8_utils.HAVE_TE
         else:  # the same without Megatron-Core, whose import takes seconds
-            extensions.examine_engine()
+            importing.examine_transformer_engine()
         try:
             import transformer_engine.pytorch
             can_import = True
         except ImportError:  # all that Megatron-Core handles
             can_import = False
-        return extensions.examine_engine(), can_import
+        return importing.examine_transformer_engine(), can_import
 
     children = []
     for folder in sys.argv[1:]:
@@ -116,10 +116,10 @@ def test_an_unusable_engine_is_hidden_from_megatron(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "version"), [("2.20.2+abc", (2, 20)), ("13.0", (13, 0)), ("2.9.0.dev0+5fdd7bb", (2, 9)), ("none", ())]
 )
-def test_a_version_is_its_first_two_numbers(text: str, version: extensions.Version) -> None:
-    assert extensions.parse_version(text) == version
+def test_a_version_is_its_first_two_numbers(text: str, version: importing.Version) -> None:
+    assert importing.parse_version(text) == version
 
 
 def test_the_requirement_names_the_range() -> None:
-    lowest, limit = (".".join(map(str, version)) for version in extensions.ENGINE_RANGE)
-    assert f"Transformer Engine >={lowest},<{limit}" == extensions.ENGINE_REQUIREMENT
+    lowest, limit = (".".join(map(str, version)) for version in importing.TE_RANGE)
+    assert f"Transformer Engine >={lowest},<{limit}" == importing.TE_REQUIREMENT
