@@ -20,17 +20,22 @@ from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.dataset_folder import is_there
-from grpo_megatron.data.mixture import Mixture, SourcePrompts
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
 from grpo_megatron.data.row_set import RowSet
 from grpo_megatron.data.rows import read_rows
+from grpo_megatron.data.sampler import Mixture, SourcePrompts
 from grpo_megatron.data.scored import PAIR_ROWS, STEP_ROWS, load_pairs, load_steps, read_pairs, read_steps
 from grpo_megatron.data.survey import Survey
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.written import read_written
-from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample, load_offline_groups, load_supervised
+from grpo_megatron.data.written import (
+    OfflineGroup,
+    SupervisedExample,
+    load_offline_groups,
+    load_supervised,
+    read_written,
+)
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_config
 from grpo_megatron.types import BY_MODEL, Prompt

@@ -28,7 +28,7 @@ from grpo_megatron.config.problems import Problems
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.storage.rollout_folder import owner_problem, rollout_files
+from grpo_megatron.storage.run_files import owner_problem, rollout_files
 
 # -- Responses that take several steps (`rollout.partial`): what they cannot be combined with, and their lines of the pl
 

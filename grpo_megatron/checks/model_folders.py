@@ -17,8 +17,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
 from grpo_megatron.models.weights.load import check_hf
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.regular import special_file_in
+from grpo_megatron.reading import ReadError, special_file_in
 
 CRITIC_PATH = "critic.path"
 MAIN, OTHERS = "reward_model", "reward_models."  # keys of the config

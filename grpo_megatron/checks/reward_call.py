@@ -16,9 +16,8 @@ from grpo_megatron.config.problems import Problems
 from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.data.tasks import get_task
-from grpo_megatron.reading.bounds import cut, shown
-from grpo_megatron.rewards import check_reward
 from grpo_megatron.reading import cut, shown
+from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
 from grpo_megatron.rewards.composite import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool

@@ -15,7 +15,7 @@ from grpo_megatron.config import AlgorithmConfig, Config, CriticConfig, RewardMo
 from grpo_megatron.config.problems import Problems
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.rewards.reward import rewards
 
 # -- A model with a scalar head: how its folder is read. One beside the policy (a reward model, the critic) reads the sa

@@ -53,9 +53,7 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import ProblemList, Problems
 from grpo_megatron.data.benchmarks import read_task_prompts
-from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
 from grpo_megatron.data.item_table import one_of_each
-from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage

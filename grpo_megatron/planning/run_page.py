@@ -17,7 +17,7 @@ from grpo_megatron.checks.names import sources_of
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.checks.scoring import critic_lines, reward_model_lines
 from grpo_megatron.config import Config, TrainerConfig
-from grpo_megatron.data.mixture import Mixture
+from grpo_megatron.data.sampler import Mixture
 from grpo_megatron.memory.engine import engine_cache
 from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,

@@ -24,10 +24,6 @@ from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.search import PlannedLayout, search
-from grpo_megatron.reading.yaml_text import parse_yaml
-from grpo_megatron.planning.nearest import PlannedLayout
-from grpo_megatron.planning.search import search
-from grpo_megatron.planning.workload import Workload
 from grpo_megatron.reading import parse_yaml
 from grpo_megatron.storage.atomic import write_file
 
