@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 
 
 class UnsupportedModel(ValueError):

@@ -167,7 +167,7 @@ def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware)
     assert all(f"actor.megatron.fp8.recipe={recipe}" in problem and "leave it out" in problem for problem in problems)
 
 
-NO_ENGINE = {"engine_problem": "2.20.2 is installed"}
+NO_ENGINE = {"transformer_engine_problem": "2.20.2 is installed"}
 NEEDED = "needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed"
 
 
@@ -191,7 +191,7 @@ def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardwa
 
 
 def test_quantized_rollouts_need_no_transformer_engine() -> None:
-    without_engine = replace(B200, engine_problem="it is not installed")
+    without_engine = replace(B200, transformer_engine_problem="it is not installed")
     for quantization in QUANTIZATIONS:
         assert not list(hardware_problems(config(rollout={"quantization": quantization}), without_engine))
 

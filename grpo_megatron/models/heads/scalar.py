@@ -36,7 +36,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from grpo_megatron.algo.value_loss import ValueInputs, value_loss
+from grpo_megatron.algo.losses import ValueInputs, value_loss
 from grpo_megatron.config import ActorConfig, MegatronConfig, ModelConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_megatron.checks.critic import has_critic
+from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ScoringModel
 from grpo_megatron.device import Device
@@ -18,7 +18,7 @@ from grpo_megatron.training.beside.reward_model import (
     ProcessScorer,
     Scorer,
 )
-from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.training.stopping import Cadence
 
 
 def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoRewardModel:
