@@ -44,9 +44,8 @@ from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.profiler import Profiler, flat_settings
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.samples import ShownSamples, build_rollout_files
-from grpo_megatron.training.score_validation import ScoreValidation
 from grpo_megatron.training.stopping import Cadence
-from grpo_megatron.training.validation import ValidationLoss, Validator
+from grpo_megatron.training.validation import ScoreValidation, ValidationLoss, Validator
 from grpo_megatron.types import BY_MODEL
 
 
