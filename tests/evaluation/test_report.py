@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.data.benchmarks import Problem
+from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.evaluation import figures, page_data
 from grpo_megatron.evaluation.estimates import estimate
 from grpo_megatron.evaluation.grading import Grade
@@ -36,7 +36,7 @@ def _graded(number: int, texts: list[str], right: list[bool], level: str = "Leve
         for index, (text, ok) in enumerate(zip(texts, right, strict=True))
     ]
     return GradedProblem(
-        Problem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples
+        BenchmarkProblem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples
     )
 
 
