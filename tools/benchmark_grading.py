@@ -15,8 +15,8 @@ from pathlib import Path
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.grading import grade
 from grpo_megatron.rewards import extractors, rewards
-from grpo_megatron.rewards.math.formula import import_math_verify
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.math.value import import_math_verify
+from grpo_megatron.rewards.pool import RewardPool
 
 Pairs = list[tuple[str, str]]  # (answer, completion)
 

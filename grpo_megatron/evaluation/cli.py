@@ -129,7 +129,7 @@ def _test_graders() -> None:
 
     Raises RuntimeError.
     """
-    from grpo_megatron.rewards.workers.pool import RewardPool
+    from grpo_megatron.rewards.pool import RewardPool
 
     with RewardPool(1, GRADER_TIMEOUT_S) as pool:
         pool.self_test()
@@ -138,7 +138,7 @@ def _test_graders() -> None:
 def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
     """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables."""
     from grpo_megatron.evaluation import report, results
-    from grpo_megatron.rewards.workers.pool import RewardPool
+    from grpo_megatron.rewards.pool import RewardPool
 
     output, tasks, graded = settings.options.output, {}, {}
     with RewardPool(workers, GRADER_TIMEOUT_S) as pool:

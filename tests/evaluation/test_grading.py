@@ -12,7 +12,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.grading import Grade, grade, grade_file, grader_of, same_answers
 from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.results import _grades
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 from tests.files import DATA, WHOLE
 
 

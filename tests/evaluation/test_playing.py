@@ -21,7 +21,7 @@ from grpo_megatron.evaluation.ledger import Ledger
 from grpo_megatron.evaluation.report import render_page
 from grpo_megatron.evaluation.run import draw_task
 from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import Completion, Request
 from tests.data.test_conversation import CHATML
 from tests.evaluation.models import make_folder, write_rows

@@ -12,6 +12,8 @@ import pytest
 
 from grpo_megatron.data.benchmarks import Problem
 from grpo_megatron.evaluation import report
+from grpo_megatron.data.benchmarks import BenchmarkProblem
+from grpo_megatron.evaluation import figures, page_data
 from grpo_megatron.evaluation.estimates import estimate
 from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry
@@ -35,7 +37,7 @@ def _graded(number: int, texts: list[str], right: list[bool], level: str = "Leve
         for index, (text, ok) in enumerate(zip(texts, right, strict=True))
     ]
     return GradedProblem(
-        Problem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples
+        BenchmarkProblem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples
     )
 
 

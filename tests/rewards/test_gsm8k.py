@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.arithmetic import arithmetic_reward
-from grpo_megatron.rewards.graded import graded_reward
-from grpo_megatron.rewards.gsm8k import (
+from grpo_megatron.rewards.answers import (
     WINDOW,
     contains_number,
     gsm8k_reward,
@@ -23,6 +21,7 @@ from grpo_megatron.rewards.gsm8k import (
     numeric_prediction,
     parse_number,
 )
+from grpo_megatron.rewards.numeric import arithmetic_reward, graded_reward
 from tests.files import DATA, SLICE_AND_WHOLE
 
 NUMERIC = ["arithmetic", "arithmetic_steps", "format", "graded", "gsm8k", "gsm8k_flexible", "gsm8k_strict"]

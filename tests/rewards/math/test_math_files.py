@@ -15,10 +15,9 @@ import pytest
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.math import formula
+from grpo_megatron.rewards.math import value
 from grpo_megatron.rewards.math.grader import boxed_prediction, equivalent
-from grpo_megatron.rewards.math.same_tree import same_tree
-from grpo_megatron.rewards.math.tree import parse_tree
+from grpo_megatron.rewards.math.structure import parse_tree, same_tree
 from grpo_megatron.rewards.math.value import rational, same_value, split_unit
 from tests.files import DATA, SLICE_AND_WHOLE, WHOLE
 
@@ -78,9 +77,9 @@ def test_math_verify_reads_the_references() -> None:
 
     def slow(one: str, other: str) -> bool:
         one, other = (split_unit(text)[0].removesuffix("%") for text in (one, other))
-        if rational(one) is not None or (not formula.refuses(one) and "text" in one) or one.replace("_", "").isalnum():
-            return same_value(one, other, formula.same_formula)
-        return formula.same_formula(one, other)
+        if rational(one) is not None or (not value.refuses(one) and "text" in one) or one.replace("_", "").isalnum():
+            return same_value(one, other, value.same_formula)
+        return value.same_formula(one, other)
 
     for answer in answers[::40]:
         tree = parse_tree(answer)
