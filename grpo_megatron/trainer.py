@@ -46,11 +46,8 @@ from grpo_megatron.training.build import (
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
 from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.guards import Guards, GuardStop
-from grpo_megatron.training.output_folder import OutputFolder
-from grpo_megatron.training.profiler import Profiler
-from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.update_metrics import record_update
 from grpo_megatron.training.output_folder import OutputFolder, record_config
+from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.report import record_update
 from grpo_megatron.training.stopping import Cadence, Stopping
 from grpo_megatron.training.warm_up import warm_up

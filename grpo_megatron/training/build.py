@@ -40,9 +40,6 @@ from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.training.beside.references import References
 from grpo_megatron.training.colocation import Colocation, PolicyAlone, Probe, Provenance
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.probe import Probe
-from grpo_megatron.training.provenance import Provenance
-from grpo_megatron.training.profiler import Profiler, flat_settings
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.samples import ShownSamples, build_rollout_files
 from grpo_megatron.training.stopping import Cadence

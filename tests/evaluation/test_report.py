@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.data.benchmarks import Problem
-from grpo_megatron.evaluation import report
 from grpo_megatron.data.benchmarks import BenchmarkProblem
-from grpo_megatron.evaluation import figures, page_data
+from grpo_megatron.evaluation import report
 from grpo_megatron.evaluation.estimates import estimate
 from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry

@@ -22,10 +22,9 @@ from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
 from grpo_megatron.observability.sinks import JsonlSink, ReportSink
 from grpo_megatron.pages.run_folder import METRICS_FILE
-from grpo_megatron.storage import start_times
-from tests.pages.material import group, make_run, sample
 from grpo_megatron.storage import run_files
-from tests.report.material import group, make_run, sample
+from tests.pages.material import group, make_run, sample
+from tests.report.material import make_run, sample
 
 
 class Clock:
