@@ -24,7 +24,7 @@ RIGHT = 0  # the vote for the right answer, in `majority`
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    """Estimate pass@k from c right answers of n. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {c} right of {n} is not defined")
     wrong = 1.0
@@ -49,7 +49,7 @@ def reported_ks(n: int) -> list[int]:
 
 
 def resampled_means(values: Sequence[float], seed: int = 0) -> Any:
-    """[RESAMPLES]: the mean of each resampling of `values` with replacement."""
+    """The mean of each resampling of `values` with replacement, [RESAMPLES]."""
     generator = np.random.default_rng(seed)
     array, size = np.asarray(values, dtype=np.float64), len(values)
     rows = max(1, 1_000_000 // size)  # resamplings that are in memory together
@@ -104,7 +104,7 @@ MAX_PAIRS = 200  # per problem; with more pairs, only equal texts share a class
 
 
 def vote_classes(problems: Sequence[Sequence[Vote]], equal: Equal) -> list[list[int | None]]:
-    """Each problem's samples as the votes of `estimates.majority`."""
+    """Turn each problem's samples into the votes of `majority`."""
     pairs: list[tuple[int, str, str]] = []
     for number, samples in enumerate(problems):
         pairs += [(number, one, other) for one, other in _deciding_pairs(samples)]

@@ -20,7 +20,7 @@ from grpo_megatron.observability.sinks import Sink
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the console's table. `decimals` None: scientific notation."""
+    """One column of the console's table. With `decimals` None, numbers are in scientific notation."""
 
     title: str
     metric: str
@@ -79,7 +79,7 @@ SCORE_ACCURACY = {  # actor.loss_mode -> the metric that takes the place of the 
 
 
 def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
-    """Those for a run with this config, as plain JSON."""
+    """The columns for a run with this config, as plain JSON."""
     source = (run_config or {}).get("algorithm", {}).get("source")
     if source != "file":
         return CONSOLE_COLUMNS

@@ -30,7 +30,7 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would list every f
 
 @dataclass(frozen=True)
 class Panel:
-    """`series`: (metric, label) of each curve. The label is None if the panel has one curve."""
+    """One panel. `series` has (metric, label) of each curve; the label is None if the panel has one curve."""
 
     title: str
     unit: str
@@ -201,6 +201,7 @@ def _finish_axes(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the picture that the command line asks for."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_megatron.observability.curves", description="Draw a run's learning curves."
     )

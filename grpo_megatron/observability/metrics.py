@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_megatron.algo.kl import clamp_log_ratio
 from grpo_megatron.types import GroupTable
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class RankRecords:
 
 
 def rank_records(states: Mapping[str, tuple[str, Any]]) -> RankRecords:
-    """From name -> (kind, state): a number, or (sum, count), (count, mean, squared deviations), (q, count, values)."""
+    """Pack name -> (kind, state); a state is a number, (sum, count), (count, mean, squared deviations) or (q, count, values)."""
     plain = sorted((name, kind) for name, (kind, _) in states.items() if kind != PERCENTILE)
     numbers = [np.atleast_1d(np.asarray(states[name][1], dtype=np.float64)) for name, _ in plain]
     percentiles = {name: state for name, (kind, state) in states.items() if kind == PERCENTILE}
@@ -64,7 +63,7 @@ def rank_records(states: Mapping[str, tuple[str, Any]]) -> RankRecords:
 
 
 def reduce_records(ranks: Sequence[RankRecords]) -> dict[str, float]:
-    """Name -> its value over all ranks, which are in rank order. A metric without a record is omitted."""
+    """Reduce to name -> value over all ranks, which are in rank order. A metric without a record is omitted."""
     columns: dict[
         str, list[tuple[str, list[int], Array]]
     ] = {}  # name -> kind, ranks and their numbers, for each layout
@@ -97,10 +96,12 @@ def _in_rank_order(parts: Sequence[tuple[str, list[int], Array]]) -> list[list[f
 
 
 def largest_of(values: Sequence[float]) -> float:
+    """The largest value; NaN if any is NaN."""
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def smallest_of(values: Sequence[float]) -> float:
+    """The smallest value; NaN if any is NaN."""
     return math.nan if any(map(math.isnan, values)) else min(values)
 
 
@@ -112,7 +113,7 @@ def _mean(sums: Sequence[float], counts: Sequence[float]) -> float | None:
 def merge_moments(
     counts: Sequence[float], means: Sequence[float], squares: Sequence[float]
 ) -> tuple[float, float, float]:
-    """(count, mean, sum of squared deviations) of the union. Sums of squares would cancel when std << mean."""
+    """Merge to (count, mean, sum of squared deviations) of the union. Sums of squares would cancel when std << mean."""
     count = sum(counts)
     mean = sum(n * m for n, m in zip(counts, means, strict=True)) / count
     return count, mean, sum(s + n * (m - mean) ** 2 for n, m, s in zip(counts, means, squares, strict=True))
@@ -206,11 +207,11 @@ class Metrics:
         self._record(name, "sum", _detached(value))
 
     def max(self, name: str, value: float | Tensor) -> None:
-        """Largest over calls and ranks; NaN if any is NaN."""
+        """Record the largest over calls and ranks; NaN if any is NaN."""
         self._record(name, "max", _detached(value))
 
     def min(self, name: str, value: float | Tensor) -> None:
-        """Smallest over calls and ranks; NaN if any is NaN."""
+        """Record the smallest over calls and ranks; NaN if any is NaN."""
         self._record(name, "min", _detached(value))
 
     def percentile(self, name: str, values: Tensor | Sequence[float], q: float) -> None:
@@ -219,7 +220,7 @@ class Metrics:
         self._record(name, "percentile", (q, _float64(values).flatten().float()))
 
     def constant(self, name: str, value: float) -> None:
-        """A number that is the same on every rank; not exchanged. The last call wins."""
+        """Record a number that is the same on every rank; it is not exchanged. The last call wins."""
         assert name not in self._records, f"metric {name!r} is recorded and constant"
         self._constants[name] = float(value)
 
@@ -281,7 +282,7 @@ def _float64(values: Tensor | Sequence[float]) -> Tensor:
 
 
 def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
-    """How far the training engine's log-probabilities are from the rollout engine's, for the same weights and tokens.
+    """Record how far the policy's log-probabilities are from the rollout engine's, for the same weights and tokens.
 
     All [B, R]; `mask` is the loss mask: tokens that the engine did not draw have no rollout log-probability. With
     d = old - rollout: `rollout_corr/kl` is the token mean of -d, `k3_kl` of e^d - d - 1, `mult_prob_error` of e^|d| (1
@@ -289,6 +290,8 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
     """
     import torch
+
+    from grpo_megatron.algo.kl import clamp_log_ratio
 
     mask = mask.detach().cpu().bool()
     old, rollout = (torch.where(mask, _float64(x).cpu(), 0.0) for x in (old_logprobs, rollout_logprobs))
@@ -321,7 +324,7 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
 
 
 def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length: int) -> None:
-    """Rewards and lengths of every sample of the step. The table is the same on all ranks, so these are constants.
+    """Record rewards and lengths of every sample of the step. The table is the same on all ranks, so these are constants.
 
     `critic/score` is the reward before its penalties, `critic/rewards` after them. Both leave out empty responses and
     unscorable ones (NaN). `response_length` counts all response tokens. `clip_ratio` is the share of responses with

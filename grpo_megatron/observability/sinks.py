@@ -27,7 +27,7 @@ ShownGroups = list[dict[str, Any]]  # samples of a step, as report/samples.py de
 
 
 class Sink:
-    """By default it ignores everything but metrics."""
+    """One destination of a run's metrics. By default it ignores everything but metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise NotImplementedError

@@ -281,7 +281,7 @@ OTHER = "Other metrics"
 
 @dataclass
 class PagePanel:
-    """`curves`: (metric, label)."""
+    """A panel of the page. `curves` has pairs of a metric and its label."""
 
     group: str
     title: str
