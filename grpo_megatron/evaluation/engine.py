@@ -24,7 +24,7 @@ from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.types import WeightBucket
 
-# -- Weights for an engine without a training model: whole tensors of a folder, in bounded buckets, as in a weight sync
+# -- weights of a folder: whole tensors, in bounded buckets, as in a weight sync ---------------------------------------
 # The folder is whatever the converter reads: a Hugging Face folder, a converted Megatron-Core checkpoint, a training step.
 # Nothing is written. Every rank reads every tensor; with the page cache, a machine reads its disk only once.
 

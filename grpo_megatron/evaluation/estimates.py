@@ -93,10 +93,10 @@ def estimate(values: Sequence[float]) -> dict[str, float]:
     return {"value": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "problems": len(values)}
 
 
-# -- Voting: which samples of a problem have the same prediction. The grader is called only where it can matter --------
+# -- votes: which samples of a problem have the same prediction --------------------------------------------------------
 # Right predictions are one class, since each equals the answer. Wrong predictions are classes by their text without white
 # space. Texts that differ can still be equal (1/2 and 0.5), which would split their vote. Where a union of wrong
-# predictions could change the winner, the grader compares them pair by pair, for all problems in one call.
+# predictions could change the winner, and only there, the grader compares them pair by pair, for all problems in one call.
 
 Vote = tuple[bool, str | None]  # whether the sample is right, its prediction
 Equal = Callable[[list[tuple[str, str]]], list[bool]]  # whether the predictions of each pair are equal

@@ -103,7 +103,7 @@ def _cut_torn_line(descriptor: int) -> None:
         os.ftruncate(descriptor, end)
 
 
-# -- Output folder of an evaluation: one process at a time, and one run for its whole life -----------------------------
+# -- the output folder: one process at a time, and one run for its whole life ------------------------------------------
 # OUT/run.json holds the identity of the run: everything that decides the scores. A folder with another identity is refused,
 # so the completions in a folder are always of one run. Tasks may be added.
 

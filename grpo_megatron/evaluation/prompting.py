@@ -1,4 +1,7 @@
-"""Prompts of the scripted evaluation: rendered as in training, with few-shot examples; and where a completion is cut."""
+"""Prompts of the scripted evaluation, rendered as in training, with few-shot examples; and where a completion is cut.
+
+A task with an environment is played instead: its trajectories have the environment, limits and driver of training.
+"""
 
 from __future__ import annotations
 
@@ -140,17 +143,17 @@ def cut_at_stop(token_ids: list[int], stop: list[str], tokenizer: Any) -> tuple[
     return text[: min(places)], low, True
 
 
-# -- Playing: the trajectories of a task with an environment. The environment, its limits and the driver are those of tr
+# -- trajectories of tasks with an environment -------------------------------------------------------------------------
 # A task file names the environment by the keys of `rollout.multi_turn`:
 #
-# name: my_env
-# version: 1
-# title: My environment
-# question: ["{question}"]
-# answer: [{field: answer}]
-# reward: math                     # left out where the environment gives the rewards itself
-# max_tokens: 2048                 # generated and observed tokens of all turns
-# multi_turn: {environment: tools, tools: [calculator], max_assistant_turns: 4}
+#     name: my_env
+#     version: 1
+#     title: My environment
+#     question: ["{question}"]
+#     answer: [{field: answer}]
+#     reward: math                     # left out where the environment gives the rewards itself
+#     max_tokens: 2048                 # generated and observed tokens of all turns
+#     multi_turn: {environment: tools, tools: [calculator], max_assistant_turns: 4}
 #
 # The reward function grades the last turn of the assistant. Where the environment gives the rewards, a trajectory is right if
 # the sum of its rewards is at least 1.

@@ -302,7 +302,8 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-# -- Tables for the terminal: scores in percent with their 95 % intervals, and the settings that they depend on --------
+# -- tables for the terminal -------------------------------------------------------------------------------------------
+# Scores in percent with their 95 % intervals, and the settings that they depend on.
 
 
 def percent(score: dict[str, float]) -> str:

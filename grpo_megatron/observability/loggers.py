@@ -1,8 +1,9 @@
-"""Trackers of experiments: Weights & Biases, SwanLab, MLflow. Each is one class over the package's own calls.
+"""Loggers: the sinks that `trainer.logger` names. Weights & Biases, SwanLab, MLflow and TensorBoard are one class each.
 
-A run has the project trainer.project_name, the name trainer.experiment_name and the tags trainer.tags. Its id is in a file
-of the output folder: a resumed run goes on in the tracker's run, and a run from step 0 is a new one there. Credentials, hosts and
-offline modes are the packages' own settings (WANDB_MODE=offline, SWANLAB_MODE=offline, MLFLOW_TRACKING_URI).
+The run of a tracker has the project trainer.project_name, the name trainer.experiment_name and the tags trainer.tags. Its
+id is in a file of the output folder: a resumed run goes on in the tracker's run, and a run from step 0 is a new one there.
+Credentials, hosts and offline modes are the packages' own settings (WANDB_MODE=offline, SWANLAB_MODE=offline,
+MLFLOW_TRACKING_URI).
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ TRACKER_SINKS: dict[str, type[WandbSink] | type[SwanLabSink] | type[MlflowSink]]
 }
 
 
-# -- TensorBoard: scalars, an overview of the main ones, samples as text, and the config with the results --------------
+# -- TensorBoard -------------------------------------------------------------------------------------------------------
+# Scalars, an overview of the main ones, samples as text, and the config with the results.
 # `tensorboard --logdir OUTPUT_DIR/tensorboard`. The run has the name of trainer.experiment_name. The overview is on the tab
 # "Custom scalars".
 
@@ -228,7 +230,7 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# -- The sinks of a run --
+# -- the sinks of a run ------------------------------------------------------------------------------------------------
 
 
 def check_loggers(names: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""metrics.jsonl: one JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null is a number that is not finite."""
+"""RunFolder: what the files of a run say about it, while it runs and afterwards, on any machine. No process is asked.
+
+The files are metrics.jsonl, config.yaml and config_attempts/, events.jsonl, report_samples.jsonl, and heartbeats/ of rank 0.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from typing import Any
 from grpo_megatron.reading import ReadError, parse_yaml
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.storage.run_files import read_events
+
+# -- metrics.jsonl -----------------------------------------------------------------------------------------------------
+# One JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null is a number that is not finite.
 
 METRICS_FILE = "metrics.jsonl"
 StepMetrics = dict[str, Any]  # one line: "step", and a number or null per metric
@@ -62,7 +68,8 @@ class MetricsTail:
         return is_new, rows
 
 
-# -- Curves: the metrics of a run in at most MAX_BUCKETS places, however many steps it has -----------------------------
+# -- curves ------------------------------------------------------------------------------------------------------------
+# The metrics of a run in at most MAX_BUCKETS places, however many steps it has.
 # A bucket covers `width` steps, a power of two: it keeps the mean, the smallest and the largest value of a metric. So a single
 # spike of a long run stays visible. The memory does not grow with the number of steps.
 
@@ -175,8 +182,9 @@ def rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
-# -- The samples of a report: two groups of some steps, with the log-probabilities of engine and policy at each token --
-# OUTPUT_DIR/report_samples.jsonl has one line per step that is kept:
+# -- report_samples.jsonl ----------------------------------------------------------------------------------------------
+# Two groups of some steps, with the log-probabilities of engine and policy at each token.
+# One line per step that is kept:
 #
 # {"step": 12, "groups": [{"uid", "source", "prompt", "answer", "samples": [SAMPLE, ...]}, ...]}
 #
@@ -223,8 +231,7 @@ def _read(path: Path) -> Iterable[dict[str, Any]]:
             yield step
 
 
-# -- RunFolder: what the files of a run say about it, while it runs and afterwards. Nothing else is needed: no process,
-# metrics.jsonl, config.yaml and config_attempts/, events.jsonl, outcome.json, report_samples.jsonl, and heartbeats/ of rank 0.
+# -- all files of a run ------------------------------------------------------------------------------------------------
 
 SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
 RECENT = 20  # steps, whose median predicts the next ones
