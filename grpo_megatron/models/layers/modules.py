@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from grpo_megatron.importing import replaced
 
 
 class RMSNorm(torch.nn.Module):
@@ -115,7 +116,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         # Without Transformer Engine, Megatron-Core 0.16.1 sets HAVE_TE here all the same, and TELinear is no class.
         has_engine = isinstance(multi_latent_attention.TELinear, type)
-        with mock.patch.object(multi_latent_attention, "HAVE_TE", has_engine):
+        with replaced(multi_latent_attention, HAVE_TE=has_engine):
             super().__init__(config, *args, **kwargs)
         rows = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = WholeLinear(config.hidden_size, rows, config)

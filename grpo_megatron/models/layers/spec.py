@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
-from grpo_megatron.importing import examine_transformer_engine
+from grpo_megatron.importing import examine_transformer_engine, replaced
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
@@ -125,7 +124,7 @@ def engine_gradients(kernels: Kernels) -> Iterator[None]:
     the log-probabilities from its weight.
     """
     has_fusion = layers._grad_accum_fusion_available or (kernels.transformer_engine and kernels.fused_gradients)
-    with mock.patch.object(layers, "_grad_accum_fusion_available", has_fusion):
+    with replaced(layers, _grad_accum_fusion_available=has_fusion):
         yield
 
 
