@@ -30,7 +30,7 @@ from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.sampling.wrappers import build_collector
-from grpo_megatron.storage.step_folders import on_disk, steps_of
+from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.training.beside.build import build_critic, build_references, build_reward_model
 from grpo_megatron.training.build import (
     build_colocation,

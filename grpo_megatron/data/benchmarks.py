@@ -17,7 +17,7 @@ from grpo_megatron.data.rows import Question, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
 from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.processes.process import time_limit
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.storage.manifest import sha256_of
 from grpo_megatron.types import Prompt

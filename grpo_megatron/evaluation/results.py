@@ -20,7 +20,7 @@ from grpo_megatron.evaluation.grading import Grade, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.prompting import ENVIRONMENT
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file

@@ -45,7 +45,7 @@ from grpo_megatron.parallel.stalls import (
     start_ticks,
     table,
 )
-from grpo_megatron.storage.events import add_event
+from grpo_megatron.storage.run_files import add_event
 
 FOLDER, REPORTS = "heartbeats", "stalls"
 MAX_WATCHERS, MAX_READS = 8, 4096

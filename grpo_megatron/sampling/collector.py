@@ -27,7 +27,7 @@ import numpy as np
 from grpo_megatron.algo.advantages import informative_groups
 from grpo_megatron.config import ConfigError, DataConfig, RolloutConfig
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.written_groups import OfflineGroup
+from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh

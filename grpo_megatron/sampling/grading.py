@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.data.reward_item import reward_item
-from grpo_megatron.data.steps import tokens_at
+from grpo_megatron.data.scored import tokens_at
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.processes.process import KeptProblem
 from grpo_megatron.rewards.answers import opened_thought

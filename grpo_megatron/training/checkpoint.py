@@ -39,10 +39,16 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_every_rank, on_first_rank
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, remove_folder, write_file
+from grpo_megatron.storage.atomic import (
+    check_space,
+    clear_leftovers,
+    partial_of,
+    publish_folder,
+    remove_folder,
+    write_file,
+)
 from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
-from grpo_megatron.storage.space import check_space
-from grpo_megatron.storage.step_folders import STEP_FILE, on_disk, steps_of
+from grpo_megatron.storage.run_files import STEP_FILE, on_disk, steps_of
 
 # -- Saving in the background ------------------------------------------------------------------------------------------
 # PendingSave: a checkpoint whose files a thread writes while the run goes on (trainer.async_save).

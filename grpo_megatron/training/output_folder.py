@@ -18,9 +18,8 @@ from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.observability.summary import OUTPUTS
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import clear_leftovers, remove_folder, sync_path, write_file
+from grpo_megatron.storage.atomic import check_space, clear_leftovers, remove_folder, sync_path, write_file
 from grpo_megatron.storage.lock import FolderLock
-from grpo_megatron.storage.space import check_space
 
 EARLIER = re.compile(r"earlier_(\d+)")
 # What a run writes besides what its summary names. Everything else in the folder is the user's, or slurm/train_70b.sh's.

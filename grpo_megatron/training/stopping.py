@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 
 from grpo_megatron.config import TrainerConfig
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.events import add_event
-from grpo_megatron.storage.step_folders import on_disk, steps_of
+from grpo_megatron.storage.run_files import add_event, on_disk, steps_of
 
 if TYPE_CHECKING:
     from grpo_megatron.parallel.mesh import Mesh

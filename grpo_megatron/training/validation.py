@@ -15,7 +15,7 @@ from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.written_groups import OfflineGroup
+from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.summary import Summary

@@ -94,7 +94,7 @@ def write_rollouts(out: Path, held: list[Sample], table: Any, plan: Any, mesh: A
     """Write step 0, then step 1 on a full disk, then step 2. Returns the message of step 1's failure."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
-    from grpo_megatron.storage.rollout_folder import rollout_files
+    from grpo_megatron.storage.run_files import rollout_files
 
     files = rollout_files.RolloutFiles(out, out / "run", mesh, tokenizer=None)
     refused = ""

@@ -22,7 +22,7 @@ from grpo_megatron.models.heads.scalar import ValueModel
 from grpo_megatron.models.weights.sharded_state import Writes
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
-from grpo_megatron.storage.step_folders import CRITIC_FILE, CRITIC_FOLDER
+from grpo_megatron.storage.run_files import CRITIC_FILE, CRITIC_FOLDER
 from grpo_megatron.training.beside.folder import load_beside, save_beside
 from grpo_megatron.training.report import record_update
 from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
