@@ -1,4 +1,4 @@
-"""Counts the files and functions of the package that a plain GRPO run executes: `python tools/journey.py [--list] [--engine NAME]`.
+"""Counts the files and functions of the package that a plain GRPO run executes: `python tools/journey.py [--list]`.
 
 A file counts when one of its functions is called; importing it does not count. Three spans are counted, in this process and its
 threads (not in the worker processes of rewards):

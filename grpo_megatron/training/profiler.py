@@ -15,16 +15,20 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_megatron.config import Config
+from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.clocks import ClockRound, clock_offset
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.profile_report import build_profile_report
 from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event, Recorder, max_events
+from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.observability.step_time import measure
 from grpo_megatron.observability.trace import trace_lines
 from grpo_megatron.parallel.collectives import recorded
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.storage.atomic import new_folder
+from grpo_megatron.training.colocation import PolicyAlone
 
 PROFILE_FOLDER = "profile"
 CLOCK_ROUNDS = 32  # collectives that compare the clocks
@@ -156,3 +160,19 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
             flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
         )
     return result
+
+
+def build_profiler(
+    steps: range | None, config: Config, metrics: Metrics, colocation: PolicyAlone, policy: Policy, sinks: Sinks
+) -> Profiler:
+    """Of the `steps` of `--profile`. `colocation` and `policy` are those of the run."""
+    return Profiler(
+        steps,
+        metrics,
+        colocation.engine,
+        policy.mesh,
+        policy.device.synchronize,
+        output_dir=config.trainer.output_dir,
+        settings=flat_settings(config.model_dump(mode="json")),
+        note=sinks.note,
+    )

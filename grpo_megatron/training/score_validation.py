@@ -13,9 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from grpo_megatron.algo.scores import Calibration, calibration, calibration_table
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import Config
+from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.exchange import gather_rows
 from grpo_megatron.parallel.mesh import on_first_rank
 from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.training.beside.references import References
+from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.training.validation import ValidationLoss
 from grpo_megatron.types import Batch
 
@@ -71,3 +76,11 @@ def _described(file: str, result: Calibration, what: str) -> str:
         f" {result.brier:.4f}, expected calibration error {result.ece:.4f}"
     )
     return f"{head}\n{calibration_table(result)}\n"
+
+
+def build_validation_loss(
+    config: Config, checked: Checked, policy: Policy, references: References, cadence: Cadence
+) -> ValidationLoss:
+    """The loss of held-out rows; with a scalar head, its calibration too."""
+    kind = ValidationLoss if checked.scored_folder is None else ScoreValidation
+    return kind(checked.val_loss_groups, config, policy, references, cadence)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
@@ -47,6 +46,8 @@ class ValidationRow:
 
 
 class Validator:
+    """Validates with `prompts`, as `rollout.val_kwargs` says. `generator` None: the run has no engine and must not call `run`."""
+
     def __init__(
         self,
         generator: Generator | None,
@@ -54,12 +55,11 @@ class Validator:
         data: DataConfig,
         rollout: RolloutConfig,
         mesh: Mesh,
-        output_dir: Path,
-        num_logged_samples: int,
+        trainer: TrainerConfig,
     ) -> None:
         self.generator, self.prompts, self.mesh = generator, list(prompts), mesh
         self.max_tokens, self.val = data.max_response_length, rollout.val_kwargs
-        self.output_dir, self.num_logged_samples = output_dir, num_logged_samples
+        self.output_dir, self.num_logged_samples = trainer.output_dir, trainer.num_logged_samples
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
         """Draw, grade, and return the `val-core/...` and `val-aux/...` metrics, the same on every rank. Collective."""
