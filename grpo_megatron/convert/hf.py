@@ -29,7 +29,7 @@ from grpo_megatron.convert.source import (
 )
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.heads.folder import HEAD_BIAS
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.data.wilson import Z, wilson
+from grpo_megatron.data.pass_rates import Z, wilson
 
 RESAMPLES = 2000
 RIGHT = 0  # the vote for the right answer, in `majority`

@@ -17,7 +17,7 @@ from grpo_megatron.data.task import Example, Task
 from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.evaluation.ledger import LedgerEntry, PlayedTurn
 from grpo_megatron.rollout.engine import sample_seed, stable_hash
-from grpo_megatron.trajectories.trajectory import Trajectory, TrajectoryLimits
+from grpo_megatron.sampling.trajectory import Trajectory, TrajectoryLimits
 from grpo_megatron.types import GREEDY, Prompt
 
 Format = Literal["chat", "text"]

@@ -22,7 +22,7 @@ from grpo_megatron.observability.sinks import JsonlSink, ReportSink, ShownGroups
 from grpo_megatron.pages.kit import visible
 from grpo_megatron.pages.panels import OTHER, page_panels
 from grpo_megatron.pages.run_folder import METRICS_FILE, flat_config
-from grpo_megatron.storage.events import add_event
+from grpo_megatron.storage.run_files import add_event
 
 TRACKERS = ("wandb", "swanlab", "mlflow")  # names in trainer.logger, and of the packages
 MAX_PARAMETERS = 100  # that MLflow accepts in one call

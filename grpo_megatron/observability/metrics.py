@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_megatron.algo.ratio import clamp_log_ratio
+from grpo_megatron.algo.kl import clamp_log_ratio
 from grpo_megatron.types import GroupTable
 
 if TYPE_CHECKING:

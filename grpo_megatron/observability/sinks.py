@@ -21,8 +21,7 @@ from grpo_megatron.pages.run_folder import KeptSamples, RunFolder, read_metrics
 from grpo_megatron.pages.run_page import appended_step, render_report
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.events import add_event, read_events
-from grpo_megatron.storage.start_times import finish_start
+from grpo_megatron.storage.run_files import add_event, finish_start, read_events
 
 ShownGroups = list[dict[str, Any]]  # samples of a step, as report/samples.py describes them
 

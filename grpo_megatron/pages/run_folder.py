@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import ReadError, parse_yaml
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.events import read_events
+from grpo_megatron.storage.run_files import read_events
 
 METRICS_FILE = "metrics.jsonl"
 StepMetrics = dict[str, Any]  # one line: "step", and a number or null per metric

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.inputs import read_model
+from grpo_megatron.checks.model_folders import read_model
 from grpo_megatron.checks.names import name_problems, reward_name_problems
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
@@ -24,7 +24,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import check_tokenizer, open_source
 from grpo_megatron.data.rendering import render_chat
 from grpo_megatron.data.rows import read_question, read_rows
-from grpo_megatron.data.task_file import read_task_file
+from grpo_megatron.data.tasks import read_task_file
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers.transformer_config import transformer_config
