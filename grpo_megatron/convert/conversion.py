@@ -19,8 +19,7 @@ from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.reading import path_problem, read_json, shown, special_file_in
 from grpo_megatron.storage.atomic import is_partial
 from grpo_megatron.storage.manifest import MANIFEST_FILE, write_manifest
-from grpo_megatron.storage.step_folders import CRITIC_FOLDER, REWARD_MODEL_FOLDER, STEP_FILE
-from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER
+from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER, STEP_FILE
 
 # -- The files that are copied with the weights (tokenizer, chat template, generation config, licence); a tokenizer chec
 

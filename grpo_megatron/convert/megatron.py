@@ -58,8 +58,6 @@ from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.heads.folder import HEAD, HEAD_BIAS, HeadKind
 from grpo_megatron.models.weights import plain_data
 from grpo_megatron.models.weights.table import Vocabulary, WeightRow
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.models.weights.table import QKV, Vocabulary, WeightRow
 from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import CRITIC_FILE, PAIRS_FILE, STEP_FILE

@@ -116,7 +116,9 @@ def test_a_whole_tensor_is_divided_as_the_table_merges_it(tmp_path: Path) -> Non
     model = open_source(folders.write(tmp_path / "hf", folders.config_of("qwen2")))
     for row in model.rows:
         whole = row.shard(model.read, model.arch, 0, 1)[: layout.whole_shape(row, model.arch)[0]]
-        for cut, merged in zip(megatron._hf_tensors(row, whole, model.arch), row.merge([whole], model.arch), strict=True):
+        for cut, merged in zip(
+            megatron._hf_tensors(row, whole, model.arch), row.merge([whole], model.arch), strict=True
+        ):
             assert torch.equal(cut, merged), row.megatron
 
 
