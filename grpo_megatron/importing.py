@@ -96,7 +96,7 @@ def silent_imports() -> Iterator[None]:
 # Megatron-Core runs as if it were not installed. `import grpo_megatron` installs the finder that does this in time.
 
 Version = tuple[int, ...]
-PACKAGE = "transformer_engine"
+TE_PACKAGE = "transformer_engine"
 TE_RANGE: tuple[Version, Version] = (
     (2, 9),
     (2, 12),
@@ -116,12 +116,12 @@ def examine_transformer_engine() -> tuple[Version | None, str | None]:
 
     The reason completes a sentence: "it is not installed", "2.20 is installed", "2.11.0 is installed, but ...".
     """
-    if importlib.util.find_spec(PACKAGE) is None:
+    if importlib.util.find_spec(TE_PACKAGE) is None:
         return None, "it is not installed"
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        installed = version(PACKAGE)
+        installed = version(TE_PACKAGE)
     except PackageNotFoundError:
         installed = "an unknown version"
     parsed = parse_version(installed)
@@ -144,9 +144,9 @@ def examine_transformer_engine() -> tuple[Version | None, str | None]:
 
 
 def _hide_transformer_engine() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in (TE_PACKAGE, f"{TE_PACKAGE}_torch")]:
         del sys.modules[name]
-    sys.modules[PACKAGE] = None  # type: ignore[assignment]
+    sys.modules[TE_PACKAGE] = None  # type: ignore[assignment]
 
 
 class MegatronFinder(MetaPathFinder):

@@ -46,11 +46,10 @@ from grpo_megatron.training.colocation import Colocation, build_colocation
 from grpo_megatron.training.correction_step import CorrectionStep, build_loss
 from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.output_folder import OutputFolder, record_config
-from grpo_megatron.training.profiler import build_profiler
+from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.report import build_report, record_update
-from grpo_megatron.training.score_validation import build_validation_loss
 from grpo_megatron.training.stopping import Cadence, Stopping
-from grpo_megatron.training.validation import Validator
+from grpo_megatron.training.validation import Validator, build_validation_loss
 from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
@@ -66,7 +65,9 @@ class Trainer:
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
         with contextlib.ExitStack() as opened:
             self._build(config, checked, opened)
-            self.profiler = build_profiler(profiled, config, self.metrics, self.colocation, self.policy, self.sinks)
+            self.profiler = Profiler(
+                profiled, self.metrics, self.mesh, output_dir=config.trainer.output_dir, note=self.sinks.note
+            )
             self.opened = opened.pop_all()  # reward workers and sinks, which `run` closes
 
     # -- construction --------------------------------------------------------------------------------------------------

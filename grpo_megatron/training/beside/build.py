@@ -11,12 +11,11 @@ from grpo_megatron.config import Config, ScoringModel
 from grpo_megatron.device import Device
 from grpo_megatron.models.heads.folder import RewardFolder, read_reward_folder
 from grpo_megatron.models.heads.scalar import (
-    FrozenRewardModel,
-    FrozenStepModel,
-    RewardModel,
+    FrozenScalar,
     ScalarPolicy,
-    ScoredPolicy,
     ValueModel,
+    last_token,
+    response_tokens,
 )
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.export import Serving, save_hf
@@ -27,7 +26,6 @@ from grpo_megatron.training.beside.reward_model import (
     FrozenReward,
     LearningReward,
     NoRewardModel,
-    OutcomeScorer,
     ProcessScorer,
     Scorer,
 )
@@ -41,17 +39,18 @@ def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Dev
     def frozen(name: str, model: ScoringModel, folder: RewardFolder) -> Scorer:
         parts = (folder, config.model.dtype, actor, mesh, device)
         if folder.kind == "process":
-            return ProcessScorer(name, model, FrozenStepModel(*parts), actor, checked.decode)
-        return OutcomeScorer(name, model, FrozenRewardModel(*parts), actor)
+            return ProcessScorer(name, model, FrozenScalar(*parts), actor, checked.decode)
+        return Scorer(name, model, FrozenScalar(*parts), actor)
 
     others = [frozen(name, config.reward_models[name], folder) for name, folder in checked.reward_folders.items()]
-    if checked.reward_folder is None:
+    main = checked.reward_folder
+    if main is None:
         return FrozenReward(section, others) if others else NoRewardModel()
     if config.algorithm.iteration_steps is None:
-        return FrozenReward(section, [frozen("", section, checked.reward_folder), *others])
+        return FrozenReward(section, [frozen("", section, main), *others])
     return LearningReward(
         section,
-        RewardModel(section, config.model.dtype, actor, mesh, device),
+        ScalarPolicy(main, config.model.dtype, actor, mesh, device, places=last_token(main), optim=section.optim),
         actor,
         others,
         iteration_steps=config.algorithm.iteration_steps,
@@ -68,7 +67,9 @@ def build_critic(config: Config, checked: Checked, mesh: Mesh, device: Device) -
     folder = checked.critic_folder or read_reward_folder(policy_start(config), "value")
     return Critic(
         section,
-        ValueModel(section, folder, config.model.dtype, config.actor, mesh, device),
+        ValueModel(
+            folder, config.model.dtype, config.actor, mesh, device, optim=section.optim, offload=section.offload
+        ),
         algorithm,
         config.actor,
         total_steps=config.trainer.total_training_steps,
@@ -100,7 +101,8 @@ def build_references(
 def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:
     """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
     if checked.scored_folder is not None:
-        return ScoredPolicy(checked.scored_folder, config.model.dtype, config.actor, mesh, device)
+        folder = checked.scored_folder
+        return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
     return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
 
 
