@@ -1,4 +1,4 @@
-"""Builds the models beside the policy: reward models, the critic, the reference."""
+"""Builds the models of a run: the policy and its export, reward models, the critic, the reference."""
 
 from __future__ import annotations
 
