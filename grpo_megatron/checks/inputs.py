@@ -17,7 +17,7 @@ from grpo_megatron.checks.prompt_inputs import check_rows, named_key
 from grpo_megatron.checks.scored_rows import read_scored_groups, trains_scores
 from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.dataset_folder import is_there
+from grpo_megatron.data.rows import is_there
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import (
     OfflineGroup,

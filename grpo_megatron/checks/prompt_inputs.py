@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.sources import SourceFiles, sources_of
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
-from grpo_megatron.data.row_set import FilesError, RowSet
+from grpo_megatron.data.rows import FilesError, RowSet
 from grpo_megatron.data.sampler import Mixture, SourcePrompts
-from grpo_megatron.data.survey import Survey
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.types import BY_MODEL, Prompt
 
@@ -88,8 +85,8 @@ def _read_prompts(
 def check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:
     """Raise one ConfigError for all files that cannot be read or have wrong rows."""
     with named_key(key):
-        rows = RowSet(files, "rows")
-        Survey(rows, parse, lambda parsed: np.zeros((len(parsed), 1), np.int32), None).run()
+        for _ in RowSet(files).parsed(parse):
+            pass
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from grpo_megatron.algo.needs import has_kl_loss
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
-from grpo_megatron.data.item_table import rewards_of
+from grpo_megatron.data.items import rewards_of
 from grpo_megatron.device import Device, DeviceMemory, keep_freed_memory
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.architecture import Architecture

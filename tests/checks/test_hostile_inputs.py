@@ -22,8 +22,9 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, DataConfig, MegatronConfig
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import check_tokenizer, open_source
+from grpo_megatron.data.fields import read_question
 from grpo_megatron.data.rendering import render_chat
-from grpo_megatron.data.rows import read_question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import read_task_file
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.models.families import architecture_of

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_megatron.data.array_file import ArrayFile, open_list
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.array_file import ArrayFile, ListFile, open_list
-from grpo_megatron.data.row_file import open_rows
-from grpo_megatron.data.rows import raw_rows
+from grpo_megatron.data.rows import ListFile, open_rows, raw_rows
 from tests.data.test_json_lines import AWKWARD, VALUES
 
 BLOCKS = "grpo_megatron.data.offset_file.OffsetFile.BLOCK"

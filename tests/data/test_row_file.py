@@ -12,8 +12,7 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data import arrow_rows
-from grpo_megatron.data.row_file import open_rows
-from grpo_megatron.data.rows import raw_rows
+from grpo_megatron.data.rows import open_rows, raw_rows
 
 ROWS = [{"prompt": f"p{n}\n\u00e9", "extra": {"n": n, "list": [n] * (n % 3)}} for n in range(25)]
 

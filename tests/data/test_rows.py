@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.data.rows import read_rows, text_field
+from grpo_megatron.data.fields import text_field
+from grpo_megatron.data.rows import read_rows
 
 
 def _write(path: Path, content: str | bytes) -> Path:

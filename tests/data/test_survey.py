@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grpo_megatron.data.cache import data_cache, take_lock
+from grpo_megatron.data.survey import Numbers, Survey
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data import survey
 from grpo_megatron.data.arithmetic import build_tokenizer
-from grpo_megatron.data.cache import data_cache, take_lock
 from grpo_megatron.data.prompts import load_prompts
-from grpo_megatron.data.row_set import RowSet
-from grpo_megatron.data.survey import Numbers, Survey
+from grpo_megatron.data.rows import RowSet
 from grpo_megatron.data.tokenizer import load_tokenizer
 
 PLAIN = DataConfig(task="arithmetic", apply_chat_template=False, max_prompt_length=8)
