@@ -7,7 +7,7 @@ import math
 import resource
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.fields import Question
@@ -21,6 +21,7 @@ TEMPLATE_BYTES = 2 << 30  # that one chat may add to the memory
 MAX_RENDERED = 1 << 24  # characters of one chat
 STAND_IN_CONTENT = " \"b\\c\" <d> & 'e'\n\t{f} \u00e9" * 3  # what JSON and HTML would escape
 BOUNDARY = 32  # tokens
+NORMAL_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
 
 @contextlib.contextmanager
@@ -128,7 +129,7 @@ class LengthBound:
             return self._render([{"role": role, "content": content} for role in roles] if roles else content)
 
         try:
-            short, long = rendered("a"), rendered(f"a{STAND_IN_CONTENT}")
+            short, long = rendered("1"), rendered(f"1{STAND_IN_CONTENT}")
         except ConfigError:  # reported with the row
             return math.inf
         grown = (len(roles) or 1) * len(STAND_IN_CONTENT.encode())
@@ -141,4 +142,5 @@ def most_tokens(text: str) -> int:
     """The most tokens that a text can have: its bytes, also after a tokenizer's normalisation."""
     if text.isascii():
         return len(text)
-    return max(len(text.encode()), len(unicodedata.normalize("NFKD", text).encode()))
+    forms = [text, *(unicodedata.normalize(form, text) for form in NORMAL_FORMS)]
+    return max(len(form.encode()) for form in forms)
