@@ -194,7 +194,7 @@ UNSURE = 1 << 62  # more keys than a line can have
 _decode = msgspec.json.Decoder().decode
 
 
-def parse_line(line: bytes) -> Any:
+def parse_json_line(line: bytes) -> Any:
     """The JSON value of a line, as `parse_json` gives it. A ReadError is returned, not raised: later lines are read too."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         value = _decode(line)

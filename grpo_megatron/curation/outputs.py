@@ -50,6 +50,7 @@ class RateBand:
 
 
 def kept_problems(tally: Tally, band: RateBand) -> list[ProblemTally]:
+    """The problems that the filters keep, in order."""
     return [problem for problem in tally.problems.values() if band.reason(problem) is None]
 
 
@@ -76,6 +77,7 @@ def pass_rate_rows(tally: Tally, reader: ResponseReader) -> Iterator[dict[str, A
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """One line of JSON per row."""
     return (json.dumps(row) + "\n" for row in rows)
 
 
@@ -175,6 +177,7 @@ _BAR = 40  # characters of the longest bar
 
 
 def describe_tally(tally: Tally, band: RateBand) -> str:
+    """The printed summary: counts, and the problems by pass rate."""
     problems = list(tally.problems.values())
     truncated = sum(problem.truncated for problem in problems)
     mean = sum(problem.rate for problem in problems) / len(problems)

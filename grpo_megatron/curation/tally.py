@@ -262,6 +262,7 @@ class Tally:
 
 
 def tally_responses(responses: Iterable[tuple[ResponsePlace, Response]], rules: CountingRules) -> Tally:
+    """Counts all responses by problem."""
     tally = Tally(rules)
     for place, response in responses:
         tally.add(place, response)

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.fields import MAX_ROW, type_name
 from grpo_megatron.importing import collection_paused
-from grpo_megatron.reading import ReadError, check_regular, cut, lines_of, parse_line, path_problem, read_json, shown
+from grpo_megatron.reading import ReadError, check_regular, cut, lines_of, parse_json_line, path_problem, read_json, shown
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class LineFile(RowFile):
         return len(self._starts)
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
-        return (line if isinstance(line, ReadError) else parse_line(line) for line in self._lines(start, stop))
+        return (line if isinstance(line, ReadError) else parse_json_line(line) for line in self._lines(start, stop))
 
     def place(self, number: int) -> str:
         with self.path.open("rb") as file:
@@ -225,7 +225,7 @@ def _open(path: Path) -> RowFile:
 
 
 def _open_list(path: Path) -> ListFile:
-    rows = parse_line(path.read_bytes().removeprefix(BOM))
+    rows = parse_json_line(path.read_bytes().removeprefix(BOM))
     if isinstance(rows, ReadError):
         raise rows
     if not isinstance(rows, list):
