@@ -46,7 +46,6 @@ def test_an_index_that_is_none(tmp_path: Path, index: object) -> None:
         SafetensorsFolder(model(tmp_path / "model", index))
 
 
-
 def cut_whole(row: WeightRow, whole: list[torch.Tensor], arch: Architecture, tp: int) -> list[torch.Tensor]:
     """Every rank's parameter, from whole tensors: Megatron's layouts written out with torch."""
     if isinstance(row, QKV):  # group by group: its queries, its key, its value
