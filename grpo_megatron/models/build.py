@@ -19,7 +19,7 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture, Routing
 from grpo_megatron.models.layers.modules import TreeParams
-from grpo_megatron.models.layers.spec import GroupLimitedChoice, block_spec, choose_kernels, engine_gradients
+from grpo_megatron.models.layers.spec import GroupLimitedChoice, block_spec, choose_kernels, fused_without_apex
 from grpo_megatron.models.layers.transformer_config import transformer_config
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
 from grpo_megatron.models.packing import Targets
@@ -139,7 +139,7 @@ def build_model(
     assert ep == megatron.expert_model_parallel_size, f"the mesh was built with ep={ep}"
     cp = parallel_state.get_context_parallel_world_size()
     assert cp == megatron.context_parallel_size, f"the mesh was built with cp={cp}"
-    with device.megatron(), engine_gradients(kernels):
+    with device.megatron(), fused_without_apex(kernels):
         model = model_class(
             config=config,
             transformer_layer_spec=block_spec(config, kernels, arch),

@@ -34,6 +34,7 @@ from grpo_megatron.data.sampler import Mixture
 from grpo_megatron.memory.engine import engine_cache
 from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,
+    SAVED_OPTIMIZER_BYTES,
     StageParameters,
     count_parameters,
     is_counted_by_megatron,
@@ -174,7 +175,6 @@ def _shortened(text: str) -> str:
 
 
 LABEL_WIDTH, CELL_WIDTH = 22, 8  # of the table of phases
-SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam
 
 
 def describe_run(

@@ -16,10 +16,11 @@ Row = tuple[list[int], list[int], list[tuple[int, float]]]  # prompt, response, 
 def build(folder: Path, kind: Any, layout: Layout, **megatron: Any) -> Any:
     from grpo_megatron.config import OptimConfig
     from grpo_megatron.models.heads.folder import read_reward_folder
-    from grpo_megatron.models.heads.scalar import ScoredPolicy
+    from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 
     device, mesh = world(layout)
-    policy = ScoredPolicy(read_reward_folder(folder, kind), "float32", actor(layout, **megatron), mesh, device)
+    source, limits = read_reward_folder(folder, kind), actor(layout, **megatron)
+    policy = ScalarPolicy(source, "float32", limits, mesh, device, places=response_tokens)
     policy.set_optimizer(OptimConfig.model_validate({"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.0}), 1)
     return policy
 

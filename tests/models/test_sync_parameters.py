@@ -5,29 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
-from grpo_megatron.models.weights.table import expand_table
+from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
 from tests.sync.architectures import FAMILIES, architecture
+
+
+def cut_whole(row: WeightRow, whole: list[torch.Tensor], arch: Architecture, tp: int) -> list[torch.Tensor]:
+    """Every rank's parameter, from whole tensors: Megatron's layouts written out with torch."""
+    if isinstance(row, QKV):  # group by group: its queries, its key, its value
+        grouped = [tensor.reshape(arch.num_query_groups, -1, *tensor.shape[1:]) for tensor in whole]
+        return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tp))
+    if isinstance(row, GateUp):
+        return [torch.cat(halves) for halves in zip(*(tensor.chunk(tp) for tensor in whole), strict=True)]
+    (tensor,) = whole
+    if isinstance(row, Vocabulary):
+        padding = tensor.new_zeros(arch.padded_vocab_size(tp) - arch.vocab_size, arch.hidden_size)
+        return list(torch.cat([tensor, padding]).chunk(tp))
+    return [tensor] * tp if row.split_dim is None else list(tensor.chunk(tp, dim=row.split_dim))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pieces_are_what_shard_reads(family: str, tp: int) -> None:
+def test_ranks_have_megatrons_layout_and_give_back_the_whole(family: str, tp: int) -> None:
     arch = architecture(family)
-    whole = {name: torch.rand(shape) for name, shape in hf_shapes(arch).items()}
+    tensors = {name: torch.rand(shape) for name, shape in hf_shapes(arch).items()}
     for row in expand_table(table_of(arch), arch):
-        axis = row.split_dim or 0
-        covered = torch.zeros(sum(whole[name].shape[axis] for name in row.hf))
-        offsets = [sum(whole[name].shape[axis] for name in row.hf[:i]) for i in range(len(row.hf))]
-        for tp_rank in range(tp):
-            shard = row.shard(lambda name: whole[name], arch, tp_rank, tp)
-            for piece in row.pieces(arch, tp_rank, tp):
-                length = piece.stop - piece.start
-                expected = whole[row.hf[piece.tensor]].narrow(axis, piece.start, length)
-                assert torch.equal(shard.narrow(axis, piece.local_start, length), expected), (row.megatron, piece)
-                covered[offsets[piece.tensor] + piece.start : offsets[piece.tensor] + piece.stop] += 1
-        assert covered.eq(1 if row.split_dim is not None else tp).all(), row.megatron
+        whole = [tensors[name] for name in row.hf]
+        shards = [row.shard(tensors.__getitem__, arch, tp_rank, tp) for tp_rank in range(tp)]
+        for shard, expected in zip(shards, cut_whole(row, whole, arch, tp), strict=True):
+            assert torch.equal(shard, expected) and tuple(shard.shape) == row.local_shape(arch, tp), row.megatron
+        merged = row.merge(shards, arch)
+        assert all(torch.equal(part, tensor) for part, tensor in zip(merged, whole, strict=True)), row.megatron
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests import tiny
 from tests.models import policy_ranks, reward_ranks
 from tests.models.gradients import named_gradients
 
+CLIPRANGE = 0.5  # the default of critic.cliprange_value
 HEADS = ("score.weight", "score.bias")
 
 
@@ -25,7 +27,9 @@ def build(
     config = CriticConfig.model_validate({"offload": offload, "optim": optim})
     device, mesh = reward_ranks.world(layout)
     actor = reward_ranks.actor(layout, **megatron)
-    model = ValueModel(config, read_reward_folder(folder, "value"), dtype, actor, mesh, device)
+    model = ValueModel(
+        read_reward_folder(folder, "value"), dtype, actor, mesh, device, optim=config.optim, offload=offload
+    )
     with model.in_use():
         model.set_optimizer(config.optim, 2)
     return model
@@ -44,14 +48,17 @@ def make_batch(pairs: Any, rows: list[int], micro: int = 2) -> Any:
 def values(folders: dict[str, Path], pairs: Any, layout: reward_ranks.Layout) -> dict[str, torch.Tensor]:
     """Family -> values, in micro-batches of different sizes, one of them empty."""
     batch = tiny.make_batch(pairs, [[[0, 1], [2], [], [3, 4, 5]]])
-    return {family: build(folder, layout).values(batch) for family, folder in folders.items()}
+    return {family: build(folder, layout).numbers(batch) for family, folder in folders.items()}
 
 
 def update(folder: Path, pairs: Any, layout: reward_ranks.Layout) -> dict[str, Any]:
     """Gradients of one backward pass; then values, metrics and weights of two updates, with and without offloading."""
     model = build(folder, layout, use_distributed_optimizer=False)  # leaves whole gradients on every rank
     batch = make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp))
-    model.backward_values(batch, batch.mini_batches[0])
+    from grpo_megatron.algo.losses import value_loss
+
+    loss = functools.partial(value_loss, cliprange=CLIPRANGE)
+    model.backward(batch, batch.mini_batches[0], loss, [])
     gradients = whole(model, named_gradients(model))
     return {"gradients": gradients, **trained_offloaded_or_not(folder, batch, layout)}
 
@@ -74,9 +81,9 @@ def in_bfloat16(folder: Path, pairs: Any) -> dict[str, Any]:
 
 def trained(model: Any, batch: Any) -> dict[str, Any]:
     for _ in range(2):
-        first = model.values(batch)  # reads weights that the last update may have offloaded
+        first = model.numbers(batch)  # reads weights that the last update may have offloaded
         with model.in_use():
-            sums, metrics = model.update_values(batch, epochs=1)
+            sums, metrics = model.update_values(batch, CLIPRANGE, epochs=1)
     on_device = sum(parameter.untyped_storage().nbytes() for parameter in model.ddp.parameters())
     with model.in_use():
         weights = reward_ranks.stream(model)
@@ -101,4 +108,4 @@ def saved(folder: Path, pairs: Any, layout: reward_ranks.Layout, target: Path) -
     trained(model, make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp)))
     with model.in_use():
         model.save_hf(target, folder)
-    return model.values(tiny.make_batch(pairs, [[[row] for row in range(len(pairs))]]))
+    return model.numbers(tiny.make_batch(pairs, [[[row] for row in range(len(pairs))]]))

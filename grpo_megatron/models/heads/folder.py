@@ -97,6 +97,7 @@ def check_reward_weights(folder: RewardFolder) -> None:
 
 
 def check_files(files: SafetensorsFolder, folder: RewardFolder) -> None:
+    """As `check_reward_weights`, of an opened folder."""
     head: dict[str, tuple[int, ...]] = {}
     if folder.has_head:
         head[HEAD] = (folder.num_labels, folder.arch.hidden_size)
