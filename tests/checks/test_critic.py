@@ -114,7 +114,7 @@ def test_refused_with_the_reason(name: str) -> None:
 def test_a_checkpoint_without_a_critic_cannot_go_on_with_one() -> None:
     new = config_of(algorithm=GAE)
     saved = config_of().model_dump(mode="json")
-    found = list(refusals(Path("run/step_000002"), saved, new))
+    found = runs.texts(refusals(Path("run/step_000002"), saved, new))
     assert any("grpo -> gae: run/step_000002 has no critic" in problem for problem in found), found
     assert not list(refusals(Path("run/step_000002"), new.model_dump(mode="json"), config_of()))
 

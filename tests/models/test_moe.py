@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.checks.layout import engine_expert_problems, expert_problems
+from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.models.weights.load import WeightsError, check_hf, model_rows
