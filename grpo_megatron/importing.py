@@ -65,6 +65,19 @@ def silent_imports() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Inside, attributes of another library's module or class have these values."""
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 # -- Transformer Engine ------------------------------------------------------------------------------------------------
 # Transformer Engine: whether this process can use it. That is decided before Megatron-Core is imported.
 #
@@ -75,7 +88,7 @@ def silent_imports() -> Iterator[None]:
 # Megatron-Core runs as if it were not installed. `import grpo_megatron` installs the finder that does this in time.
 
 Version = tuple[int, ...]
-PACKAGE = "transformer_engine"
+TE_PACKAGE = "transformer_engine"
 TE_RANGE: tuple[Version, Version] = (
     (2, 9),
     (2, 12),
@@ -95,12 +108,12 @@ def examine_transformer_engine() -> tuple[Version | None, str | None]:
 
     The reason completes a sentence: "it is not installed", "2.20 is installed", "2.11.0 is installed, but ...".
     """
-    if importlib.util.find_spec(PACKAGE) is None:
+    if importlib.util.find_spec(TE_PACKAGE) is None:
         return None, "it is not installed"
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        installed = version(PACKAGE)
+        installed = version(TE_PACKAGE)
     except PackageNotFoundError:
         installed = "an unknown version"
     parsed = parse_version(installed)
@@ -123,9 +136,9 @@ def examine_transformer_engine() -> tuple[Version | None, str | None]:
 
 
 def _hide_transformer_engine() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in (TE_PACKAGE, f"{TE_PACKAGE}_torch")]:
         del sys.modules[name]
-    sys.modules[PACKAGE] = None  # type: ignore[assignment]
+    sys.modules[TE_PACKAGE] = None  # type: ignore[assignment]
 
 
 class MegatronFinder(MetaPathFinder):

@@ -38,7 +38,6 @@ from grpo_megatron.training.build import (
     build_generator,
     build_loss,
     build_policy,
-    build_profiler,
     build_report,
     build_validation_loss,
     build_validator,
@@ -48,6 +47,7 @@ from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run
 from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.output_folder import OutputFolder, record_config
+from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.report import record_update
 from grpo_megatron.training.stopping import Cadence, Stopping
 from grpo_megatron.training.warm_up import warm_up
@@ -65,7 +65,9 @@ class Trainer:
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
         with contextlib.ExitStack() as opened:
             self._build(config, checked, opened)
-            self.profiler = build_profiler(profiled, config, self.metrics, self.colocation, self.policy, self.sinks)
+            self.profiler = Profiler(
+                profiled, self.metrics, self.mesh, output_dir=config.trainer.output_dir, note=self.sinks.note
+            )
             self.opened = opened.pop_all()  # reward workers and sinks, which `run` closes
 
     # -- construction --------------------------------------------------------------------------------------------------

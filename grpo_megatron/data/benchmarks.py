@@ -26,7 +26,7 @@ REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row
 
 
 @dataclass(frozen=True)
-class Problem:
+class BenchmarkProblem:
     """`uid` is "task/row number". It seeds the samples, and pairs the problems of two results."""
 
     uid: str
@@ -52,7 +52,7 @@ class Dataset:
     task: Task
     path: Path
     sha256: str
-    problems: list[Problem]
+    problems: list[BenchmarkProblem]
     pool: list[Example]
     pool_sha256: str | None
     num_in_file: int
@@ -92,7 +92,7 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
     remedy = f"set {places.file_option.format(task=task.name)}"
     path = places.files.get(task.name) or _find_file(task, "data file", task.files, places, remedy)
     rows = read_rows(path, lambda row: (*task.read_row(row), *task.labels(row), row))
-    problems = [Problem(f"{task.name}/{number}", *row) for number, row in enumerate(rows)][:limit]
+    problems = [BenchmarkProblem(f"{task.name}/{number}", *row) for number, row in enumerate(rows)][:limit]
     pool: list[Example] = []
     pool_sha256 = None
     if num_fewshot:

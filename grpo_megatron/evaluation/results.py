@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.benchmarks import Problem
+from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.evaluation.estimates import estimate, majority, pass_at_k, reported_ks, vote_classes
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
@@ -46,7 +46,7 @@ class GradedSample:
 class GradedProblem:
     """A problem with its samples: the greedy one first if there is one, then the others by index."""
 
-    problem: Problem
+    problem: BenchmarkProblem
     prompt: str
     samples: list[GradedSample]
 
@@ -189,7 +189,9 @@ def _trajectory_statistics(samples: Sequence[GradedSample]) -> dict[str, Any]:
     return {"turns": round(sum(turns) / len(turns), 2), "statuses": statuses}
 
 
-def _scores_by(graded: list[GradedProblem], label: Callable[[Problem], str | None]) -> dict[str, dict[str, Any]]:
+def _scores_by(
+    graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]
+) -> dict[str, dict[str, Any]]:
     """Scores per group of problems with one label; {} when there are fewer than two groups."""
     groups: dict[str, list[GradedProblem]] = {}
     for item in graded:

@@ -21,13 +21,12 @@ from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import model_shape, peaks
 from grpo_megatron.models.forward import LossFunction, MetricSums
-from grpo_megatron.models.heads.scalar import ScalarPolicy, ScoredPolicy
+from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 from grpo_megatron.models.layers.transformer_config import DTYPES
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.export import Serving, save_hf
 from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
@@ -41,12 +40,10 @@ from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.training.beside.references import References
 from grpo_megatron.training.colocation import Colocation, PolicyAlone, Probe, Provenance
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.profiler import Profiler, flat_settings
 from grpo_megatron.training.report import StepReport
 from grpo_megatron.training.samples import ShownSamples, build_rollout_files
-from grpo_megatron.training.score_validation import ScoreValidation
 from grpo_megatron.training.stopping import Cadence
-from grpo_megatron.training.validation import ValidationLoss, Validator
+from grpo_megatron.training.validation import ScoreValidation, ValidationLoss, Validator
 from grpo_megatron.types import BY_MODEL
 
 
@@ -73,7 +70,8 @@ def join_world(config: Config, device: Device) -> Mesh:
 def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:
     """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
     if checked.scored_folder is not None:
-        return ScoredPolicy(checked.scored_folder, config.model.dtype, config.actor, mesh, device)
+        folder = checked.scored_folder
+        return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
     return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
 
 
@@ -263,20 +261,4 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks,
         shape=shape,
         peaks=peaks(config, policy.device.name, shape.num_layers),
         multiple=policy.multiple,
-    )
-
-
-def build_profiler(
-    steps: range | None, config: Config, metrics: Metrics, colocation: PolicyAlone, policy: Policy, sinks: Sinks
-) -> Profiler:
-    """Of the `steps` of `--profile`. `colocation` and `policy` are those of the run."""
-    return Profiler(
-        steps,
-        metrics,
-        colocation.engine,
-        policy.mesh,
-        policy.device.synchronize,
-        output_dir=config.trainer.output_dir,
-        settings=flat_settings(config.model_dump(mode="json")),
-        note=sinks.note,
     )

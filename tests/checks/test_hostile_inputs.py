@@ -31,7 +31,7 @@ from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers.transformer_config import transformer_config
 from grpo_megatron.rollout.build import engine_problems
 from tests import tiny
-from tests.runs import write_tokenizer
+from tests.runs import texts, write_tokenizer
 
 LONGEST, MOST_LINES = 1200, 60  # characters of a line of a message, and its lines
 MODEL = "model: {path: m}\n"
@@ -331,7 +331,7 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: py
         ("reward", "function"),
     ):
         config = Config.model_validate({"model": {"path": "m"}, section: {key: "ending_module:thing"}})
-        (problem,) = [*name_problems(config), *reward_name_problems(config)]
+        (problem,) = texts([*name_problems(config), *reward_name_problems(config)])
         assert problem.startswith(f"{section}.{key}: ")
         assert "importing module 'ending_module' ends the process" in problem
         assert "ending_module" not in sys.modules
@@ -343,7 +343,7 @@ def test_a_task_function_that_ends_the_process_is_named(tmp_path: Path, monkeypa
     (tmp_path / "ending_task.py").write_text("import sys\ndef task(): sys.exit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     config = Config.model_validate({"model": {"path": "m"}, "data": {"task": "ending_task:task"}})
-    (problem,) = reward_name_problems(config)
+    (problem,) = texts(reward_name_problems(config))
     assert problem.startswith("data.task: task 'ending_task:task': calling it ends the process (exit code 0)")
 
 

@@ -19,7 +19,7 @@ from grpo_megatron.config import TrainerConfig
 from grpo_megatron.observability.loggers import build_sinks, group_text
 from grpo_megatron.observability.sinks import Sinks
 from tests.observability.tracker_signatures import PARAMETERS, VERSIONS, Recording, installed_parameters
-from tests.report.material import group, sample
+from tests.pages.material import group, sample
 
 ACCURACY = "val-core/gsm8k/acc/mean@1"
 CONFIG = {"trainer": {"seed": 1}, "actor": {"optim": {"lr": 1e-6, "betas": [0.9, 0.99]}}}

@@ -7,7 +7,7 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ScoringModel
 from grpo_megatron.device import Device
 from grpo_megatron.models.heads.folder import RewardFolder, read_reward_folder
-from grpo_megatron.models.heads.scalar import FrozenRewardModel, FrozenStepModel, RewardModel, ValueModel
+from grpo_megatron.models.heads.scalar import FrozenScalar, ScalarPolicy, ValueModel, last_token
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.training.beside.critic import Critic, NoCritic
 from grpo_megatron.training.beside.references import References, policy_start
@@ -15,7 +15,6 @@ from grpo_megatron.training.beside.reward_model import (
     FrozenReward,
     LearningReward,
     NoRewardModel,
-    OutcomeScorer,
     ProcessScorer,
     Scorer,
 )
@@ -29,17 +28,18 @@ def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Dev
     def frozen(name: str, model: ScoringModel, folder: RewardFolder) -> Scorer:
         parts = (folder, config.model.dtype, actor, mesh, device)
         if folder.kind == "process":
-            return ProcessScorer(name, model, FrozenStepModel(*parts), actor, checked.decode)
-        return OutcomeScorer(name, model, FrozenRewardModel(*parts), actor)
+            return ProcessScorer(name, model, FrozenScalar(*parts), actor, checked.decode)
+        return Scorer(name, model, FrozenScalar(*parts), actor)
 
     others = [frozen(name, config.reward_models[name], folder) for name, folder in checked.reward_folders.items()]
-    if checked.reward_folder is None:
+    main = checked.reward_folder
+    if main is None:
         return FrozenReward(section, others) if others else NoRewardModel()
     if config.algorithm.iteration_steps is None:
-        return FrozenReward(section, [frozen("", section, checked.reward_folder), *others])
+        return FrozenReward(section, [frozen("", section, main), *others])
     return LearningReward(
         section,
-        RewardModel(section, config.model.dtype, actor, mesh, device),
+        ScalarPolicy(main, config.model.dtype, actor, mesh, device, places=last_token(main), optim=section.optim),
         actor,
         others,
         iteration_steps=config.algorithm.iteration_steps,
@@ -56,7 +56,9 @@ def build_critic(config: Config, checked: Checked, mesh: Mesh, device: Device) -
     folder = checked.critic_folder or read_reward_folder(policy_start(config), "value")
     return Critic(
         section,
-        ValueModel(section, folder, config.model.dtype, config.actor, mesh, device),
+        ValueModel(
+            folder, config.model.dtype, config.actor, mesh, device, optim=section.optim, offload=section.offload
+        ),
         algorithm,
         config.actor,
         total_steps=config.trainer.total_training_steps,
