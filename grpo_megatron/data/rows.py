@@ -33,7 +33,16 @@ from tqdm import tqdm
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.fields import MAX_ROW, type_name
 from grpo_megatron.importing import collection_paused
-from grpo_megatron.reading import ReadError, check_regular, cut, lines_of, parse_json_line, path_problem, read_json, shown
+from grpo_megatron.reading import (
+    ReadError,
+    check_regular,
+    cut,
+    lines_of,
+    parse_json_line,
+    path_problem,
+    read_json,
+    shown,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

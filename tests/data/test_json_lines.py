@@ -114,4 +114,8 @@ def test_plain_lines_do_not_wait_for_the_strict_parser(monkeypatch: pytest.Monke
     lines = [json.dumps(row).encode() for row in [*PLAIN, VERL]]
     assert list(map(parse_json_line, lines)) == [*PLAIN, VERL] and not seen
     twice, deep = b'{"a": "1", "a": "2"}', b"[" * 70 + b"]" * 70
-    assert isinstance(parse_json_line(twice), ReadError) and parse_json_line(deep) == parse_json(deep) and seen == [twice, deep]
+    assert (
+        isinstance(parse_json_line(twice), ReadError)
+        and parse_json_line(deep) == parse_json(deep)
+        and seen == [twice, deep]
+    )
