@@ -14,7 +14,7 @@ from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
-from grpo_megatron.data.item_table import MappedTable
+from grpo_megatron.data.items import MappedTable
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.models.policy import Policy
