@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.fields import Question, question_text
 from grpo_megatron.data.prompts import chat_of, render_prompt, source_of_row
-from grpo_megatron.data.questions import question_text
 from grpo_megatron.data.rendering import encode_prompts
-from grpo_megatron.data.rows import Question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
 from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.processes.process import time_limit

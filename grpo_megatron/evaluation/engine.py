@@ -62,12 +62,8 @@ def stream_weights(source: Source, dtype: str, device: torch.device, bucket_byte
     dtypes = source.result_dtypes(getattr(torch, dtype))
     bucket: WeightBucket = []
     size = 0
-    for name, shape in source.shapes().items():
-        whole = torch.empty(shape, dtype=dtypes[name], device=device)
-        filled = 0
-        for block in source.blocks(name, shape):
-            whole[filled : filled + len(block)] = block.to(dtypes[name])
-            filled += len(block)
+    for name in source.shapes():
+        whole = source.read(name).to(device, dtypes[name])
         if not torch.stack(torch.aminmax(whole)).isfinite().all():  # aminmax passes NaN on
             raise ConvertError(f"{name} has non-finite values")
         bucket.append((name, whole))
