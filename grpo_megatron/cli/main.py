@@ -38,7 +38,7 @@ from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
 from grpo_megatron.observability.progress import awaited
-from grpo_megatron.storage.leftovers import remove_leftovers
+from grpo_megatron.storage.lock import remove_leftovers
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -137,8 +137,7 @@ def _validate(
         awaited("importing libraries", is_shown),
         large_imports(),
     ):  # torch too: now the file is known to be well-formed
-        from grpo_megatron.checks.run_start import RunStart
-        from grpo_megatron.checks.validate import validate
+        from grpo_megatron.checks.validate import RunStart, validate
     device = None if args.gpu is None else args.gpu.usable_bytes
     problems = list(_problems_of_the_start(args, argv, config, world_size))
     return validate(
@@ -153,7 +152,7 @@ def _validate(
 
 def _problems_of_the_start(args: argparse.Namespace, argv: list[str], config: Config, world_size: int) -> Iterator[str]:
     """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
-    from grpo_megatron.checks.scored_rows import trains_scores
+    from grpo_megatron.checks.model_folders import trains_scores
     from grpo_megatron.planning.resolved import resolved_problem
 
     if args.command == "train-reward" and not trains_scores(config):
@@ -174,11 +173,11 @@ def _starts_ranks(args: argparse.Namespace, world_size: int) -> bool:
 
 def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
     """Whether the run is done; then say so. What a resumed run may not change or profile is left to `validate`."""
-    from grpo_megatron.checks.epochs import profile_problems
+    from grpo_megatron.checks.methods import profile_problems
     from grpo_megatron.checks.resume import resume_problems
     from grpo_megatron.training.stopping import is_done
 
-    problems = [*resume_problems(config), *profile_problems(profiled, config.trainer.total_training_steps)]
+    problems = [*resume_problems(config), *profile_problems(config, profiled)]
     if not is_done(config.trainer) or problems:
         return False
     if os.environ.get("RANK", "0") == "0":
@@ -193,7 +192,7 @@ def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
 
 def _join_run(is_rank: bool) -> None:
     """Prepare this process as a rank: before anything slow, since signals may come at any time."""
-    from grpo_megatron.training.stop_signals import listen
+    from grpo_megatron.training.stopping import listen
 
     if is_rank:
         ranks.join_launcher()

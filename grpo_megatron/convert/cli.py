@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.comparison import compare_models, comparison_table, different_settings
 from grpo_megatron.convert.conversion import check_model_layout, open_source, to_hf, to_megatron
-from grpo_megatron.convert.inspection import describe_model
+from grpo_megatron.convert.inspection import compare_models, comparison_table, describe_model, different_settings
 from grpo_megatron.convert.source import FLOATS, Source
 from grpo_megatron.models.architecture import UnsupportedModel
-from grpo_megatron.reading.bounds import cut
+from grpo_megatron.reading import cut
 from grpo_megatron.storage import StorageError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

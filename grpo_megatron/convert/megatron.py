@@ -1,49 +1,173 @@
-"""A Megatron-Core distributed checkpoint as a source: converted, or written by training in any layout.
+"""A Megatron-Core distributed checkpoint: read as a source (converted, or written by training in any layout), and written.
 
-The tensors are read from the files chunk by chunk, without Megatron and without a model. contents.py reads the table of
-contents and unpickles only torch's own records.
+torch.distributed.checkpoint reads the stored chunks that overlap a tensor, without Megatron and without a model. Its table of
+contents is a pickle, of which only plain data is accepted (models/weights/plain_data.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
-import math
-from collections import Counter
+import json
+import os
+import pickle
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_megatron.convert import ConvertError, listing_error
-from grpo_megatron.convert.archive import has_valid_checksum, locate_tensor
-from grpo_megatron.convert.contents import read_contents
-from grpo_megatron.convert.keys import Place, places, whole_shape
-from grpo_megatron.convert.load_layout import tracked_folder
-from grpo_megatron.convert.origin import Origin, read_origin
-from grpo_megatron.convert.rows import megatron_runs
-from grpo_megatron.convert.scalar_head import HeadRow, exported_text, head_rows, read_start
-from grpo_megatron.convert.source import FLOATS, Source, dtype_name
-from grpo_megatron.convert.span import ReusedMemory, Span
+from grpo_megatron.convert.hf import HFFolder
+from grpo_megatron.convert.layout import (
+    Place,
+    common_state,
+    extra_state_keys,
+    places,
+    tracked_folder,
+    whole_shape,
+    written_places,
+)
+from grpo_megatron.convert.output import HashedFiles, Progress
+from grpo_megatron.convert.source import (
+    FLOATS,
+    HeadRow,
+    Source,
+    dtype_name,
+    exported_text,
+    head_rows,
+    read_start,
+    row_blocks,
+)
+from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_config
+from grpo_megatron.models.heads.folder import HEAD, HEAD_BIAS, HeadKind
+from grpo_megatron.models.weights import plain_data
 from grpo_megatron.models.weights.table import Vocabulary, WeightRow
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.run_files import CRITIC_FILE, PAIRS_FILE, STEP_FILE
 
-FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"
+FORMAT_FILE = "metadata.json"
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+FILE_BYTES = 4 << 30
+
+# -- Origin: the training step that a checkpoint belongs to, and which of its models the checkpoint holds --------------
+# step_000020/state                 policy          beside trainer.json
+# step_000020/critic/state          critic          beside critic.json
+# step_000020/reward_model/state    reward_model    beside pairs.json
+
+PartName = Literal["policy", "critic", "reward_model"]
+MARK_FILES: dict[PartName, str] = {"policy": STEP_FILE, "critic": CRITIC_FILE, "reward_model": PAIRS_FILE}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """A stored part of a tensor. `offsets` and `sizes` include the stacked axes; `start` and `length` are bytes in the file."""
+@dataclass(frozen=True)
+class Origin:
+    """`folder` is the part's. `config` is the run's; empty where trainer.json cannot be read."""
 
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    path: Path
-    start: int
-    length: int
+    folder: Path
+    part: PartName | None
+    config: dict[str, Any]
+
+    def start(self) -> Path | None:
+        """The Hugging Face folder that the model started from. None: the config does not say."""
+        keys = {"critic": "critic", "reward_model": "reward_model"}
+        path = self._path(keys[self.part], "path") if self.part in keys else None
+        return path or (None if self.part == "reward_model" else self._path("model", "path"))
+
+    def tokenizer(self) -> Path | None:
+        """The folder whose tokenizer the run exports. None: the config does not say."""
+        return self._path("model", "tokenizer_path") or self._path("model", "path")
+
+    def family(self) -> str | None:
+        """`model.family`. None: the key is not set."""
+        family = self._value("model", "family")
+        return family if isinstance(family, str) else None
+
+    def head(self, keys: set[str]) -> HeadKind | None:
+        """The kind of scalar head of a checkpoint with these tensors. None: a language model. Raises ConvertError."""
+        if self.part == "critic":
+            return "value"
+        if self.part == "reward_model":
+            return "outcome"
+        if HEAD not in keys:
+            return None
+        if HEAD_BIAS not in keys:
+            return "outcome"
+        if self.part == "policy":
+            return "process"
+        raise ConvertError(
+            f"{self.folder} has neither {CRITIC_FILE} nor {STEP_FILE}: its scalar head may be of a critic or of a process"
+            " reward model, which are exported differently; put back the file that the run wrote beside state/"
+        )
+
+    def _value(self, section: str, key: str) -> Any:
+        values = self.config.get(section)
+        return values.get(key) if isinstance(values, dict) else None
+
+    def _path(self, section: str, key: str) -> Path | None:
+        value = self._value(section, key)
+        return self._resolved(Path(value)) if isinstance(value, str) else None
+
+    def _resolved(self, path: Path) -> Path:
+        """A relative path belongs to the folder that the run was started in, which may not be the current one.
+
+        That folder is found where `trainer.output_dir` is relative too: it is above the checkpoint.
+        """
+        output_dir = self._value("trainer", "output_dir")
+        if path.is_absolute() or not isinstance(output_dir, str) or Path(output_dir).is_absolute():
+            return path
+        for folder in self.folder.resolve().parents:
+            if (started_in := _without_end(folder, Path(output_dir))) is not None and (started_in / path).is_dir():
+                return Path(os.path.relpath(started_in / path))
+        return path
+
+
+def _without_end(folder: Path, end: Path) -> Path | None:
+    """`folder` without its last parts, if they are those of `end`."""
+    parts = [part for part in end.parts if part != "."]
+    if not parts or ".." in parts or list(folder.parts[-len(parts) :]) != parts:
+        return None
+    return Path(*folder.parts[: -len(parts)])
+
+
+def read_origin(data_folder: Path) -> Origin:
+    """Of a checkpoint whose files are in `data_folder`."""
+    folder = data_folder.parent if data_folder.name == "state" else data_folder
+    part = next((part for part, mark in MARK_FILES.items() if (folder / mark).exists()), None)
+    step = folder.parent if part in ("critic", "reward_model") else folder
+    try:
+        config = read_json(step / STEP_FILE)["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        config = None
+    return Origin(folder, part, config if isinstance(config, dict) else {})
+
+
+def read_contents(path: Path) -> Any:
+    """The table of contents of a distributed checkpoint: `plain_data.read_table`. Raises ConvertError."""
+    try:
+        return plain_data.read_table(path)
+    except StorageError as error:
+        raise ConvertError(str(error)) from error
 
 
 class MegatronFolder(Source):
@@ -69,8 +193,11 @@ class MegatronFolder(Source):
         except ValueError as error:
             raise ConvertError(f"{error}; name the Hugging Face folder with --hf") from error
         self._check_format()
-        metadata = read_contents(self.data_folder / ".metadata")
-        self._sizes = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        contents = read_contents(self.data_folder / ".metadata")
+        self._sizes = {k: v for k, v in contents.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self._stored = {k: v for k, v in contents.storage_data.items() if k.fqn in self._sizes}
+        self._reader = FileSystemReader(self.data_folder)
+        self._reader.set_up_storage_reader(contents, is_coordinator=True)
         self.head = origin.head(set(self._sizes))
         if self.head is None:
             self.arch = architecture_of(self.config, family or origin.family())
@@ -79,24 +206,18 @@ class MegatronFolder(Source):
             self.arch = self._start.arch
             self.head_rows = head_rows(2 if self.head == "process" else 1, has_bias=self._start.has_bias)
             self.tokenizer_folder = hf or self._find_tokenizer(origin)
-        self._chunks: dict[str, list[_Chunk]] = {}
-        for where, info in metadata.storage_data.items():
-            if where.fqn in self._sizes:
-                chunk = self._chunk_of(where, info)
-                self._chunks.setdefault(where.fqn, []).append(chunk)
         self._where: dict[str, Place] = {}
-        self._spans: dict[_Chunk, Span] = {}
-        self._columns = ReusedMemory()
-        self._owners = {name: (row, part) for row in self.rows for part, name in enumerate(row.hf)}
         self._check()
-        self._layer_chunks = self._chunks_by_layer()
+        self._owners = {name: row for row in self.rows for name in row.hf}
+        self._chunks = self._chunks_by_layer()
+        self._last: dict[str, Tensor] = {}  # the Hugging Face tensors of the row that was read last
 
     def _find_hf(self, origin: Origin) -> Path:
         if (self.folder / "hf" / "config.json").exists():
             return self.folder / "hf"
         if (start := origin.start()) is None:
             raise ConvertError(
-                f"{self.folder} has neither hf/config.json nor a {TRAINER_FILE} that names its model; give --hf FOLDER"
+                f"{self.folder} has neither hf/config.json nor a {STEP_FILE} that names its model; give --hf FOLDER"
             )
         return start
 
@@ -122,16 +243,6 @@ class MegatronFolder(Source):
                 f"{self.data_folder}: format {backend} {version} is not supported (supported: torch_dist 1)"
             )
 
-    def _chunk_of(self, where: Any, info: Any) -> _Chunk:
-        stored = self._sizes[where.fqn].chunks
-        sizes = next(tuple(c.sizes) for c in stored if where.offset is None or c.offsets == where.offset)
-        offsets = tuple(where.offset) if where.offset is not None else (0,) * len(sizes)
-        if Path(info.relative_path).name != info.relative_path:
-            raise ConvertError(
-                f"{self.data_folder}: {where.fqn} is in {info.relative_path!r} according to .metadata, outside the folder"
-            )
-        return _Chunk(where.fqn, offsets, sizes, self.data_folder / info.relative_path, info.offset, info.length)
-
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -147,17 +258,20 @@ class MegatronFolder(Source):
             problems += self._wrong_shape(row, place)
         of_model = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer.", "score."))}
         problems += [f"unexpected {key}" for key in sorted(of_model - used)]
-        for path, end in self._ends().items():
-            size = path.stat().st_size if path.exists() else -1
+        ends = self._ends()
+        for name, end in ends.items():
+            if Path(name).name != name:
+                problems.append(f"{name!r} is outside the folder according to .metadata")
+                continue
+            size = (self.data_folder / name).stat().st_size if (self.data_folder / name).exists() else -1
             if size < end:
-                problems.append(
-                    f"missing file {path.name}" if size < 0 else f"{path.name} is truncated: {size} of {end} bytes"
-                )
+                problems.append(f"missing file {name}" if size < 0 else f"{name} is truncated: {size} of {end} bytes")
         if problems:
             raise listing_error(
-                f"{self.folder} does not hold the model of {self.hf_folder / 'config.json'}:", _unique(problems)
+                f"{self.folder} does not hold the model of {self.hf_folder / 'config.json'}:",
+                list(dict.fromkeys(problems)),
             )
-        self.num_files = len(self._ends())
+        self.num_files = len(ends)
         self.dtypes = {}
         for row in self.rows:
             dtype = self._sizes[self._where[row.megatron].key].properties.dtype
@@ -176,31 +290,32 @@ class MegatronFolder(Source):
             compared = (wanted[0], *size[1:])  # without the padding of the layout that wrote it
         if compared != wanted:
             return [f"{place.key} has shape {list(size)}, expected {list(wanted)}"]
-        volume = sum(torch.Size(chunk.sizes).numel() for chunk in self._chunks.get(place.key, []))
+        volume = sum(chunk.sizes.numel() for chunk in self._sizes[place.key].chunks)
         if volume != torch.Size(size).numel():
             return [f"{place.key} has chunks of {volume} elements in total, expected {torch.Size(size).numel()}"]
         return []
 
-    def _chunks_by_layer(self) -> dict[tuple[str, tuple[int, ...]], list[_Chunk]]:
-        """(key, index along the stacked axes) -> the chunks that overlap it."""
-        found: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
+    def _chunks_by_layer(self) -> dict[Place, list[ChunkStorageMetadata]]:
+        """Key and index along the stacked axes -> the chunks that overlap it. A search among all would be quadratic."""
+        found: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = {}
         for key, depth in {place.key: len(place.stack) for place in self._where.values()}.items():
-            for chunk in self._chunks[key]:
+            for chunk in self._sizes[key].chunks:
                 ranges = (range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
                 for index in itertools.product(*ranges):
                     found.setdefault((key, index), []).append(chunk)
-        return found
+        return {place: found.get((place.key, place.index), []) for place in self._where.values()}
 
-    def _ends(self) -> dict[Path, int]:
+    def _ends(self) -> dict[str, int]:
         """File -> the byte after its last chunk: the least size that it can have."""
-        ends: dict[Path, int] = {}
-        for place in self._where.values():
-            for chunk in self._chunks.get(place.key, []):
-                ends[chunk.path] = max(ends.get(chunk.path, 0), chunk.start + chunk.length)
+        used = {place.key for place in self._where.values()}
+        ends: dict[str, int] = {}
+        for where, info in self._stored.items():
+            if where.fqn in used:
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         return ends
 
     def _layout(self) -> str:
-        cut = Counter(len(self._chunks[p.key]) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
+        cut = (len(self._sizes[p.key].chunks) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
         objects = "with optimizer" if any(key.startswith("optimizer") for key in self._sizes) else "weights only"
         return f"{self.num_files} files, {objects}, up to {max(cut)} chunks per tensor; loads in any layout"
 
@@ -209,59 +324,29 @@ class MegatronFolder(Source):
     def config_text(self, dtype: torch.dtype) -> bytes:
         return super().config_text(dtype) if self.head is None else exported_text(self._start)
 
-    def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
-        row, part = self._owners[name]
-        if isinstance(row, HeadRow):
-            out.zero_()
-            if last == row.num_labels:
-                self._fill(self._where[row.megatron], 0, 1, out[-1:])
-            return
-        done = 0
-        for low, high in megatron_runs(row, self.arch, part, first, last):
-            self._fill(self._where[row.megatron], low, high, out[done : done + high - low])
-            done += high - low
+    def read(self, name: str) -> Tensor:
+        row = self._owners[name]
+        if name not in self._last:
+            self._last = {}  # frees its memory first
+            self._last = dict(zip(row.hf, _hf_tensors(row, self._whole(row), self.arch), strict=True))
+        return self._last[name]
 
-    def _fill(self, place: Place, first: int, last: int, out: Tensor) -> None:
-        """Read rows of a Megatron tensor of all ranks from the chunks that overlap them."""
-        depth = len(place.stack)
-        filled = 0
-        for chunk in self._layer_chunks.get((place.key, place.index), []):
-            low, high = chunk.offsets[depth], chunk.offsets[depth] + chunk.sizes[depth]
-            a, b = max(first, low), min(last, high)
-            if a >= b:
-                continue
-            inner = tuple(
-                slice(o, o + s) for o, s in zip(chunk.offsets[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)
-            )
-            target = out[(slice(a - first, b - first), *inner)]
-            span, start = self._rows_of(chunk, place.index)
-            if target.is_contiguous():
-                span.read_into(start + a - low, start + b - low, target)
-            else:  # columns of a tensor-parallel rank
-                columns = self._columns.tensor(tuple(target.shape), span.dtype)
-                span.read_into(start + a - low, start + b - low, columns)
-                target.copy_(columns)
-            filled += target.numel()
-        if filled != out.numel():
-            raise ConvertError(
-                f"{self.folder}: the chunks of {place.key} leave gaps or overlap at rows {first} to {last}"
-            )
-
-    def _rows_of(self, chunk: _Chunk, index: tuple[int, ...]) -> tuple[Span, int]:
-        """A chunk, which may span several layers (and experts), as rows; and the row at which this layer begins."""
-        span = self._span(chunk)
-        flat = 0
-        for i, offset, size in zip(index, chunk.offsets, chunk.sizes, strict=False):
-            flat = flat * size + i - offset
-        tail = chunk.sizes[len(index) + 1 :]
-        rows = math.prod(chunk.sizes[: len(index) + 1])
-        return dataclasses.replace(span, shape=(rows, *tail)), flat * chunk.sizes[len(index)]
-
-    def _span(self, chunk: _Chunk) -> Span:
-        if chunk not in self._spans:
-            dtype = self._sizes[chunk.key].properties.dtype
-            self._spans[chunk] = locate_tensor(chunk.path, chunk.start, chunk.length, chunk.sizes, dtype)
-        return self._spans[chunk]
+    def _whole(self, row: WeightRow) -> Tensor:
+        """A row's Megatron tensor of all ranks, without the padding of a vocabulary."""
+        place, shape = self._where[row.megatron], whole_shape(row, self.arch)
+        stored = self._sizes[place.key]
+        out = torch.empty((*(1 for _ in place.index), *shape), dtype=stored.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size((*place.index, *(0 for _ in shape))), out.size())
+        known = dataclasses.replace(stored, chunks=self._chunks[place])
+        items = create_read_items_for_chunk_list(place.key, known, [wanted])
+        if sum(item.lengths.numel() for item in items) != out.numel():
+            raise ConvertError(f"{self.folder}: the chunks of {place.key} leave gaps or overlap")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(out))
+        except (OSError, ValueError, KeyError, RuntimeError, EOFError, AssertionError, pickle.UnpicklingError) as error:
+            what = (str(error).splitlines() or [""])[0]
+            raise ConvertError(f"{self.folder}: damaged at {row.megatron} ({what})") from error
+        return out.view(shape)
 
     def check_content(self) -> bool:
         """Compare every chunk's checksum, which finds flipped bits without a manifest."""
@@ -269,16 +354,117 @@ class MegatronFolder(Source):
             raise ConvertError(
                 f"{self.folder} has no manifest.json any more, and no other checksums; --no-hashes reads it unchecked"
             )
+        used = {place.key for place in self._where.values()}
         problems = [
-            f"{chunk.path.name}: the checksum of {key} at byte {chunk.start} differs"
-            for key in {place.key: None for place in self._where.values()}
-            for chunk in self._chunks[key]
-            if not has_valid_checksum(chunk.path, chunk.start, chunk.length, self._span(chunk))
+            f"{info.relative_path}: the checksum of {where.fqn} at byte {info.offset} differs"
+            for where, info in self._stored.items()
+            if where.fqn in used and not _has_valid_checksums(self.data_folder, info)
         ]
         if problems:
             raise listing_error(f"{self.folder} is damaged:", problems)
         return True
 
 
-def _unique(problems: list[str]) -> list[str]:
-    return list(dict.fromkeys(problems))
+class _Into(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._target[tuple(slice(start, start + length) for start, length in spans)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def _hf_tensors(row: WeightRow, whole: Tensor, arch: Architecture) -> list[Tensor]:
+    """`row.merge` of one rank's tensor, without a copy where a Hugging Face tensor is a run of its rows."""
+    if isinstance(row, HeadRow):
+        return row.merge([whole], arch)
+    owners, counts = zip(*row.segments(arch), strict=True)
+    runs = whole.split(list(counts))
+    of_part = [[run for run, owner in zip(runs, owners, strict=True) if owner == part] for part in range(len(row.hf))]
+    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in of_part]
+
+
+def _has_valid_checksums(folder: Path, info: _StorageInfo) -> bool:
+    """Whether the checksums in a torch archive agree with its data. A writer may leave them out: they are 0 then."""
+    with (folder / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        archive = io.BytesIO(file.read(info.length))
+    try:
+        with zipfile.ZipFile(archive) as entries:
+            for entry in entries.infolist():
+                if entry.CRC:
+                    entries.read(entry)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError):
+        return False
+    return True
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(source: HFFolder, folder: Path, dtype: torch.dtype, progress: Progress) -> dict[str, str]:
+    """Write the whole model as a distributed checkpoint into the existing `folder`. Returns file -> sha256.
+
+    A tensor is stored as chunks of rows, of which a rank of any tensor-, pipeline- and expert-parallel layout reads those
+    that overlap its part. torch makes the table of contents. Its own writer of files keeps a chunk of every tensor in
+    memory; here it is one.
+    """
+    with HashedFiles(folder) as files:
+        writer = _ChunkWriter(files)
+        for key in extra_state_keys(source.rows, source.arch):
+            writer.add(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), [None])
+        for row in source.rows:
+            shape = whole_shape(row, source.arch)
+            whole = row.shard(source.read, source.arch, 0, 1)[: shape[0]]
+            for place in written_places(row, source.arch):
+                for first, last in row_blocks(shape):
+                    block = whole[first:last].to(row.dtype(dtype), copy=True)  # torch.save writes all memory of a view
+                    writer.add(*_chunk(place, shape, first, block))
+                    progress.add(block.nbytes)
+    _, contents = create_default_global_save_plan([SavePlan(items) for items in writer.items])
+    FileSystemWriter(folder, sync_files=False).finish(
+        contents, writer.results
+    )  # fsync comes before the folder's rename
+    torch.save(common_state(source.arch), folder / "common.pt")
+    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
+    return files.hashes
+
+
+def _chunk(place: Place, shape: tuple[int, ...], first: int, block: Tensor) -> tuple[WriteItem, Tensor]:
+    """Rows from `first` on of the tensor of a place, as an item of torch's plan, and its data."""
+    offsets = torch.Size((*place.index, first, *(0 for _ in shape[1:])))
+    data = block.view(*(1 for _ in place.index), *block.shape)
+    info = TensorWriteData(
+        ChunkStorageMetadata(offsets, data.size()),
+        TensorProperties(dtype=block.dtype),
+        torch.Size((*place.stack, *shape)),
+    )
+    return WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=info), data
+
+
+class _ChunkWriter:
+    """Writes items into numbered files. `items` and `results` have one list per file."""
+
+    def __init__(self, files: HashedFiles) -> None:
+        self._files = files
+        self.items: list[list[WriteItem]] = []
+        self.results: list[list[WriteResult]] = []
+
+    def add(self, item: WriteItem, value: Any) -> None:
+        if not self.items or self._files.tell() >= FILE_BYTES:
+            self._files.begin(f"__0_{len(self.items)}.distcp")
+            self.items.append([])
+            self.results.append([])
+        archive, start = io.BytesIO(), self._files.tell()
+        torch.save(value, archive)
+        self._files.write(archive.getbuffer())
+        length = self._files.tell() - start
+        name = f"__0_{len(self.items) - 1}.distcp"
+        self.items[-1].append(item)
+        self.results[-1].append(WriteResult(item.index, length, _StorageInfo(name, start, length)))

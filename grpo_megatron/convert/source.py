@@ -1,4 +1,7 @@
-"""Source: a checked model in either format, as Hugging Face tensors of which any rows can be read."""
+"""Source: a checked model in either format, as whole Hugging Face tensors; and the weight rows of a scalar head.
+
+A model of any size needs the memory of a few tensors: they are read one after the other, in the order of the weight table.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +19,31 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.span import ReusedMemory, row_blocks
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.heads.folder import HeadKind
+from grpo_megatron.models.heads.folder import (
+    CLASSIFIER,
+    HEAD,
+    HEAD_BIAS,
+    TOKEN_CLASSIFIER,
+    WHAT,
+    HeadKind,
+    RewardFolder,
+    exported_config,
+    read_reward_folder,
+)
 from grpo_megatron.models.weights.load import model_rows
-from grpo_megatron.models.weights.table import WeightRow
+from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.manifest import Verification
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCK_ELEMENTS = 1 << 22  # what is cast, compared or written at a time
+
+
+def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(first row, last row + 1) of each block of a tensor of this shape. A block has at least one row."""
+    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    for first in range(0, shape[0], step):
+        yield first, min(first + step, shape[0])
 
 
 class Source(ABC):
@@ -49,32 +70,16 @@ class Source(ABC):
         """The weight table rows of the whole model, in stream order."""
         return [*model_rows(self.arch).values(), *self.head_rows]
 
-    def __init__(self) -> None:
-        self._stored, self._block = ReusedMemory(), ReusedMemory()
-
     @abstractmethod
-    def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
-        """Read rows first to last-1 of a Hugging Face tensor into contiguous memory of the stored dtype."""
+    def read(self, name: str) -> Tensor:
+        """A Hugging Face tensor in its stored dtype, on the CPU. Its memory is not written to; it may be a file's.
 
-    def read(self, name: str, first: int, last: int, out: Tensor) -> None:
-        """`fill`, with a cast if `out` has another dtype."""
-        if out.dtype == self.dtypes[name]:
-            self.fill(name, first, last, out)
-            return
-        stored = self._stored.tensor(tuple(out.shape), self.dtypes[name])
-        self.fill(name, first, last, stored)
-        out.copy_(stored)
+        Cheap only in the order of `shapes`. Raises ConvertError for a damaged file.
+        """
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every Hugging Face tensor, in stream order."""
         return {name: shape for row in self.rows for name, shape in zip(row.hf, row.hf_shapes(self.arch), strict=True)}
-
-    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The whole tensor, block by block (`row_blocks`). All blocks share memory: each overwrites the previous one."""
-        for first, last in row_blocks(shape):
-            out = self._block.tensor((last - first, *shape[1:]), self.dtypes[name])
-            self.fill(name, first, last, out)
-            yield out
 
     def config_text(self, dtype: torch.dtype) -> bytes:
         """The config.json of a result in `dtype`: byte by byte as it is, unless its dtype has changed."""
@@ -87,10 +92,6 @@ class Source(ABC):
     def check_content(self) -> bool:
         """Look for damage without a manifest; False where the format has no checksums. Raises ConvertError."""
 
-    def constants(self) -> set[str]:
-        """The Hugging Face tensors that are float32 in a model of any dtype."""
-        return {name for row in self.rows if row.is_constant for name in row.hf}
-
     def dtype(self, wanted: str | None = None) -> torch.dtype:
         """The dtype of the result: `wanted`, or that of the tensors. Raises ConvertError when these have several.
 
@@ -98,7 +99,7 @@ class Source(ABC):
         """
         if wanted is not None:
             return FLOATS[wanted]
-        constants = self.constants()
+        constants = {name for row in self.rows if row.is_constant for name in row.hf}
         dtypes = {name: dtype for name, dtype in self.dtypes.items() if name not in constants}
         counts = Counter(dtypes.values()).most_common()
         if len(counts) > 1:
@@ -111,7 +112,7 @@ class Source(ABC):
         return counts[0][0]
 
     def result_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Of every Hugging Face tensor of a result in `dtype`."""
+        """The dtype of every Hugging Face tensor of a result in `dtype`."""
         return {name: row.dtype(dtype) for row in self.rows for name in row.hf}
 
     def num_bytes(self, dtype: torch.dtype) -> int:
@@ -139,4 +140,63 @@ class Source(ABC):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in config.json: bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+# -- The scalar head of a critic or a reward model: its weight rows, and the config.json with which it is exported -----
+# A checkpoint has one row, score.weight [1, h], and for token classes score.bias [1], in float32. The Hugging Face folder of a
+# process reward model has two labels, wrong and right: zeros, then this row (models/heads/folder.py).
+
+
+@dataclass(frozen=True)
+class HeadRow(Replicated):
+    """One row in Megatron's form; one row per label in the Hugging Face tensor, of which all but the last are zeros."""
+
+    num_labels: int = 1
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        return ((self.num_labels, *self.local_shape(arch, 1)[1:]),)
+
+    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
+        return (1,) if self.hf[0] == HEAD_BIAS else (1, arch.hidden_size)
+
+    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        out = shards[0].new_zeros(self.hf_shapes(arch)[0])
+        out[-1:] = shards[0]
+        return [out]
+
+
+def head_rows(num_labels: int, *, has_bias: bool) -> list[WeightRow]:
+    """The rows of the head, which is float32 in a model of any dtype."""
+    names = [HEAD, HEAD_BIAS] if has_bias else [HEAD]
+    return [HeadRow(name, (name,), is_constant=True, num_labels=num_labels) for name in names]
+
+
+def head_of_folder(config: dict[str, Any]) -> HeadKind | None:
+    """The kind of head of a Hugging Face folder, from the class that its config.json names."""
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if name.endswith(CLASSIFIER):
+        return "outcome"
+    if not name.endswith(TOKEN_CLASSIFIER):
+        return None
+    labels = config.get("id2label")
+    return "value" if isinstance(labels, dict) and len(labels) == 1 else "process"
+
+
+def read_start(folder: Path, kind: HeadKind, family: str | None) -> RewardFolder:
+    """The folder that a model with a head of this kind started from, or was exported to. Raises ConvertError."""
+    if family is not None:
+        raise ConvertError(f"--family {family}: {WHAT[kind]} has a family of this package; leave --family out")
+    try:
+        return read_reward_folder(folder, kind)
+    except (ValueError, TypeError) as error:  # TypeError: id2label of another type
+        raise ConvertError(f"{folder}: {error}") from error
+
+
+def exported_text(start: RewardFolder) -> bytes:
+    """The config.json that the end of the run writes. Its dtype is that of the head, which a loader must not round."""
+    config = exported_config(start)
+    config.pop("torch_dtype", None)
+    return (json.dumps({**config, "dtype": "float32"}, indent=2) + "\n").encode()

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, ConfigError, TrainerConfig
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import shown
-from grpo_megatron.reading.json_text import parse_json
+from grpo_megatron.reading import ReadError, parse_json, shown
 
 DEVICES = get_args(TrainerConfig.model_fields["device"].annotation)
 

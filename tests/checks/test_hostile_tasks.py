@@ -11,7 +11,7 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.benchmarks import DataPlaces, read_datasets
-from grpo_megatron.data.task_file import read_task_file
+from grpo_megatron.data.tasks import read_task_file
 from grpo_megatron.evaluation.options import check_arguments, parse_arguments
 
 TASK = """

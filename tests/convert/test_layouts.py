@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.convert.contents import read_contents
+from grpo_megatron.convert.megatron import read_contents
 from tests import tiny, worlds
 from tests.convert import folders, layout_ranks
 from tests.convert.folders import convert, same_bits, tensors_of

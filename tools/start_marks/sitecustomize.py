@@ -49,7 +49,7 @@ DRAWS = {  # what hands the first request to the engine
 }
 SAMPLERS = {  # what returns the first token
     "vllm.v1.sample.sampler": ("Sampler.forward",),
-    "grpo_megatron.rollout.transformers_batch": ("RunningBatch.step",),
+    "grpo_megatron.rollout.transformers_engine": ("RunningBatch.step",),
 }
 FIRST_TOKEN = "first token"
 _begun = []  # of draws

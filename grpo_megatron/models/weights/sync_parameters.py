@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from grpo_megatron.models.architecture import ENGINE_VOCABULARY_MULTIPLE, Architecture
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import QKV, HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
-from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.tensors import EngineTensors, Interval, SyncParameter, SyncTensor
 
 
@@ -44,7 +44,7 @@ def _sync_parameter(row: WeightRow, arch: Architecture, grid: Grid, stage: int) 
 
 
 def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, rollout_ep: int = 1) -> EngineTensors:
-    """What an engine of `rollout_tp` ranks gets, and which part of it each of them reads.
+    """The tensors that an engine of `rollout_tp` ranks gets, and the part of each that each rank reads.
 
     `reads_shards`: the parts that vLLM reads. Linear layers are cut evenly. Key-value heads are shared by several ranks if
     there are more ranks than heads. The vocabulary is padded to a multiple of 64 first, so that the last rank has fewer
