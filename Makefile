@@ -8,7 +8,7 @@
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
 #                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.
 #                   Before it, the tests that are too long for make test.
-#                   FAULTS=5: with seven of them
+#                   FAULTS=7: with seven of them
 # All but test-gpu set up their environment first, once.
 
 PYTHON ?= python3.11

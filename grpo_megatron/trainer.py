@@ -13,7 +13,7 @@ import torch
 
 from grpo_megatron.algo.needs import reasons_for_old_pass
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.algo.shaping import with_overlong_penalty
+from grpo_megatron.algo.token_weights import with_overlong_penalty
 from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
@@ -21,16 +21,16 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
+from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import Metrics, percentile_limit
 from grpo_megatron.observability.progress import awaited
-from grpo_megatron.observability.sinks import build_sinks
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
-from grpo_megatron.sampling.build import build_collector
 from grpo_megatron.sampling.collector import numbered_samples
-from grpo_megatron.storage.step_folders import on_disk, steps_of
+from grpo_megatron.sampling.wrappers import build_collector
+from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.training.beside.build import build_critic, build_references, build_reward_model
 from grpo_megatron.training.build import (
     build_colocation,
@@ -44,14 +44,12 @@ from grpo_megatron.training.build import (
     build_validator,
     join_world,
 )
-from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
-from grpo_megatron.training.config_record import record_config
 from grpo_megatron.training.correction_step import CorrectionStep
 from grpo_megatron.training.guards import Guards, GuardStop
-from grpo_megatron.training.output_folder import OutputFolder
-from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.training.output_folder import OutputFolder, record_config
+from grpo_megatron.training.report import record_update
+from grpo_megatron.training.stopping import Cadence, Stopping
 from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 

@@ -144,7 +144,7 @@ def network_problems(device: str) -> list[str]:
     import torch.distributed as dist
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from grpo_megatron.parallel.rendezvous import join_default_group
+    from grpo_megatron.parallel.control import join_default_group
 
     if device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)

@@ -57,6 +57,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmark_grading
 import benchmark_overlap
 import benchmark_passes
 import benchmark_rank
@@ -88,8 +89,8 @@ def random_model(folder: Path, gigabytes: float) -> int:
     """Write a Hugging Face folder of about that size, 1 GB per file; returns its bytes. Random bits cannot be compressed."""
     import torch
 
-    from grpo_megatron.convert.folder import output_folder
-    from grpo_megatron.convert.shards import plan_shards, safetensors_header
+    from grpo_megatron.convert.hf import plan_shards, safetensors_header
+    from grpo_megatron.convert.output import output_folder
     from grpo_megatron.models.families import architecture_of, hf_shapes
 
     layers = max(1, round((gigabytes * 1e9 - 4 * 32000 * 4096) / 354e6))
@@ -239,11 +240,11 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
 
 
 def grade(args: argparse.Namespace) -> int:
+
     from grpo_megatron.config import ConfigError
-    from grpo_megatron.evaluation import grading_speed
 
     try:
-        grading_speed.print_rates(args.data, args.problems)
+        benchmark_grading.print_rates(args.data, args.problems)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

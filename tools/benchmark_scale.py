@@ -2,7 +2,7 @@
 
 The samples of all ranks are drawn as numbers (no tokens), and sent as they would be: pickled parts of every rollout block.
 Every phase is timed once, after a first run; then it runs under tracemalloc for the largest memory that it holds at once,
-besides its inputs. Network time is not in it; `neighbours.py` gives the number of messages.
+besides its inputs. Network time is not in it; `parallel/control.py` gives the number of messages.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class SimulatedStep:
     def select(self) -> Any:
         """A round of dynamic sampling, after its table is gathered."""
         from grpo_megatron.observability.metrics import Metrics
-        from grpo_megatron.sampling import dynamic
         from grpo_megatron.sampling.collector import Group, informative_prompts
+        from tests.sampling.test_collectors import dynamic
 
         drawn = [Group(0, []) for _ in range(self.num_samples // GROUP)]
         chosen = [drawn[index] for index in informative_prompts(self.table)]

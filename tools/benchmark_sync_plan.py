@@ -12,10 +12,10 @@ from typing import Any
 from grpo_megatron.checks.weight_sync import planned_sync
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_architecture
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.floor import floor_of
+from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.plan import NETWORK
-from grpo_megatron.sync.rank_plan import RankPlan
+from grpo_megatron.sync.rounds import RankPlan
+from grpo_megatron.sync.tensors import floor_of
 
 ITEMSIZE = 2  # bfloat16
 PER_NODE = 8

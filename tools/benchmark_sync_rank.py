@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_megatron.child import die_with_parent
 from grpo_megatron.config import MegatronConfig, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import build_model
@@ -34,14 +33,15 @@ from grpo_megatron.models.weights.load import hf_weights, stage_owners
 from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
+from grpo_megatron.processes.family import die_with_parent
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import stable_hash
-from grpo_megatron.sync.attest import compare as compare_digests
 from grpo_megatron.sync.delta_sync import DeltaLimits
+from grpo_megatron.sync.digest import compare as compare_digests
 from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.plan import NETWORK, NODE
-from grpo_megatron.sync.rank_plan import RankPlan
+from grpo_megatron.sync.rounds import RankPlan
 from grpo_megatron.types import WeightBucket
 
 NOISE = 1 << 20  # random elements that the weights are made of

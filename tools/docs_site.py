@@ -3,7 +3,6 @@
 - README.md is the first page.
 - A link that leaves docs/, such as ../examples/quickstart.yaml, leads to a page that shows this file or folder.
 - Equations, $...$ and $$...$$, become MathML, which browsers draw themselves: no script and no font is fetched.
-- Entries of the nav without a file are left out.
 """
 
 from __future__ import annotations
@@ -24,24 +23,6 @@ LINK = re.compile(r"(!?\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\]\()([^)\s#]+)(#[^)\s]*
 IMAGES = (".png", ".svg", ".jpg")
 LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash", ".json": "json", ".jinja": "jinja", ".lock": "text"}
 LARGEST = 200_000  # bytes of a file that is shown
-
-
-def on_config(config: Any) -> Any:
-    config.nav = _existing(config.nav, Path(config.docs_dir))
-    return config
-
-
-def _existing(entries: list[dict[str, Any]], docs: Path) -> list[dict[str, Any]]:
-    """Helpers write pages on branches of their own; a page may not be merged yet."""
-    kept = []
-    for entry in entries:
-        ((title, target),) = entry.items()
-        if isinstance(target, list):
-            target = _existing(target, docs)
-        elif target != "index.md" and not (docs / target).exists():
-            continue
-        kept.append({title: target})
-    return kept
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -74,7 +55,7 @@ def on_page_content(html_text: str, page: Any, config: Any, files: Files) -> str
 
 
 def _inline(match: re.Match[str]) -> str:
-    return convert(_latex(match[1]))
+    return f'<span class="formula">{convert(_latex(match[1]))}</span>'
 
 
 def _block(match: re.Match[str]) -> str:

@@ -3,6 +3,4 @@
 The loss functions need torch: `losses.py` registers them all when one is looked up.
 """
 
-from grpo_megatron.algo import gae as gae
 from grpo_megatron.algo import returns as returns
-from grpo_megatron.algo import selection as selection

@@ -33,7 +33,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.ratio import ratio_of
+from grpo_megatron.algo.kl import ratio_of
 from grpo_megatron.config import RolloutCorrection
 
 Method = Literal["mean_of", "population_std", "effective_sample_size", "max", "min"]

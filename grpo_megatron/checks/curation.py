@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, SamplingConfig
-from grpo_megatron.storage.rollout_folder import owner_problem, rollout_files
+from grpo_megatron.storage.run_files import owner_problem, rollout_files
 
 
 def curation_problems(config: Config) -> Problems:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from grpo_megatron.checks.epochs import steps_of_epochs
 from grpo_megatron.checks.sources import sources_of
 from grpo_megatron.config import Config, TrainerConfig
-from grpo_megatron.data.mixture import Mixture
+from grpo_megatron.data.sampler import Mixture
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked

@@ -12,8 +12,8 @@ from typing import Any
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError, MultiTurnConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.environments.build import find_environment, first_messages, make_environment
 from grpo_megatron.environments.environment import ChatMessage
+from grpo_megatron.environments.pool import find_environment, first_messages, make_environment
 from grpo_megatron.types import Prompt
 
 SHOWN = 200  # characters of a message in the printed plan

@@ -6,7 +6,7 @@ from grpo_megatron.checks.layout import ROLLOUT_TP, TP, divisors, joined
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import MegatronConfig, RolloutConfig
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.rollout.vllm_versions import divides_experts_on_cpu
+from grpo_megatron.rollout.vllm_process import divides_experts_on_cpu
 
 EP = "actor.megatron.expert_model_parallel_size"
 ROLLOUT_EP = "rollout.expert_parallel_size"

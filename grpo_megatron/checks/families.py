@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu
+from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu
 
 CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models
 

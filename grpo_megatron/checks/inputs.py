@@ -19,13 +19,17 @@ from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.dataset_folder import is_there
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.written import read_written
-from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample, load_offline_groups, load_supervised
+from grpo_megatron.data.written import (
+    OfflineGroup,
+    SupervisedExample,
+    load_offline_groups,
+    load_supervised,
+    read_written,
+)
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights.load import check_hf
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.regular import special_file_in
+from grpo_megatron.reading import ReadError, special_file_in
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device, count_cuda_devices
-from grpo_megatron.observability.sinks import check_loggers
+from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
 from grpo_megatron.storage.lock import in_use_by, lock_holder
 
@@ -45,19 +45,13 @@ def package_problems(config: Config) -> Problems:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
 
 
-def _cpu_only_problems(config: Config) -> Problems:
-    if config.trainer.cpu_matmul != "torch":
-        yield f"trainer.cpu_matmul={config.trainer.cpu_matmul} on GPUs: it replaces products on the CPU only; leave it out"
-    if config.rollout.engine == "transformers":
-        yield "rollout.engine=transformers on GPUs: this engine has no GPU path; set rollout.engine=vllm"
-
-
 def device_problems(config: Config, world_size: int) -> Problems:
     """This machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
     device, count = config.trainer.device, count_cuda_devices()
     if device == "cpu" or (device == "auto" and count == 0):
         return
-    yield from _cpu_only_problems(config)
+    if config.rollout.engine == "transformers":
+        yield "rollout.engine=transformers on GPUs: this engine has no GPU path; set rollout.engine=vllm"
     if count == 0:
         yield f"trainer.device={device}, but {NO_DEVICE}; set trainer.device=cpu or auto"
         return

@@ -13,10 +13,10 @@ from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.sources import SourceFiles, sources_of
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.mixture import Mixture, SourcePrompts
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
 from grpo_megatron.data.row_set import FilesError, RowSet
+from grpo_megatron.data.sampler import Mixture, SourcePrompts
 from grpo_megatron.data.survey import Survey
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.types import BY_MODEL, Prompt

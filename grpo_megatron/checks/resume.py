@@ -16,7 +16,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.resume_classes import FIXED, RESUME_CLASSES, SCHEDULE, ResumeClass
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.storage.step_folders import on_disk, saved_config, steps_of
+from grpo_megatron.storage.run_files import on_disk, saved_config, steps_of
 
 LONGEST_VALUE = 80  # characters of a value in a message
 REMEDY = (

@@ -113,7 +113,7 @@ RESUME_CLASSES: dict[str, ResumeClass] = {
     **_keys("trainer", "output_dir save_freq test_freq val_before_train resume_mode verify_checkpoints", APPLIES),
     **_keys("trainer", "stop_file stop_at max_actor_ckpt_to_keep save_hf_at_end logger num_logged_samples", APPLIES),
     **_keys("trainer", "rollout_data_dir project_name experiment_name tags async_save", APPLIES),
-    **_keys("trainer", "nnodes n_gpus_per_node device cpu_matmul timeout_s stall_timeout_s peak_tflops", APPLIES),
+    **_keys("trainer", "nnodes n_gpus_per_node device timeout_s stall_timeout_s peak_tflops", APPLIES),
     **_keys("trainer", "seed", FIXED),  # the checkpoint holds the states of the generators
     # What is done about a number, not the number itself.
     **_keys("guards", "rewards logprobs gradients weights max_dumps", APPLIES),

@@ -15,12 +15,11 @@ from grpo_megatron.config import Config, ConfigError, Gate
 from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.data.tasks import get_task
-from grpo_megatron.reading.bounds import cut, shown
-from grpo_megatron.rewards.answer_form import AnswerForm, answer_form
+from grpo_megatron.reading import cut, shown
+from grpo_megatron.rewards.answers import AnswerForm, answer_form
 from grpo_megatron.rewards.composite import COMPOSITE
-from grpo_megatron.rewards.reward import RewardResult, rewards
-from grpo_megatron.rewards.signature import read_signature
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.reward import RewardResult, read_signature, rewards
 from grpo_megatron.types import BY_MODEL, Prompt
 
 logger = logging.getLogger(__name__)

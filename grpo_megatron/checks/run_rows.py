@@ -12,9 +12,9 @@ from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.checks.prompt_inputs import read_train_prompts, read_val_prompts
 from grpo_megatron.checks.reward_call import examples_of
 from grpo_megatron.config import Config
+from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.item_table import one_of_each
-from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
-from grpo_megatron.evaluation.validation import read_task_prompts
+from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.types import Prompt
 
 

@@ -1,4 +1,4 @@
-"""Reads the rows of a run that trains a scalar head (algo/score_losses.py). Every failure is a ConfigError."""
+"""Reads the rows of a run that trains a scalar head (algo/losses.py). Every failure is a ConfigError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.scored import PAIR_ROWS, STEP_ROWS, load_pairs, load_steps, read_pairs, read_steps
-from grpo_megatron.data.written_groups import OfflineGroup
+from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.families import read_config
 
 

@@ -13,7 +13,7 @@ from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, read_reward_folder
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 
 
 def read_head_folder(path: Path, kind: HeadKind, key: str, context: str = "") -> RewardFolder:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, DataConfig, SamplingConfig
-from grpo_megatron.data.recognition import FORMS, recognised_task
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.tasks import FORMS, get_task, recognised_task
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from grpo_megatron.checks.score_head import score_head_problems
 from grpo_megatron.checks.shortage import SHORTAGE_KEYS, phase_shortages
 from grpo_megatron.checks.sources import source_problems, with_recognised_tasks
 from grpo_megatron.config import Config, ConfigError, DataConfig
-from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
-from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
+from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
+from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder

@@ -18,11 +18,10 @@ from grpo_megatron.checks.memory import DTYPE_BYTES
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
-from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.rollout.build import find_engine
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
-from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import Rounds, Traffic, plan_rounds
+from grpo_megatron.sync.rounds import RankPlan, Rounds, Traffic, plan_rounds
 
 NVLINK_BYTES_PER_S = 200e9  # of one GPU, in each direction: what is usable of NVLink on an 8-GPU node
 NETWORK_BYTES_PER_S = 400e9 / 8  # of one GPU's network card of 400 Gbit/s, in each direction

@@ -13,10 +13,7 @@ from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import config_keys
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import cut, shown
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import MAX_LEVELS, MAX_YAML, parse_yaml
+from grpo_megatron.reading import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, shown
 
 # -- A Config of the right keys of a file: wrong ones are taken out, so that the others can be checked too -------------
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.reading.bounds import cut
+from grpo_megatron.reading import cut
 
 EXPECTED = {  # module -> exception whose message tells what to do: it is shown without a traceback
     "grpo_megatron.config.section": "ConfigError",
@@ -36,7 +36,7 @@ EXPECTED = {  # module -> exception whose message tells what to do: it is shown 
     "grpo_megatron.models.weights.load": "WeightsError",
 }
 PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it closes the sockets of a dying process
-ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by default, and where training/stop_signals.py listens
+ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by default, and where training/stopping.py listens
 END_FILE = "end"  # in the launcher's folder: written before it ends all ranks
 AGENT_S = 60.0  # the agent needs about 0.1 s to find a dead rank; the limit is for an agent that never does
 MAX_LINE, MAX_LINES = 2000, 200  # of an expected error: a value from a file may have megabytes
@@ -211,7 +211,7 @@ def explain_failure(error: Any, folder: Path) -> int:
     `error` is torch's ChildFailedError and `folder` its log folder. The earliest report that is no symptom is the
     reason; without one, it is a rank that has died without a report.
     """
-    from grpo_megatron.training.stop_signals import EXIT_INTERRUPTED, EXIT_STOPPED
+    from grpo_megatron.training.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
 
     failures = error.failures
     for code in (EXIT_STOPPED, EXIT_INTERRUPTED):

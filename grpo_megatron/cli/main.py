@@ -38,7 +38,7 @@ from grpo_megatron.cli.module_path import find_modules
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import large_imports
 from grpo_megatron.observability.progress import awaited
-from grpo_megatron.storage.leftovers import remove_leftovers
+from grpo_megatron.storage.lock import remove_leftovers
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -193,7 +193,7 @@ def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
 
 def _join_run(is_rank: bool) -> None:
     """Prepare this process as a rank: before anything slow, since signals may come at any time."""
-    from grpo_megatron.training.stop_signals import listen
+    from grpo_megatron.training.stopping import listen
 
     if is_rank:
         ranks.join_launcher()

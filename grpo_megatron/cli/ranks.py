@@ -16,12 +16,12 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.child import die_with_parent
 from grpo_megatron.cli.failures import END_FILE, explain_failure, has_started
 from grpo_megatron.observability.progress import awaited
+from grpo_megatron.processes.family import die_with_parent
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.leftovers import folder_until_exit, private_folder
-from grpo_megatron.storage.start_times import begin_start
+from grpo_megatron.storage.lock import folder_until_exit, private_folder
+from grpo_megatron.storage.run_files import begin_start
 
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
@@ -75,7 +75,7 @@ def start_ranks(
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from grpo_megatron.parallel.rendezvous import BACKEND, register_local_rendezvous
+    from grpo_megatron.parallel.control import BACKEND, register_local_rendezvous
 
     if not can_stop:  # `train` has announced it before its checks
         announce_start(world_size, engine)
@@ -131,7 +131,7 @@ def _handle_requests(folder: Path) -> dict[int, Any]:
     """Handle the signals that ask the run to stop, in the launcher; returns the handlers from before."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from grpo_megatron.training.stop_signals import ANNOUNCEMENT, REQUESTS
+    from grpo_megatron.training.stopping import ANNOUNCEMENT, REQUESTS
 
     received: list[str] = []
 
@@ -150,8 +150,8 @@ def _handle_requests(folder: Path) -> dict[int, Any]:
 
 def join_launcher() -> None:
     """Called by every rank: it dies with its launcher, and finds the launcher's files."""
-    from grpo_megatron.parallel.rendezvous import STORE_FILE
-    from grpo_megatron.training.stop_signals import STOP_FILE
+    from grpo_megatron.parallel.control import STORE_FILE
+    from grpo_megatron.training.stopping import STOP_FILE
 
     die_with_launcher()
     if (folder := launcher_folder()) is not None:

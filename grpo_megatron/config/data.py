@@ -27,7 +27,7 @@ class SamplingConfig(Section):
 
 
 class DataSource(Section):
-    """One of several data sets of a run. Draws follow the weights exactly: data/mixture.py."""
+    """One of several data sets of a run. Draws follow the weights exactly: data/sampler.py."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")  # in metrics and uids
     files: Files  # to train on, as data.train_files

@@ -26,9 +26,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from grpo_megatron.config.section import ConfigError
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import shown
-from grpo_megatron.reading.json_text import parse_json
+from grpo_megatron.reading import ReadError, parse_json, shown
 
 PROGRAM = "grpo-megatron"
 HIDDEN = argparse.SUPPRESS  # as a help text: the option is accepted and not listed

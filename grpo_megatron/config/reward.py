@@ -10,7 +10,7 @@ from grpo_megatron.config.section import Processes, Seconds, Section
 
 
 class OverlongBuffer(Section):
-    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/shaping.py)."""
+    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/token_weights.py)."""
 
     len: int | None = Field(None, ge=1)  # the penalty grows from 0 to 1 over the last so many tokens; null: off
     penalty_factor: float = Field(1.0, gt=0, le=1e4)  # multiplies the penalty

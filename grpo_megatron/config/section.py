@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from grpo_megatron.reading.bounds import integer_problem, path_problem, text_problem
+from grpo_megatron.reading import integer_problem, path_problem, text_problem
 
 
 class ConfigError(ValueError):

@@ -79,8 +79,6 @@ class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1, le=65536)
     n_gpus_per_node: Processes = 8  # ranks per node, on CPU too
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees one
-    # CPU: what multiplies matrices. onednn is up to twice as fast, mostly on AMD; results differ by rounding (onednn.py)
-    cpu_matmul: Literal["torch", "onednn"] = "torch"
     seed: Seed = 42  # of everything in training that is neither data.seed's nor rollout.seed's
     timeout_s: Seconds = 1800.0  # seconds after which a collective fails
     stall_timeout_s: Seconds | None = 35.0  # then a rank that is silent or idle ends the run; null: never

@@ -1,22 +1,10 @@
 """Hugging Face safetensors <-> Megatron-Core distributed checkpoints, on a CPU, in bounded memory, without a model.
 
 cli.py          the command line: to-megatron, to-hf, verify, inspect
-conversion.py   to-megatron and to-hf
-comparison.py   verify
-inspection.py   inspect
-source.py       a model in either format as Hugging Face tensors; hf.py and megatron.py are its two kinds
-span.py         one tensor in a file, read in blocks of rows
-archive.py      the torch archives of which a distributed checkpoint's files consist
-contents.py     the table of contents of a distributed checkpoint, unpickled safely
-origin.py       the training step that a checkpoint belongs to, and which of its models it holds
-scalar_head.py  weight rows and config.json of a critic or a reward model
-keys.py         names and shapes of the tensors in a distributed checkpoint
-rows.py         maps rows of a Megatron tensor to rows of its Hugging Face tensors, and back
-shards.py       writes Hugging Face shards; chunks.py writes a distributed checkpoint
-output.py       the files that both write, hashed while they are written
-tokenizers.py   the files that are copied with the weights, and whether the tokenizer fits the model
-folder.py       the output folder: complete or absent (storage/atomic.py)
-progress.py     bytes done and bytes per second
+conversion.py   to-megatron and to-hf; inspection.py: verify and inspect
+source.py       a model in either format as Hugging Face tensors; hf.py and megatron.py are its two kinds, and write them too
+layout.py       names and places of the tensors in a distributed checkpoint
+output.py       the output folder and its files, hashed while they are written; progress
 
 From Python: `convert.to_megatron(hf_folder, out)` and `convert.to_hf(checkpoint, out)`, with the command's options as keywords.
 """

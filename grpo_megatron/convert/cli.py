@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.reading.bounds import cut
+from grpo_megatron.reading import cut
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 PICKLE_HELP = "read *.bin weights: unpickling can run code of their author, whom you must trust"
@@ -144,8 +144,8 @@ class VerifyOptions(ConvertOptions):
 
     def run(self) -> int:
         """Compare and print the differences; returns 1 if there is one."""
-        from grpo_megatron.convert.comparison import compare_models, comparison_table, different_settings
         from grpo_megatron.convert.conversion import open_source
+        from grpo_megatron.convert.inspection import compare_models, comparison_table, different_settings
 
         a, b = (
             open_source(path, hf=self.hf, allow_pickle=self.allow_pickle, family=self.family)

@@ -14,10 +14,16 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.curation import outputs
-from grpo_megatron.curation.responses import ResponseReader, read_responses, source_files
-from grpo_megatron.curation.selection import RateBand, kept_problems
-from grpo_megatron.curation.summary import describe_tally
-from grpo_megatron.curation.tally import CountingRules, ProblemTally, Tally, tally_responses
+from grpo_megatron.curation.outputs import RateBand, describe_tally, kept_problems
+from grpo_megatron.curation.tally import (
+    CountingRules,
+    ProblemTally,
+    ResponseReader,
+    Tally,
+    read_responses,
+    source_files,
+    tally_responses,
+)
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder, write_file

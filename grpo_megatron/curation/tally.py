@@ -3,12 +3,183 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from grpo_megatron.curation.responses import Response, ResponsePlace
+from grpo_megatron.config import ConfigError
+from grpo_megatron.data.pass_rates import wilson
 from grpo_megatron.data.questions import problem_digest
-from grpo_megatron.data.wilson import wilson
+from grpo_megatron.data.rows import Question, missing_field, read_question, text_field, type_name
+from grpo_megatron.reading import ReadError, cut, lines_of, parse_json, shown
+from grpo_megatron.storage.run_files import rollout_files
+
+# -- Responses with their scores, read one by one from rollout files and from the samples of an evaluation -------------
+# rollouts      trainer.rollout_data_dir, or its files: one response per line (training/samples.py)
+# evaluation    the output folder of tools/evaluate.py, or files of its samples/: one problem per line, with its responses
+#
+# A response remembers its place, so that its text can be read again later and need not be kept.
+
+MAX_SAMPLES_LINE = 1 << 28  # bytes: a problem of an evaluation has all its responses in one line
+
+
+class ResponsePlace(NamedTuple):
+    """The bytes of a line, and the number of the response in it."""
+
+    file: int
+    offset: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """`text` is None for a trajectory of several turns. `score` is None if it could not be graded."""
+
+    question: Question
+    answer: str
+    text: str | None
+    score: float | None
+    num_tokens: int
+    is_truncated: bool
+    step: int | None  # of the training run; None in an evaluation
+    is_replayed: bool = False  # an earlier step of the run had it, too
+
+
+def source_files(sources: Sequence[Path]) -> list[Path]:
+    """The files of the given files and folders, in order. Raises ConfigError."""
+    files: list[Path] = []
+    for source in sources:
+        if not source.is_dir():
+            files.append(source)
+            continue
+        found = [path for _, path in rollout_files(source)] or sorted((source / "samples").glob("*.jsonl"))
+        if not found:
+            raise ConfigError(
+                f"{shown(str(source))} has no rollouts (step_000000.jsonl, of trainer.rollout_data_dir) and no"
+                " samples/*.jsonl (of tools/evaluate.py, which writes them at its end)"
+            )
+        files += found
+    if twice := {path.resolve() for path in files if files.count(path) > 1}:
+        raise ConfigError(f"{shown(str(min(twice)))} is given twice; name it once")
+    return files
+
+
+def read_responses(files: Sequence[Path]) -> Iterator[tuple[ResponsePlace, Response]]:
+    """Every response, in order. Raises ConfigError, which names file and line."""
+    for number, path in enumerate(files):
+        offset = 0
+        try:
+            for line_number, line in enumerate(lines_of(path, MAX_SAMPLES_LINE), start=1):
+                if isinstance(line, ReadError):
+                    raise ConfigError(f"{shown(str(path))} line {line_number} {line}")
+                if line.strip():
+                    for index, response in enumerate(_parsed(line, path, line_number)):
+                        yield ResponsePlace(number, offset, index), response
+                offset += len(line) + 1
+        except OSError as error:
+            raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from error
+        except ReadError as error:
+            raise ConfigError(f"{shown(str(path))} {error}") from error
+
+
+class ResponseReader:
+    """Reads single responses again. Keeps the last line."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+        self._at: tuple[int, int] | None = None
+        self._responses: list[Response] = []
+
+    def read(self, place: ResponsePlace) -> Response:
+        """Raises ConfigError if the file has changed meanwhile."""
+        if self._at != (place.file, place.offset):
+            path = self.files[place.file]
+            try:
+                with path.open("rb") as file:
+                    file.seek(place.offset)
+                    self._responses = responses_of(parse_json(file.readline()))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{shown(str(path))} has changed while it was read: {error}") from error
+            self._at = (place.file, place.offset)
+        return self._responses[place.number]
+
+
+def _parsed(line: bytes, path: Path, number: int) -> list[Response]:
+    try:
+        return responses_of(parse_json(line))
+    except ValueError as error:  # a ReadError is one
+        raise ConfigError(f"{shown(str(path))} line {number}: {cut(str(error), 500)}") from error
+
+
+def responses_of(row: Any) -> list[Response]:
+    """The responses of one line. Raises ValueError."""
+    if not isinstance(row, dict):
+        raise ValueError(f"is {type_name(row)}, not an object")
+    return _of_evaluation(row) if "samples" in row else [_of_rollout(row)]
+
+
+def _of_rollout(row: dict[str, Any]) -> Response:
+    metrics = _field(row, "metrics", dict)
+    scored = {**row, "acc": metrics["acc"]} if "acc" in metrics else row
+    return Response(
+        question=read_question(row),
+        answer=text_field(row, "answer", empty=True),
+        text=None if "turns" in row else text_field(row, "response", empty=True),
+        score=_score(scored, "acc" if "acc" in metrics else "score"),
+        num_tokens=_field(row, "response_tokens", int),
+        is_truncated=_field(row, "finish_reason", str) == "length",
+        step=_field(row, "step", int),
+        is_replayed=_field(row, "replayed", bool),
+    )
+
+
+def _of_evaluation(row: dict[str, Any]) -> list[Response]:
+    """The drawn samples; the greedy one only where no other was drawn. The first grader decides."""
+    question, answer = text_field(row, "question"), text_field(row, "answer", empty=True)
+    samples = _field(row, "samples", list)
+    if not all(isinstance(sample, dict) for sample in samples):
+        raise ValueError("field 'samples' must be a list of objects")
+    drawn = [sample for sample in samples if sample.get("index") != "greedy"] or samples
+    return [
+        Response(
+            question=question,
+            answer=answer,
+            text=None if "turns" in sample else text_field(sample, "completion", empty=True),
+            score=_first_grade(sample),
+            num_tokens=_field(sample, "tokens", int),
+            is_truncated=_field(sample, "finish_reason", str) == "length",
+            step=None,
+        )
+        for sample in drawn
+    ]
+
+
+def _first_grade(sample: dict[str, Any]) -> float:
+    grades = _field(sample, "grades", dict)
+    first = next(iter(grades.values()), None)
+    if not isinstance(first, dict) or not isinstance(first.get("correct"), bool):
+        raise ValueError('field \'grades\' must have the verdict of a grader: {"accuracy": {"correct": true, ...}}')
+    return float(first["correct"])
+
+
+def _score(row: dict[str, Any], field: str) -> float | None:
+    if row.get(field, 0) is None:
+        return None
+    score = float(_field(row, field, int, float))
+    if not math.isfinite(score):
+        raise ValueError(f"field {field!r} is {score}, not a finite number")
+    return score
+
+
+def _field(row: Mapping[str, Any], field: str, *kinds: type) -> Any:
+    if field not in row:
+        raise missing_field([field], dict(row))
+    value = row[field]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"field {field!r} is {type_name(value)}, not {' or '.join(kind.__name__ for kind in kinds)}")
+    return value
 
 
 @dataclass

@@ -17,8 +17,7 @@ import numpy as np
 
 from grpo_megatron.data.offset_file import OffsetFile, Offsets
 from grpo_megatron.data.rows import BOM, MAX_FILE, raw_rows
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.json_lines import SURE_LEVELS, parse_lines
+from grpo_megatron.reading import SURE_LEVELS, ReadError, parse_lines
 
 # Everything up to the next bracket or comma that is in no text; a quote where a text has no end in the block.
 NEXT_MARK = re.compile(rb'(?:[^"\[\]{},]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{},"])', re.DOTALL)

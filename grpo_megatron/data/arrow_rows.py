@@ -19,8 +19,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.cache import content_key, data_cache
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.regular import check_regular
+from grpo_megatron.reading import ReadError, check_regular
 
 ARROW_SUFFIXES = (".parquet", ".arrow")
 MAX_DECODED = 1 << 26  # bytes of a Parquet file, uncompressed, that a rank keeps decoded

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from grpo_megatron.storage.user_cache import CACHE_VARIABLE, cache_folder
+from grpo_megatron.storage.run_files import CACHE_VARIABLE, cache_folder
 
 logger = logging.getLogger(__name__)
 

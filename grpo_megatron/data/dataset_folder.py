@@ -14,9 +14,7 @@ import re
 from pathlib import Path
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import path_problem, shown
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import ReadError, path_problem, read_json, shown
 
 SHARD = re.compile(r"(?P<split>[A-Za-z0-9_.]+?)(-\d{5}-of-\d{5}(-[0-9a-f]+)?)?\.(parquet|arrow|jsonl|json|csv)")
 FILES = (".parquet", ".arrow", ".jsonl", ".json", ".csv")

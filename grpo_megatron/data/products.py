@@ -23,7 +23,7 @@ from grpo_megatron.data.arithmetic import (
     words_of,
     write_data,
 )
-from grpo_megatron.rewards.format import TAGS
+from grpo_megatron.rewards.answers import TAGS
 
 SMALLEST, LARGEST = 32, 99  # all products have four digits
 CONTAINERS = ("boxes", "bags", "rows", "carts")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_megatron.rewards.format import opened_thought
-from grpo_megatron.rewards.item import RewardItem
+from grpo_megatron.rewards.answers import opened_thought
+from grpo_megatron.rewards.reward import RewardItem
 from grpo_megatron.types import Prompt
 
 

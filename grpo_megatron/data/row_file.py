@@ -26,9 +26,7 @@ from grpo_megatron.data.arrow_rows import ARROW_SUFFIXES, open_arrow
 from grpo_megatron.data.dataset_folder import files_of_split
 from grpo_megatron.data.offset_file import OffsetFile, Offsets
 from grpo_megatron.data.rows import BOM, MAX_ROW, named_failures, reader_of
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.json_lines import parse_lines, parsed_line
-from grpo_megatron.reading.regular import check_regular
+from grpo_megatron.reading import ReadError, check_regular, parse_lines, parsed_line
 
 MAY_BE_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c" + BOM[:1]))  # by the first byte of a line
 

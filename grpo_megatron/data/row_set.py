@@ -15,7 +15,7 @@ from typing import Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.row_file import RowFile, open_rows
 from grpo_megatron.data.rows import SHOWN_PROBLEMS, type_name
-from grpo_megatron.reading.bounds import cut
+from grpo_megatron.reading import cut
 
 
 class FilesError(ConfigError):

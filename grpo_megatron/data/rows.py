@@ -15,11 +15,17 @@ from typing import Any, TypeVar
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.arrow_rows import open_arrow
 from grpo_megatron.data.dataset_folder import files_of_split
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import cut, shown, surrogate_problem
-from grpo_megatron.reading.json_lines import parsed_line
-from grpo_megatron.reading.json_text import parse_json
-from grpo_megatron.reading.regular import check_regular, lines_of, read_regular
+from grpo_megatron.reading import (
+    ReadError,
+    check_regular,
+    cut,
+    lines_of,
+    parse_json,
+    parsed_line,
+    read_regular,
+    shown,
+    surrogate_problem,
+)
 
 T = TypeVar("T")
 SHOWN_PROBLEMS = 5

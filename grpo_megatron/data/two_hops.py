@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_megatron.data.arithmetic import SEPARATOR, word_tokenizer, words_of, write_data
 from grpo_megatron.data.products import CHAT_TEMPLATE, MARKS
-from grpo_megatron.rewards.format import TAGS
+from grpo_megatron.rewards.answers import TAGS
 
 PERSONS, FIRMS, CITIES = range(100, 700), range(700, 1000), range(10, 100)  # disjoint: a number names one thing
 HOP_QUESTIONS = ("In which city does person {person} work?", "Person {person} works in a city. Which one?")

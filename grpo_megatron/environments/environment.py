@@ -7,6 +7,9 @@ trajectory is continued elsewhere by its seed and the completions so far, which 
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
@@ -54,3 +57,95 @@ class Environment(ABC):
     @abstractmethod
     def step(self, completion: str) -> Step | Awaitable[Step]:
         """The answer to what the model wrote in its turn, special tokens included, as text."""
+
+
+# -- What an environment returned -> plain JSON, after checks. It crosses a pipe, and then a chat template reads it ----
+
+MAX_STEP_METRICS = 64  # a metric is one curve per name
+
+
+class FloodedError(Exception):
+    """An answer that is too large."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The answer to one `start` or `step`. `step` is None unless `status` is "ok"; `message` then says why.
+
+    status: ok, timeout, died, raised, flooded or memory. seconds: wall-clock time of the call, as its process saw it.
+    """
+
+    step: Step | None
+    status: str = "ok"
+    message: str = ""
+    seconds: float = 0.0
+
+
+def plain_messages(messages: object, max_characters: int) -> list[ChatMessage]:
+    """A copy of `messages`. Raises TypeError or ValueError for what is no message, FloodedError for too much of it."""
+    if not isinstance(messages, list | tuple):
+        raise TypeError(f"messages are {type(messages).__name__}, not a list of dicts")
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"a message is {type(message).__name__}, not a dict with 'role' and 'content'")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise TypeError(f"a message's {key!r} is {type(message.get(key)).__name__}, not a text")
+    characters = 0
+    for part in json.JSONEncoder(ensure_ascii=False, allow_nan=False).iterencode([dict(one) for one in messages]):
+        characters += len(part)
+        if characters > max_characters:
+            raise FloodedError(f"the messages have more than {max_characters} characters")
+    copied: list[ChatMessage] = [_valid_text(json.loads(json.dumps(dict(message)))) for message in messages]
+    return copied
+
+
+def plain_step(step: object, max_characters: int) -> dict[str, Any]:
+    """The fields of a Step, checked. Raises TypeError, ValueError or FloodedError."""
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned {type(step).__name__}, not a Step")
+    if not isinstance(step.done, bool):
+        raise TypeError(f"Step.done is {type(step.done).__name__}, not True or False")
+    if not isinstance(step.metrics, Mapping):
+        raise TypeError(f"Step.metrics is {type(step.metrics).__name__}, not a dict")
+    if len(step.metrics) > MAX_STEP_METRICS:
+        raise ValueError(f"Step.metrics has {len(step.metrics)} entries; at most {MAX_STEP_METRICS}")
+    return {
+        "messages": plain_messages(step.messages, max_characters),
+        "reward": None if step.reward is None else _number("Step.reward", step.reward),
+        "done": step.done,
+        "metrics": {str(key): _number(f"Step.metrics[{key!r}]", value) for key, value in step.metrics.items()},
+    }
+
+
+def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
+    """The Outcome that a process reported. Checked again: the user's code runs in that process and may change anything."""
+    seconds = answer["seconds"]
+    if answer["status"] != "ok":
+        return Outcome(None, answer["status"], str(answer.get("message", "")), seconds)
+    try:
+        step = Step(**answer["step"])
+        return Outcome(Step(**plain_step(step, max_characters)), seconds=seconds)
+    except (KeyError, TypeError, ValueError, RecursionError, FloodedError) as error:
+        return Outcome(None, "died", f"its process has sent a wrong answer: {error}", seconds)
+
+
+def _number(name: str, value: object) -> float:
+    """Finite. Numbers of numpy and booleans are numbers; a text is not."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is {type(value).__name__}, not a number")
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}, not a finite number")
+    return number
+
+
+def _valid_text(value: Any) -> Any:
+    """Without lone surrogates, which no tokenizer can encode: U+FFFD instead."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_valid_text(item) for item in value]
+    if isinstance(value, dict):
+        return {_valid_text(key): _valid_text(item) for key, item in value.items()}
+    return value

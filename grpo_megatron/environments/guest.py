@@ -11,8 +11,8 @@ import time
 from collections import deque
 from typing import Any
 
-from grpo_megatron.workers.family import end_tree
-from grpo_megatron.workers.process import printable
+from grpo_megatron.processes.family import end_tree
+from grpo_megatron.processes.process import printable
 
 MAX_OUTPUT = 1 << 20  # bytes that one call may print
 STATUSES = ("ok", "raised", "memory", "flooded")  # that a process reports itself; the worker knows the others

@@ -14,8 +14,8 @@ from typing import Any
 
 from grpo_megatron.environments.guest import MAX_OUTPUT, Guest
 from grpo_megatron.environments.session import OUT_OF_MEMORY, Factory, Limits, run_session
-from grpo_megatron.workers.family import count_below, end_adopted
-from grpo_megatron.workers.process import describe_exit
+from grpo_megatron.processes.family import count_below, end_adopted
+from grpo_megatron.processes.process import describe_exit
 
 MAX_RUNNING = 64  # environments in execution at a time; the others wait, and their time does not run
 CHECK_S = 1.0  # seconds between counts of the processes that environments have started

@@ -25,11 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.child import die_with_parent
-from grpo_megatron.environments.answer import FloodedError, plain_messages, plain_step
-from grpo_megatron.environments.environment import Environment
-from grpo_megatron.workers.family import adopt_orphans
-from grpo_megatron.workers.program import be_killed_first, describe
+from grpo_megatron.environments.environment import Environment, FloodedError, plain_messages, plain_step
+from grpo_megatron.processes.family import adopt_orphans, die_with_parent
+from grpo_megatron.processes.process import be_killed_first, describe
 
 OUT_OF_MEMORY = 77  # exit code of a process that has no memory left to report that
 Factory = Callable[[], Environment]

@@ -25,9 +25,9 @@ import sys
 from typing import Any
 
 from grpo_megatron.environments.guests import Guests
-from grpo_megatron.environments.registry import load_environment
+from grpo_megatron.environments.pool import load_environment
 from grpo_megatron.environments.session import Factory, Limits
-from grpo_megatron.workers.program import begin, describe, reply
+from grpo_megatron.processes.process import begin, describe, reply
 
 
 def main() -> None:

@@ -2,17 +2,13 @@
 
 The tasks are those of training (`data/tasks/`), rendered in the same way.
 
-cli.py arguments.py        the command line
-settings.py run.py         one evaluation: what decides its scores, and drawing the samples on the rollout engine
-problems.py prompting.py   a task's files -> problems -> prompts, with few-shot examples; stop texts
-weights.py engine.py       a model folder or checkpoint -> the engine's weights; the engine
-output_folder.py           one process, and one run, per output folder
-ledger.py                  completions on disk, so that a killed run continues
-grading.py                 completions -> grades, by the rewards of training
-estimates.py voting.py     pass@k, avg@n, maj@n, intervals
-results.py table.py        results.json and the terminal's table
-report.py page_data.py formulas.py figures.py page/   the HTML report
-comparison.py              paired difference of two results, McNemar's test
-grading_speed.py           a benchmark: answers graded per second
-validation.py              tasks by name on the live engine in training
+cli.py arguments.py call.py   the command line, and evaluation from Python
+settings.py run.py            one evaluation: what decides its scores, and drawing the samples on the rollout engine
+prompting.py                  problems (`data/benchmarks.py`) -> prompts with few-shot examples, or trajectories
+engine.py                     a model folder or checkpoint -> the engine with its weights
+ledger.py                     completions on disk, so that a killed run continues; one run per output folder
+grading.py estimates.py       completions -> grades, by the rewards of training; pass@k, avg@n, maj@n, intervals
+results.py                    results.json and the terminal's table
+report.py                     the HTML report
+comparison.py                 paired difference of two results, McNemar's test
 """

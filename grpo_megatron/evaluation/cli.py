@@ -44,7 +44,7 @@ def run_evaluation(args: argparse.Namespace, argv: list[str], start_ranks: Start
     options.check_arguments(args)
     num_ranks = _num_ranks(args, is_rank)
     from grpo_megatron.evaluation import run
-    from grpo_megatron.evaluation.output_folder import claim_output, write_identity
+    from grpo_megatron.evaluation.ledger import claim_output, write_identity
     from grpo_megatron.evaluation.settings import prepare
 
     settings = prepare(_options(args), args.tp)
@@ -129,7 +129,7 @@ def _test_graders() -> None:
 
     Raises RuntimeError.
     """
-    from grpo_megatron.rewards.workers.pool import RewardPool
+    from grpo_megatron.rewards.pool import RewardPool
 
     with RewardPool(1, GRADER_TIMEOUT_S) as pool:
         pool.self_test()
@@ -137,8 +137,8 @@ def _test_graders() -> None:
 
 def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
     """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables."""
-    from grpo_megatron.evaluation import report, results, table
-    from grpo_megatron.rewards.workers.pool import RewardPool
+    from grpo_megatron.evaluation import report, results
+    from grpo_megatron.rewards.pool import RewardPool
 
     output, tasks, graded = settings.options.output, {}, {}
     with RewardPool(workers, GRADER_TIMEOUT_S) as pool:
@@ -153,7 +153,7 @@ def _grade_and_report(settings: Any, report_samples: int, workers: int) -> None:
     result = results.whole_result(settings, tasks)
     write_file(output / "report.html", report.render_page(result, graded, report_samples))
     results.write_result(output / "results.json", result)  # last, so that it exists only with all other files
-    print(f"\n{table.result_tables(result)}\n\nwrote {output}/results.json, samples/, report.html")
+    print(f"\n{results.result_tables(result)}\n\nwrote {output}/results.json, samples/, report.html")
 
 
 # -- the other actions -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.estimates import paired_interval
-from grpo_megatron.evaluation.table import grid, limited
+from grpo_megatron.evaluation.results import grid, limited
 
 MUST_BE_EQUAL = (
     "task_sha256",

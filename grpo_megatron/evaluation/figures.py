@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from grpo_megatron.evaluation.table import limited, score_columns, score_label
+from grpo_megatron.evaluation.results import limited, score_columns, score_label
 
 FIGURE_WIDTH = 520
 BINS = 32

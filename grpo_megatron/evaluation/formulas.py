@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from latex2mathml.converter import Converter
 
-from grpo_megatron.rewards.time_limit import time_limit
+from grpo_megatron.processes.process import time_limit
 
 MAX_TEX = 4000  # characters of one formula
 MAX_ELEMENT_DEPTH = 60  # HTML parsers limit it to some hundreds

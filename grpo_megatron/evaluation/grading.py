@@ -23,9 +23,8 @@ from grpo_megatron.data.prompts import source_of_row
 from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.data.tasks import get_task, task_names
 from grpo_megatron.rewards import check_reward, extractors, rewards
-from grpo_megatron.rewards.item import RewardItem
-from grpo_megatron.rewards.known import KNOWN_REWARDS
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool
+from grpo_megatron.rewards.reward import RewardItem
 from grpo_megatron.storage.atomic import write_file
 
 CHUNK = 512  # completions between two updates of the progress bar

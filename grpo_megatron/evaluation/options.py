@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from grpo_megatron.config import ENGINE_TEMPERATURES
 from grpo_megatron.config.options import Argument, Option, Options
 
+
 def _tasks(text: str) -> tuple[str, ...]:
     return tuple(task for task in text.split(",") if task)
 
@@ -95,7 +96,7 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     format: Annotated[Literal["auto", "chat", "text"], prompting("auto: chat, or text with worked examples")] = "auto"
     chat_template: Annotated[Path | None, prompting("a Jinja file instead of the tokenizer's own", "FILE")] = None
     system_prompt: Annotated[
-        str | None, prompting("instead of the task's own; \"\": none (as data.system_prompt)", "TEXT")
+        str | None, prompting('instead of the task\'s own; "": none (as data.system_prompt)', "TEXT")
     ] = None
     tokenizer: Tokenizer = None
     hf: HfFolder = None
@@ -160,9 +161,9 @@ class CompareOptions(Options):
     program, description = "evaluate compare", "Is B better than A? Paired, on the same problems."
     a: Annotated[Path, Argument("results.json of one evaluation", "A.json")]
     b: Annotated[Path, Argument("and of the other", "B.json")]
-    any_template: Annotated[
-        bool, Option("compare although chat templates rendered the same questions differently")
-    ] = False
+    any_template: Annotated[bool, Option("compare although chat templates rendered the same questions differently")] = (
+        False
+    )
     json: Annotated[bool, Option("print JSON")] = False
 
 

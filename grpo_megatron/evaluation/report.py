@@ -18,9 +18,8 @@ from typing import Any
 from grpo_megatron.evaluation import figures
 from grpo_megatron.evaluation.formulas import FormulaTable
 from grpo_megatron.evaluation.page_data import script_json, task_data
-from grpo_megatron.evaluation.results import GradedProblem
-from grpo_megatron.evaluation.table import limited
-from grpo_megatron.report.page import base_style
+from grpo_megatron.evaluation.results import GradedProblem, limited
+from grpo_megatron.pages.run_page import base_style
 
 PAGE = Path(__file__).parent / "page"
 

@@ -11,18 +11,15 @@ import contextlib
 import time
 
 from grpo_megatron.device import Device
-from grpo_megatron.environments.build import build_pool
+from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load_engine
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.playing import Arena, new_trajectory, played_entry
-from grpo_megatron.evaluation.prompting import cut_at_stop
+from grpo_megatron.evaluation.prompting import Arena, cut_at_stop, new_trajectory, played_entry
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, sample_seed
-from grpo_megatron.rollout.stop import StopTexts
-from grpo_megatron.trajectories.answers import EnvironmentAnswers
-from grpo_megatron.trajectories.driver import play
-from grpo_megatron.trajectories.trajectory import TrajectoryLimits
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed
+from grpo_megatron.sampling.answers import EnvironmentAnswers
+from grpo_megatron.sampling.trajectory import TrajectoryLimits, play
 from grpo_megatron.types import GREEDY, Prompt
 
 TIMEOUT_S = 7 * 24 * 3600.0  # of a collective: blocks wait for the slowest one at the end of a task

@@ -13,17 +13,22 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.source import Source
-from grpo_megatron.data.end_tokens import read_end_tokens
+from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
-from grpo_megatron.evaluation import weights
-from grpo_megatron.evaluation.engine import model_tokenizer
+from grpo_megatron.data.tokenizer import read_end_tokens
+from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model, weights_sha256
 from grpo_megatron.evaluation.grading import grader_of
-from grpo_megatron.evaluation.ledger import Key
-from grpo_megatron.evaluation.output_folder import check_output
-from grpo_megatron.evaluation.playing import ENVIRONMENT, Arena, gives_rewards, read_arena
-from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
-from grpo_megatron.evaluation.prompting import PromptSet, build_prompts, choose_format
+from grpo_megatron.evaluation.ledger import Key, check_output
+from grpo_megatron.evaluation.prompting import (
+    ENVIRONMENT,
+    Arena,
+    PromptSet,
+    build_prompts,
+    choose_format,
+    gives_rewards,
+    read_arena,
+)
 from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
 from grpo_megatron.types import GREEDY, Prompt
 
@@ -151,7 +156,7 @@ def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
     except ConfigError as error:
         problems.append(str(error))
     try:
-        source = weights.open_model(options.model, options.hf, options.family)
+        source = open_model(options.model, options.hf, options.family)
         if split_problems := engine_split_problems(source.arch, tp):
             problems.append(
                 f"--tp {tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
@@ -171,8 +176,8 @@ def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
         selected,
         eos_token_ids,
         max(one.max_prompt_tokens + one.max_tokens for one in selected),
-        weights.engine_dtype(source, options.dtype),
-        weights.weights_sha256(source),
+        engine_dtype(source, options.dtype),
+        weights_sha256(source),
     )
     _check_lengths(settings)
     check_output(options.output, settings.identity())

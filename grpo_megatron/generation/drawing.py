@@ -11,8 +11,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load_engine
 from grpo_megatron.generation.settings import GenerationSettings
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
-from grpo_megatron.rollout.engine import Request, RolloutEngine, sample_seed
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Request, RolloutEngine, StopTexts, sample_seed
 
 # -- TextStream: the text of an answer while its tokens are drawn, each character once it is complete ------------------
 

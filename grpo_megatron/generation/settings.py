@@ -11,20 +11,16 @@ from typing import Any
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.conversion import EXPORT_FOLDER
 from grpo_megatron.convert.source import Source
-from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
 from grpo_megatron.data.prompts import render_prompt
 from grpo_megatron.data.rendering import encode_prompts
 from grpo_megatron.data.rows import Question, read_question, read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
-from grpo_megatron.evaluation.engine import model_tokenizer
-from grpo_megatron.evaluation.weights import engine_dtype, open_model
+from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
+from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model
 from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import MAX_YAML, parse_yaml
-from grpo_megatron.storage.step_folders import STEP_FILE
+from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_json, read_text
+from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt
 
 # -- PromptStyle: how prompts become token ids. A model of one of our runs is asked as the run has asked it ------------

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 
 # -- Latent: the sizes of multi-head latent attention (MLA), arXiv 2405.04434, section 2.1. Plain numbers --------------
 # c_q = norm(W_qa x)                  [q_rank]       without q_rank, queries are W_q x

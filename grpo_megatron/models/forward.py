@@ -25,7 +25,7 @@ from grpo_megatron.models.packing import Pack, gather_targets, pack, pack_trees,
 from grpo_megatron.models.weights.load import hf_weights, stage_owners
 from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.attest import Expected
+from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 

@@ -32,7 +32,7 @@ from grpo_megatron.models.optimizer import (
 )
 from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.attest import Expected
+from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 

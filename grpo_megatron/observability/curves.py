@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from grpo_megatron.observability.console import VALIDATION_ACCURACY
-from grpo_megatron.report.metrics_file import StepMetrics, read_metrics
+from grpo_megatron.pages.run_folder import StepMetrics, read_metrics
 
 NOT_RECORDED, COLUMNS = "not recorded", 3
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would list every font that it did not find

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_megatron.observability.remedies import Remedy, largest_remedies
 from grpo_megatron.observability.step_time import TAIL, TIME_PARTS, StepTime, TimeParts
-from grpo_megatron.report.page import base_style
+from grpo_megatron.pages.run_page import base_style
 
 MAX_RANK_ROWS = 64  # of the table of ranks: those that wait least come first
 COLOURS = {"computing": "#2e9e68", "waiting": "#e08214", "moving": "#3b78c2", "idle": "#bbb"}

@@ -8,26 +8,42 @@ them, and a tracker's continued run ignores or replaces the steps that it alread
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
+import logging
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from grpo_megatron.config import ConfigError, TrainerConfig
-from grpo_megatron.observability.columns import console_columns
-from grpo_megatron.observability.console import ConsoleSink
-from grpo_megatron.observability.report_sink import ReportSink
-from grpo_megatron.observability.sink import ShownGroups, Sink
-from grpo_megatron.observability.tensorboard import TensorBoardSink
-from grpo_megatron.observability.trackers import TRACKER_SINKS, TRACKERS, TrackedRun
-from grpo_megatron.report.metrics_file import METRICS_FILE, read_metrics
+from grpo_megatron.pages.run_folder import KeptSamples, RunFolder, read_metrics
+from grpo_megatron.pages.run_page import appended_step, render_report
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.events import add_event, read_events
-from grpo_megatron.storage.start_times import finish_start
+from grpo_megatron.storage.run_files import add_event, finish_start, read_events
+
+ShownGroups = list[dict[str, Any]]  # samples of a step, as report/samples.py describes them
+
+
+class Sink:
+    """By default it ignores everything but metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def show(self, step: int, groups: Callable[[], ShownGroups]) -> None:
+        """Samples of the step whose metrics are logged next. Calling `groups` takes some milliseconds."""
+
+    def note(self, text: str) -> None:
+        """Text for people, of one line or several."""
+
+    def enter(self, step: int | None, phases: Sequence[str]) -> None:
+        """The run is now in these nested phases of a step."""
+
+    def close(self) -> None:
+        """After the last step, or a failure."""
+
 
 ENDED_ON_REQUEST = ("stopped", "done")
 
@@ -75,54 +91,6 @@ class Sinks:
         self.close()
 
 
-def check_loggers(names: Sequence[str]) -> None:
-    """Raise ConfigError if a logger's package is missing. Every rank checks for itself, before any process group."""
-    for package in sorted({"tensorboard", *TRACKERS}.intersection(names)):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ConfigError(
-                f"trainer.logger={list(names)}: the package {package!r} does not import ({error}); "
-                f"pip install {package}, or take {package!r} out of trainer.logger"
-            ) from error
-
-
-def build_sinks(
-    config: TrainerConfig,
-    *,
-    rank: int = 0,
-    first_step: int = 0,
-    run_config: Mapping[str, Any] | None = None,
-    stream: TextIO | None = None,
-) -> Sinks:
-    """The sinks of `trainer.logger`, and metrics.jsonl with the report, under `trainer.output_dir`; none on ranks other than 0.
-
-    `first_step`: the step that this run starts with. Later steps of an earlier run are dropped. `run_config` is recorded
-    by TensorBoard and the trackers. `stream`: the console, standard output by default. Raises ConfigError on every rank if a
-    package is missing.
-    """
-    check_loggers(config.logger)
-    if rank != 0:
-        return Sinks()
-    folder = config.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    add_event(folder, "resumed" if first_step else "started", first_step)
-    name = config.experiment_name or folder.resolve().name
-    sinks: list[Sink] = []
-    for logger in dict.fromkeys([*config.logger, "jsonl"]):  # always: the report is made of it
-        if logger == "console":
-            sinks.append(ConsoleSink(config.total_training_steps, first_step, stream, console_columns(run_config)))
-        elif logger == "jsonl":
-            sinks += [JsonlSink(folder / METRICS_FILE, first_step), ReportSink(folder, first_step)]
-        elif logger == "tensorboard":
-            steps = config.total_training_steps
-            sinks.append(TensorBoardSink(folder / "tensorboard", first_step, steps, name, run_config))
-        else:
-            tracked = TrackedRun(folder, config.project_name, name, tuple(config.tags), first_step, run_config or {})
-            sinks.append(TRACKER_SINKS[logger](tracked))
-    return Sinks(sinks, folder)
-
-
 class JsonlSink(Sink):
     """One JSON object per step: {"step": 3, "critic/score/mean": 0.25, ...}. NaN and infinities become null."""
 
@@ -148,3 +116,63 @@ class JsonlSink(Sink):
     def close(self) -> None:
         with contextlib.suppress(OSError):  # `log` has flushed every row, or has raised
             self._file.close()
+
+
+# -- report.html --
+
+REPORT_FILE = "report.html"
+SHARE = 0.01  # of the time between two writings of the whole page
+logger = logging.getLogger(__name__)
+
+
+class ReportSink(Sink):
+    """Reads metrics.jsonl, so that it comes after the sink that writes it. A report that cannot be written ends no run."""
+
+    def __init__(self, output_dir: Path, first_step: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.run, self.samples, self._clock = RunFolder(output_dir), KeptSamples(output_dir, first_step), clock
+        self.path = output_dir / REPORT_FILE
+        self._shown: tuple[int, Callable[[], ShownGroups]] | None = None
+        self._has_failed = False
+        self._write()  # also where the run ends within its first step
+        self._due = -float("inf")
+
+    def show(self, step: int, groups: Callable[[], ShownGroups]) -> None:
+        self._shown = step, groups
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._clock() >= self._due:
+            self._write()
+        else:
+            self._append(step, metrics)
+
+    def close(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        begin, is_written = self._clock(), False
+        try:
+            if self._shown is not None:
+                step, groups = self._shown
+                self.samples.add(step, groups())
+                self._shown = None
+            self.run.update()
+            write_file(self.path, render_report([self.run], is_live=True))
+            is_written = True
+        except Exception as error:  # noqa: BLE001 - a page is no reason to end a run: a full disk, a user's tokenizer
+            self._report_failure(error)
+        end = self._clock()
+        self._due = end + (end - begin) / SHARE if is_written else -float("inf")
+
+    def _append(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            with self.path.open("r+", encoding="utf-8") as file:  # not "a", which would make a page without a head
+                file.seek(0, os.SEEK_END)
+                file.write(appended_step(step, metrics))
+        except OSError as error:
+            self._report_failure(error)
+            self._due = -float("inf")  # a part of the line may be there: the next step writes the whole page
+
+    def _report_failure(self, error: Exception) -> None:
+        if not self._has_failed:
+            logger.warning(f"cannot write {self.path}: {type(error).__name__}: {error}")
+        self._has_failed = True

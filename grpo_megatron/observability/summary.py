@@ -10,9 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from grpo_megatron.config import Config
-from grpo_megatron.observability.report_sink import REPORT_FILE
-from grpo_megatron.observability.sinks import Sinks
-from grpo_megatron.report.metrics_file import METRICS_FILE, read_metrics
+from grpo_megatron.observability.sinks import REPORT_FILE, Sinks
+from grpo_megatron.pages.run_folder import METRICS_FILE, read_metrics
 
 OUTPUTS = {
     "hf": "the trained model, a Hugging Face folder",

@@ -5,7 +5,7 @@
    were drawn on several ranks.
 2. `exchange`: tokens and rollout log-probabilities move once, to the ranks that train on them.
 
-Both run on the host over the gloo control group, between neighbours only (neighbours.py): a step's samples are megabytes per
+Both run on the host over the gloo control group, between neighbours only (control.py): a step's samples are megabytes per
 rank, its activations gigabytes. The work of a rank grows with the samples of the step, plus the number of ranks.
 
 The numbers of phase 1 travel as arrays. The loss mask is sent as spans of tokens, of the rows that have a 0 in it. An
@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_megatron.parallel.control import Parcel
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.parallel.neighbours import Parcel
 from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample, TokenSpan
 
 _Rewards = list[tuple[int, float]]

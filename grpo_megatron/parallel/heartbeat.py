@@ -31,17 +31,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.parallel.activity import MainThread, describe_process, same_process, start_ticks
-from grpo_megatron.parallel.disk import on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.parallel.stalls import Beat, StalledRank, Watch, behind, read_beat, reason, table
-from grpo_megatron.storage.events import add_event
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
+from grpo_megatron.parallel.stalls import (
+    Beat,
+    MainThread,
+    StalledRank,
+    Watch,
+    behind,
+    describe_process,
+    read_beat,
+    reason,
+    same_process,
+    start_ticks,
+    table,
+)
+from grpo_megatron.storage.run_files import add_event
 
 FOLDER, REPORTS = "heartbeats", "stalls"
 MAX_WATCHERS, MAX_READS = 8, 4096
 MIN_PERIOD_S, MAX_PERIOD_S = 1.0, 5.0  # of the beats: a new phase is written after the shorter one
 STACKS_S = 2.0  # time to write stacks, for a process that can
-SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stop_signals.py)
+SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stopping.py)
 
 
 def _print(error: StalledRank) -> int:

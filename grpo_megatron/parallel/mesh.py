@@ -17,16 +17,70 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from grpo_megatron.device import Device
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.parallel.neighbours import Parcel, gather_all, gather_first, over, route, share_first
-from grpo_megatron.parallel.rendezvous import join_default_group
+from grpo_megatron.parallel.control import (
+    Parcel,
+    gather_all,
+    gather_first,
+    join_default_group,
+    over,
+    relay,
+    route,
+    share_first,
+)
+from grpo_megatron.storage import StorageError
+
+# -- Grid: the layout of a world in plain numbers. Mesh is one rank's view of it, with process groups ------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Training layout tp x replicas x pp (replicas = cp * dp), rollout blocks of `rollout_tp`, nodes of `ranks_per_node`.
+
+    rank = tp_rank + tp * (replica + replicas * pp_rank); experts are spread over `ep` neighbouring replicas.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    rollout_tp: int = 1
+    ranks_per_node: int = 8
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same shard of everything but experts."""
+        return self.world_size // (self.tp * self.pp)
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.world_size // self.ranks_per_node)
+
+    def node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage."""
+        return rank // (self.tp * self.replicas)
+
+    def ranks(self, tp_rank: int, pp_rank: int, ep_rank: int | None) -> list[int]:
+        """The ranks that hold one shard of one stage, in order. `ep_rank` None: of a weight that is no expert's."""
+        return [
+            tp_rank + self.tp * (replica + self.replicas * pp_rank)
+            for replica in range(self.replicas)
+            if ep_rank is None or replica % self.ep == ep_rank
+        ]
+
+    def engine_rank(self, rank: int) -> int:
+        """The tensor-parallel rank within the rank's engine."""
+        return rank % self.rollout_tp
+
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -56,7 +110,7 @@ class Mesh:
     """Sizes, the coordinates of this rank, and process groups.
 
     `control` is a gloo group of the whole world for small host-side messages, on any device. In it a rank sends to its
-    neighbours only (neighbours.py).
+    neighbours only (control.py).
     """
 
     world_size: int
@@ -169,6 +223,13 @@ class Mesh:
         place = self.rank % self.rollout_tp
         return over(share_first(place, self.rollout_tp, value), self.control, first=self.rank - place)
 
+    def relay(self, holder: int, make: Callable[[], bytes]) -> bytes | None:
+        """`make()` of rank `holder`, called there only, on rank 0; None on the others.
+
+        A gather would hold the parts of all ranks in the memory of rank 0. Only the ranks between the two communicate.
+        """
+        return over(relay(self.rank, holder, make), self.control)
+
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
@@ -233,3 +294,24 @@ def destroy_mesh() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# -- Disk work between collectives: an error on one rank is raised on every rank ---------------------------------------
+# A rank that fails alone skips the collectives that the other ranks enter, and they wait until the timeout. So every
+# action on the disk ends with one `agree`, which all ranks reach. The actions themselves must not communicate.
+
+
+def on_every_rank(mesh: Mesh, task: str, action: Callable[[], T]) -> T:
+    """Collective: this rank's result of `action`. Raises RankError on every rank, "`task`: why", when one rank fails."""
+    problem = None
+    try:
+        result = action()
+    except (OSError, StorageError) as error:
+        problem = f"{task}: {error}"
+    mesh.agree(problem)
+    return result
+
+
+def on_first_rank(mesh: Mesh, task: str, action: Callable[[], object]) -> None:
+    """Collective: rank 0 runs `action`, the other ranks wait for it. Raises RankError on every rank when it fails."""
+    on_every_rank(mesh, task, action if mesh.rank == 0 else lambda: None)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from grpo_megatron.checks.memory import DTYPE_BYTES, GRADIENT_BYTES, StageParameters
 from grpo_megatron.checks.weight_sync import grid_of, planned_for
 from grpo_megatron.config import Config
-from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.workload import Workload

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from grpo_megatron.report.metrics_file import METRICS_FILE
-from grpo_megatron.report.page import render_report
-from grpo_megatron.report.run_folder import RunFolder
+from grpo_megatron.pages.run_folder import METRICS_FILE, RunFolder
+from grpo_megatron.pages.run_page import render_report
 from grpo_megatron.report.watch import watch_lines
 from grpo_megatron.storage.atomic import write_file
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_megatron.report.panels import page_panels
-from grpo_megatron.report.run_folder import RunFolder
-from grpo_megatron.report.visible_text import visible, visible_line
+from grpo_megatron.pages.kit import visible, visible_line
+from grpo_megatron.pages.panels import page_panels
+from grpo_megatron.pages.run_folder import RunFolder
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 MAIN = (  # titles of panels whose curves are shown

@@ -16,9 +16,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.rewards.bound import BoundReward
-from grpo_megatron.rewards.item import ItemFields
-from grpo_megatron.rewards.reward import Kwargs, RewardResult, preloads, rewards
+from grpo_megatron.rewards.calling import BoundReward
+from grpo_megatron.rewards.reward import ItemFields, Kwargs, RewardResult, preloads, rewards
 
 COMPOSITE = "composite"
 

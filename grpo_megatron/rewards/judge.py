@@ -75,7 +75,7 @@ async def judge_reward(
 
 
 def _import_client() -> None:
-    import grpo_megatron.workers.endpoint  # noqa: F401
+    import grpo_megatron.processes.endpoint  # noqa: F401
 
 
 preloads["judge"] = _import_client  # http and ssl: as slow as the start of a worker
@@ -85,7 +85,7 @@ async def _ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: 
     """(reply, number of attempts)."""
     import asyncio
 
-    from grpo_megatron.workers.endpoint import EndpointError, EndpointTimeout, post_json
+    from grpo_megatron.processes.endpoint import EndpointError, EndpointTimeout, post_json
 
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:

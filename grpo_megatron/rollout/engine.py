@@ -18,22 +18,88 @@ has to change. `vllm.py` is the example.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from grpo_megatron.config import RolloutConfig, Section
+from grpo_megatron.sync.tensors import EngineTensors, SyncTensor, shortened
+from grpo_megatron.types import WeightBucket
 
-if TYPE_CHECKING:  # an engine class is read before torch is loaded
+if TYPE_CHECKING:
     from grpo_megatron.device import Device
     from grpo_megatron.parallel.mesh import Mesh
-    from grpo_megatron.rollout.stop import StopTexts
-    from grpo_megatron.sync.tensors import EngineTensors
-    from grpo_megatron.types import WeightBucket
+
+
+# -- StopTexts: which token of a response completes one of several texts, exactly --------------------------------------
+# Token t completes a text when it is the first token for which decode(ids[: t + 1]) contains the text. Decoding all tokens
+# again after each token would be quadratic, so most tokens are ruled out by what they decode to alone: the last character of a
+# stop text is always part of the token that completes it. For the others the end of the response is decoded. A text found
+# there is confirmed in the whole response, because the beginning of a window may decode to something else.
+
+_CLEANED = (
+    ".?!,'tmse "  # last characters of " .", " n't" and the like, where the clean-up of a tokenizer removes a space
+)
+_MARGIN = 8  # characters: what decodes differently at the beginning of a window (parts of a character, a space)
+
+
+class StopTexts:
+    """Texts that end a response. `token_ids` are those which are one token of the vocabulary, special tokens too.
+
+    Special tokens are left out of the decoded text. One tokenizer and no other state: all ranks decide the same.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        assert texts and all(texts), f"an empty stop text is found everywhere: {texts!r}"
+        self.texts = tuple(texts)
+        self.token_ids = tuple(_single_tokens(self.texts, tokenizer))
+        self._tokenizer = tokenizer
+        self._last = {text[-1] for text in texts}
+        if self._decode(_encode("x .", tokenizer)) != "x .":
+            self._last.update(_CLEANED)
+        self._may_end_in_bytes = any(not character.isascii() for character in self._last)
+        self._longest = max(map(len, texts))
+        self._lengths: dict[int, int] = {}  # token id -> characters; 0: it cannot complete a text
+
+    def completed_by(self, response_ids: Sequence[int]) -> bool:
+        """Whether the last token completes a text. To be called after each token, until it does."""
+        token = response_ids[-1]
+        if token not in self._lengths:
+            text = self._decode([token, token])  # twice: a tokenizer may drop the space that begins the first token
+            self._lengths[token] = len(text) if self._can_complete(text) else 0
+        length = self._lengths[token]
+        return length > 0 and self._is_near_end(response_ids, length) and self._is_in(self._decode(response_ids))
+
+    def _can_complete(self, text: str) -> bool:
+        return not self._last.isdisjoint(text) or (self._may_end_in_bytes and "\N{REPLACEMENT CHARACTER}" in text)
+
+    def _is_near_end(self, response_ids: Sequence[int], last_length: int) -> bool:
+        """Whether the last tokens contain a text. They decode to enough characters for each that the last can complete."""
+        length = self._longest + last_length + _MARGIN
+        size = self._longest + _MARGIN
+        while len(text := self._decode(response_ids[-size:])) < length and size < len(response_ids):
+            size *= 2
+        return self._is_in(text)
+
+    def _is_in(self, text: str) -> bool:
+        return any(stop in text for stop in self.texts)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _single_tokens(texts: Sequence[str], tokenizer: Any) -> list[int]:
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[text] for text in texts if text in vocabulary and _encode(text, tokenizer) == [vocabulary[text]]]
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @dataclass(frozen=True)
@@ -221,3 +287,140 @@ def sample_seed(run_seed: int, step: int, prompt_uid: str, sample_index: int) ->
 def stable_hash(text: str) -> int:
     """A hash in [0, 2**63) that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+# -- StatefulEngine: what an engine refuses in which state, for engines with a queue of their own ----------------------
+# An engine is asleep or awake, has a complete set of weights or none, and is broken for ever once a call has left its queue in
+# an unknown state.
+
+BROKEN = "the engine is broken and must be built again"
+
+
+class StatefulEngine(RolloutEngine):
+    """A subclass sets these attributes in its constructor. `_queue` has `len`, `in` for ids, and `cache_statistics`."""
+
+    _queue: Any
+    _max_model_len: int
+    _version: int | None
+    _asleep: set[str]  # of {"weights", "kv_cache"}
+    _broken: str | None  # why this engine can never work again
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    def require(self, version: int) -> None:
+        """See RolloutEngine."""
+        self._require_ready()
+        super().require(version)
+
+    @property
+    def num_unfinished(self) -> int:
+        """See RolloutEngine. 0 for a broken engine: nothing of it will ever finish."""
+        return 0 if self._broken is not None else len(self._queue)
+
+    def _require_new(self, request_id: str) -> None:
+        if request_id in self._queue:
+            raise ValueError(f"request {request_id!r} is submitted already, and unfinished")
+
+    def _require_known(self, request_ids: Sequence[str]) -> None:
+        if unknown := [request_id for request_id in request_ids if request_id not in self._queue]:
+            raise ValueError(f"no unfinished request has the id {', '.join(map(repr, unknown))}")
+
+    def _require_idle(self, call: str) -> None:
+        if problem := self._unfinished():
+            raise RuntimeError(f"{call}: {problem}")
+
+    def _require_length(self, ids: Sequence[int]) -> None:
+        if not 1 <= len(ids) < self._max_model_len:
+            raise ValueError(f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}")
+
+    def _unfinished(self) -> str | None:
+        """Why the weights and the cache must stay as they are."""
+        count = self.num_unfinished
+        return f"{count} submitted requests are unfinished: poll or abort them first" if count else None
+
+    def _unloadable(self) -> str | None:
+        """Why weights cannot be loaded now."""
+        asleep = "the weights are asleep: call wake_weights" if "weights" in self._asleep else None
+        return self._broken or asleep or self._unfinished()
+
+    def _require_ready(self) -> None:
+        if self._broken is None and self._asleep:
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
+        self._require_weights()
+
+    def _require_unbroken(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+
+    def _require_weights(self) -> None:
+        self._require_unbroken()
+        if self._version is None:
+            raise RuntimeError("the engine has no complete set of weights: call load_weights first")
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Around calls that leave the queue in an unknown state when they fail, or are interrupted."""
+        try:
+            yield
+        except BaseException as error:
+            self._version = None
+            self._broken = f"{BROKEN}: {type(error).__name__}: {error}"
+            raise
+
+
+# -- Census: the checks on a stream of weights, before an engine takes any of it ---------------------------------------
+# Engines do not check names. vLLM takes 10 tensors of 36 without a complaint, and then generates nonsense. Values are
+# checked where they are complete: by the attestation (sync/digest.py), and by evaluation on the tensors that it reads.
+
+
+class Census:
+    """Which tensors of one stream are expected, and which have arrived."""
+
+    def __init__(self, expected: Mapping[str, SyncTensor]) -> None:
+        self._expected = expected
+        self._arrived: set[str] = set()
+
+    def admit(self, bucket: WeightBucket) -> str | None:
+        """Record a bucket. Returns what is wrong with it: unknown or repeated names, and shapes."""
+        problems = []
+        for name, tensor in bucket:
+            if name not in self._expected:
+                problems.append(f"{name} is not a tensor of this model")
+            elif name in self._arrived:
+                problems.append(f"{name} arrived twice")
+            elif tuple(tensor.shape) != self._expected[name].shape:
+                problems.append(f"{name} has shape {tuple(tensor.shape)}, not {self._expected[name].shape}")
+            self._arrived.add(name)
+        return shortened(problems) or None
+
+    def missing(self) -> str | None:
+        """What is wrong with the stream as a whole: the names that never arrived."""
+        names = [name for name in self._expected if name not in self._arrived]
+        if not names:
+            return None
+        return shortened([f"{len(names)} of {len(self._expected)} tensors are missing", *names])
+
+
+def load_verified(
+    stream: Iterator[WeightBucket],
+    expected: Mapping[str, SyncTensor],
+    load: Callable[[WeightBucket], str | None],
+    problem: str | None = None,
+) -> str | None:
+    """Read `stream` to its end, and `load` every bucket up to the first problem. Returns the first problem, or None.
+
+    `load` returns what went wrong, or None. `problem`: of this rank, known before; nothing is loaded then. Never raises,
+    and never stops early: the other ranks may wait for what this rank's stream sends them. Not collective; the caller
+    lets the ranks agree on their problems after their streams.
+    """
+    census = Census(expected)
+    try:
+        for bucket in stream:
+            problem = problem or census.admit(bucket)
+            if problem is None:
+                problem = load([(name, tensor.detach()) for name, tensor in bucket])
+    except Exception as error:  # of any kind: the other ranks wait for this rank
+        return problem or f"{type(error).__name__}: {error}"
+    return problem or census.missing()

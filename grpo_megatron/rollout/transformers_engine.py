@@ -9,24 +9,212 @@ Every rank holds the whole model and serves its own requests. There is no tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.census import load_verified
-from grpo_megatron.rollout.engine import Completion, Request
-from grpo_megatron.rollout.engine_state import StatefulEngine
-from grpo_megatron.rollout.transformers_batch import RunningBatch
-from grpo_megatron.rollout.transformers_cache import aligned
-from grpo_megatron.rollout.transformers_model import RowModel
+from grpo_megatron.rollout.engine import Completion, Request, StatefulEngine, load_verified
+from grpo_megatron.rollout.transformers_model import FEWEST_ROWS, RowCache, RowModel, aligned
 from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket
+
+# -- Drawing one token for each row by inverting its cumulative distribution: one uniform number per token -------------
+
+_BELOW_ONE = 1 - 2.0**-50  # times a sum, it stays below the sum
+
+
+def draw_tokens(
+    logits: Tensor, requests: Sequence[Request], uniform: Sequence[Callable[[], float]]
+) -> tuple[list[int], list[float]]:
+    """(tokens, their log-probabilities) for logits [n, V], by the temperature, top_k and top_p of each row's request.
+
+    `uniform[row]` gives the next number of the row's generator in [0, 1). It is not called for a greedy row (temperature
+    0), whose token is the most likely one and whose log-probability is that at temperature 1. A row is computed for
+    itself: what it draws does not depend on the others. The sums are in float64, so that a vocabulary of 10^5 tokens
+    loses nothing.
+    """
+    temperatures = [request.temperature or 1.0 for request in requests]
+    if set(temperatures) != {1.0}:
+        logits = logits / torch.tensor(temperatures).unsqueeze(1)
+    if any(request.top_k > 0 or request.top_p < 1 for request in requests):
+        logits = torch.stack([_cut(row, request) for row, request in zip(logits, requests, strict=True)])
+    logprobs = logits.log_softmax(-1)
+    sums = logprobs.double().exp_().cumsum(-1)
+    is_greedy = [request.temperature == 0 for request in requests]
+    numbers = [0.0 if g else min(u(), _BELOW_ONE) for g, u in zip(is_greedy, uniform, strict=True)]
+    targets = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1) * sums[:, -1:]
+    tokens = torch.searchsorted(sums, targets, right=True)  # the first sum above: never a token of probability 0
+    if any(is_greedy):
+        tokens = torch.where(torch.tensor(is_greedy).unsqueeze(1), logprobs.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist()
+
+
+def _cut(logits: Tensor, request: Request) -> Tensor:
+    """Logits [V] with minus infinity outside the top_k most likely, then outside the fewest that have top_p together."""
+    if 0 < request.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(request.top_k).values[-1], float("-inf"))
+    if request.top_p < 1:
+        ordered, order = logits.sort(descending=True, stable=True)
+        probabilities = ordered.double().softmax(0)
+        is_out = probabilities.cumsum(0) - probabilities >= request.top_p
+        is_out[0] = False
+        logits = logits.masked_fill(torch.zeros_like(is_out).scatter_(0, order, is_out), float("-inf"))
+    return logits
+
+
+# -- RunningBatch: the unfinished requests of the transformers engine. New ones join at the next step, finished ones lea
+
+
+@dataclass
+class _Entry:
+    """One unfinished request, and what it has drawn so far."""
+
+    number: int  # of its submission
+    request_id: str
+    request: Request
+    stops: frozenset[int]
+    generator: random.Random
+    response_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache, after the step that computes the last token drawn."""
+        return len(self.request.prompt_ids) + len(self.response_ids)
+
+    def finish_reason(self) -> str | None:
+        """Why the last token ends the response, or None."""
+        stop, written = self.request.stop, self.request.written
+        if self.response_ids[-1] in self.stops:
+            return "stop"
+        if stop is not None and stop.completed_by([*written, *self.response_ids] if written else self.response_ids):
+            return "stop"
+        return "length" if len(self.response_ids) == self.request.max_tokens else None
+
+
+class RunningBatch:
+    """`max_rows` bounds the rows that are decoded together, `max_tokens` the prompt tokens of one step (or one prompt)."""
+
+    def __init__(self, model: RowModel, max_rows: int, max_tokens: int, eos_token_ids: Iterable[int]) -> None:
+        self._model, self._max_rows, self._max_tokens = model, max_rows, max_tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._cache = RowCache()
+        self._waiting: deque[_Entry] = deque()
+        self._running: list[_Entry] = []  # in the order of the cache's rows
+        self._num_submitted = 0
+        self._prompt_tokens = self._shared_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(entry.request_id == request_id for entry in (*self._waiting, *self._running))
+
+    def add(self, request_id: str, request: Request) -> None:
+        """Queue a request."""
+        own = request.stop.token_ids if request.stop else ()
+        stops = self._eos_token_ids.union(request.stop_token_ids, own)
+        generator = random.Random(request.seed)
+        self._waiting.append(_Entry(self._num_submitted, request_id, request, stops, generator))
+        self._num_submitted += 1
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget requests."""
+        names = set(request_ids)
+        self._waiting = deque(entry for entry in self._waiting if entry.request_id not in names)
+        self._leave([row for row, entry in enumerate(self._running) if entry.request_id in names])
+
+    def cache_statistics(self) -> tuple[int, int]:
+        """See RolloutEngine: tokens of prompts that were computed for another request of the same step."""
+        counts = self._prompt_tokens, self._shared_tokens
+        self._prompt_tokens = self._shared_tokens = 0
+        return counts
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One token for each running request, and the first one for those that join; what finished, in order of submission."""
+        finished = self._decode() if self._running else []
+        for joining in self._joining():
+            finished += self._prefill(joining)
+        finished.sort(key=lambda entry: entry.number)
+        return [
+            (entry.request_id, Completion(entry.response_ids, entry.logprobs, entry.finish_reason() or ""))
+            for entry in finished
+        ]
+
+    def _joining(self) -> Iterable[list[_Entry]]:
+        """The waiting requests that there is room for, in groups of prompts with one aligned length."""
+        groups: dict[int, list[_Entry]] = {}
+        prompts: set[tuple[int, ...]] = set()
+        room, tokens = self._max_rows - len(self._running), 0
+        while self._waiting and room:
+            prompt = self._waiting[0].request.prompt_ids
+            size = aligned(len(prompt))
+            if prompt not in prompts:
+                tokens += size
+                if prompts and tokens > self._max_tokens:
+                    break
+                prompts.add(prompt)
+            groups.setdefault(size, []).append(self._waiting.popleft())
+            room -= 1
+        return groups.values()
+
+    def _prefill(self, joining: list[_Entry]) -> list[_Entry]:
+        """Compute each different prompt once, and draw the first tokens."""
+        prompts = list(dict.fromkeys(entry.request.prompt_ids for entry in joining))
+        number_of = {prompt: number for number, prompt in enumerate(prompts)}
+        sources = [number_of[entry.request.prompt_ids] for entry in joining]
+        logits, computed = self._model.prefill(prompts)
+        first, everyone = len(self._running), [*self._running, *joining]
+        longest = max(len(e.request.prompt_ids) + e.request.max_tokens for e in everyone)
+        self._cache.reserve(max(len(everyone), FEWEST_ROWS), aligned(longest), computed)
+        self._cache.insert(first, computed, sources)
+        self._running = everyone
+        tokens = sum(len(entry.request.prompt_ids) for entry in joining)
+        self._prompt_tokens += tokens
+        self._shared_tokens += tokens - sum(map(len, prompts))
+        return self._draw(first, logits[sources])
+
+    def _decode(self) -> list[_Entry]:
+        tokens = [entry.response_ids[-1] for entry in self._running]
+        positions = [entry.length - 1 for entry in self._running]
+        return self._draw(0, self._model.decode(tokens, positions, self._cache))
+
+    def _draw(self, first: int, logits: Tensor) -> list[_Entry]:
+        """The next token of the running requests from row `first` on. Those that finish leave, and are returned."""
+        entries = self._running[first:]
+        tokens, logprobs = draw_tokens(logits, [e.request for e in entries], [e.generator.random for e in entries])
+        done = []
+        for row, (entry, token, logprob) in enumerate(zip(entries, tokens, logprobs, strict=True), start=first):
+            entry.response_ids.append(token)
+            entry.logprobs.append(logprob)
+            if entry.finish_reason():
+                done.append(row)
+        return self._leave(done)
+
+    def _leave(self, rows: list[int]) -> list[_Entry]:
+        """Remove rows. Rows from the end take the places of those before it."""
+        if not rows:
+            return []
+        gone = set(rows)
+        size = len(self._running) - len(rows)
+        left = [self._running[row] for row in rows]
+        holes = [row for row in rows if row < size]
+        movers = [row for row in range(size, len(self._running)) if row not in gone]
+        self._cache.move(movers, holes)
+        for source, target in zip(movers, holes, strict=True):
+            self._running[target] = self._running[source]
+        del self._running[size:]
+        return left
 
 
 class TransformersOptions(Section):

@@ -26,7 +26,7 @@ from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.nearest import PlannedLayout
 from grpo_megatron.planning.search import search
 from grpo_megatron.planning.workload import Workload
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import parse_yaml
 from grpo_megatron.storage.atomic import write_file
 
 # -- The layout of a new config: the fastest that fits, by the plan's memory arithmetic and cost model (planning/) -----

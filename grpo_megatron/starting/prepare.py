@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data import arithmetic, feedback, products, two_hops
+from grpo_megatron.data import arithmetic, products, two_hops
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
@@ -186,7 +186,7 @@ def _apply_overrides(raw: dict[str, Any], overrides: list[str]) -> None:
 
 TASKS = {
     "arithmetic": arithmetic.write_task,
-    "feedback": feedback.write_feedback,
+    "feedback": arithmetic.write_feedback,
     "products": products.write_products,
     "two_hops": two_hops.write_two_hops,
 }

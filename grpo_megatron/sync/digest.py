@@ -11,21 +11,103 @@ A change within one word is always noticed, because a and b are odd. A change of
 of about 2^(t - 64), where t is the lowest bit that differs in any word. So only changes that are confined to the highest
 bits of words can escape, for example two flipped signs of a bfloat16 tensor, both in columns 3, 7, 11, ...
 
-torch.mv on int64 runs at the speed of a copy on CPU (measured); for large models a compiled kernel is faster (digest_cpu.py).
+torch.mv on int64 runs at the speed of a copy on CPU (measured); for large models a compiled kernel is faster (`load_kernel`).
 CUDA has no such product, and a kernel of its own (digest_gpu.py), which was not run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib.util
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.sync import digest_cpu
-from grpo_megatron.sync.tensors import SyncTensor
+from grpo_megatron.sync.tensors import EngineTensors, Interval, Share, SyncTensor, shortened
+
+# -- The sum of a digest on the CPU, compiled by numba: one pass over memory, which also finds NaN and infinities ------
+# sum over rows r and words w of a[r] * b[w] * word[r, w]   mod 2^64
+#
+# torch needs two passes over the policy's weights, a product and a sum, and its product is slower: both digests of a sync
+# take 1.5 times as long (measured). Importing numba and compiling take 0.7 s, so `load` does nothing for a small model, nor
+# without numba, which comes with vLLM. The values are those of the torch form.
+
+SMALLEST_SYNC = 256 << 20  # bytes that a rank digests: the kernel has then saved its 0.7 s after about 100 syncs
+SMALLEST_TENSOR = 1 << 16  # words; calling the kernel takes as long as torch needs for fewer
+_EXPONENTS = {  # dtype -> (bits of the exponent, its lowest bit); all of them are set in NaN and infinities
+    torch.bfloat16: (0x7F80, 0x0080),
+    torch.float16: (0x7C00, 0x0400),
+    torch.float32: (0x7F800000, 0x00800000),
+    torch.float64: (0x7FF0000000000000, 0x0010000000000000),
+}
+
+_Sum = Callable[..., tuple[int, int]]
+_loaded: list[_Sum] = []  # the kernel, once it has been compiled
+
+
+def load_kernel(num_bytes: int) -> None:
+    """Compile the kernel if a rank digests `num_bytes` at a sync, and that is worth while."""
+    if num_bytes >= SMALLEST_SYNC and not _loaded and importlib.util.find_spec("numba") is not None:
+        with contextlib.suppress(Exception):  # a numba that does not fit: torch's form gives the same values
+            _loaded.append(_compiled())
+
+
+def _is_compiled_for(words: Tensor) -> bool:
+    return bool(_loaded) and words.device.type == "cpu" and words.numel() >= SMALLEST_TENSOR
+
+
+def _weighted_sum(words: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """The sum over `words` [R, W], with `a` [R] and `b` [W], and whether all values are finite. All tensors are int64.
+
+    Rows must be contiguous, and may have gaps between them. `dtype` is that of the values in the words.
+    """
+    numpy = words.numpy().view(np.uint64)
+    factors, columns = (tensor.numpy().view(np.uint64) for tensor in (a, b))
+    ones, lowest = (_in_every_value(bits, dtype) for bits in _EXPONENTS[dtype])
+    total, carries = 0, 0
+    # The compiler makes fast loops of contiguous memory. All rows but the last are so with the gap behind them.
+    stride = numpy.strides[0] // numpy.itemsize
+    with_gaps = np.lib.stride_tricks.as_strided(numpy, (len(numpy) - 1, stride), (numpy.strides[0], numpy.itemsize))
+    for rows, of_rows in ((with_gaps, factors[:-1]), (numpy[-1:], factors[-1:])):
+        part, seen = _loaded[0](np.ascontiguousarray(rows), of_rows, columns, ones, lowest)
+        total, carries = (total + int(part)) % (1 << 64), carries | int(seen)
+    signed = total - (1 << 64) if total >> 63 else total
+    return torch.tensor(signed), not carries & int(_in_every_value(1 << 8 * dtype.itemsize - 1, dtype))
+
+
+@functools.cache
+def _in_every_value(bits: int, dtype: torch.dtype) -> np.uint64:
+    """A word in whose every value `bits` are set."""
+    width = 8 * dtype.itemsize
+    return np.uint64(sum(bits << shift for shift in range(0, 64, width)))
+
+
+def _compiled() -> _Sum:
+    from numba import njit, uint64
+
+    @njit("Tuple((uint64, uint64))(uint64[:, ::1], uint64[::1], uint64[::1], uint64, uint64)", nogil=True)
+    def sum_of_words(words: Any, a: Any, b: Any, ones: Any, lowest: Any) -> tuple[Any, Any]:
+        total, seen = uint64(0), uint64(0)
+        num_columns = b.shape[0]
+        for r in range(words.shape[0]):
+            of_row, carries = uint64(0), uint64(0)
+            for w in range(num_columns):
+                word = words[r, w]
+                of_row += word * b[w]
+                carries |= (word & ones) + lowest  # an exponent of ones carries into the sign's bit, which is masked
+            total += of_row * a[r]
+            seen |= carries
+        return total, seen
+
+    return sum_of_words  # type: ignore[no-any-return]
+
 
 WORD_BYTES = 8
 _CHUNK_BYTES = 64 << 20  # temporary memory of a product on devices without an integer mv
@@ -74,8 +156,8 @@ def _digest(values: Tensor, row: int, column: int) -> tuple[Tensor, Tensor | Non
     if tail > head:
         words, first_word = _as_words(bits[:, head:tail]), (column + head) // per_word
         factors = _numbers(_WORDS, first_word, first_word + words.shape[1], words.device)
-        if digest_cpu.is_used_for(words):
-            digest, is_finite = digest_cpu.weighted_sum(words, rows, factors, values.dtype)
+        if _is_compiled_for(words):
+            digest, is_finite = _weighted_sum(words, rows, factors, values.dtype)
             number = torch.tensor(0.0 if is_finite else math.nan)
         else:
             digest = (_product(words, factors) * rows).sum()
@@ -148,3 +230,121 @@ def _table(seed: int, size: int, device: torch.device) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
+
+
+# -- Attestation: what an engine must hold, computed from the policy's shards, and the comparison with what it does hold
+# Every part of every tensor has one witness among the ranks that hold it. A witness digests its parts; one all-reduce adds
+# them up to a table [tensors, engine ranks] of what each engine rank must hold, and to the digest of each whole tensor.
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a model's weights are. The same on every rank.
+
+    `digests[name]` has one digest per engine rank, of the part that this rank reads. `weights_digest` is that of all
+    tensors whole, in hexadecimal: it does not depend on any layout. `non_finite` names tensors with NaN or infinities.
+    """
+
+    digests: Mapping[str, list[int]]
+    weights_digest: str
+    non_finite: list[str]
+
+
+@torch.no_grad()
+def expected_digests(
+    shares: Sequence[Share],
+    read: Callable[[str], Tensor],
+    engine: EngineTensors,
+    reduce: Callable[[Tensor], None],
+    device: torch.device,
+) -> Expected:
+    """The digests of all weights. Collective: `reduce` adds an int64 tensor up over all ranks, in place.
+
+    `shares` are those of which this rank is the witness; shares of one parameter are neighbours. `read` gives a
+    parameter as this rank keeps it. An error of `read` is raised after `reduce`, because the other ranks wait there.
+    Waits for the device twice.
+    """
+    names = list(engine.tensors)
+    row_of = {name: row for row, name in enumerate(names)}
+    num_ranks = len(next(iter(engine.spans.values())))
+    whole, non_finite = num_ranks, num_ranks + 1  # columns after those of the engine's ranks
+    table = torch.zeros(len(names), num_ranks + 2, dtype=torch.int64, device=device)
+    try:
+        if shares:
+            digests, problems = _digest_shares(shares, read)
+            _add(table, shares, row_of, lambda share: (*share.engine_ranks, whole), digests)
+            _add(table, shares, row_of, lambda share: (non_finite,), problems)
+    finally:
+        reduce(table)
+    rows = table.tolist()
+    return Expected(
+        digests={name: row[:num_ranks] for name, row in zip(names, rows, strict=True)},
+        weights_digest=_combined(names, [row[whole] for row in rows]),
+        non_finite=[name for name, row in zip(names, rows, strict=True) if row[non_finite]],
+    )
+
+
+def _digest_shares(shares: Sequence[Share], read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+    """Per share its digest, and 1 where it has non-finite values. Two int64 tensors [shares]."""
+    digests: list[Tensor] = []
+    sums: list[Tensor] = []
+    for part, share in _parts(shares, read):
+        digest, number = digest_and_sum(part, share.tensor, share.start)
+        digests.append(digest)
+        sums.append(number)
+    is_finite = torch.stack(sums).isfinite()
+    if not is_finite.all():  # a sum may also have overflowed
+        extremes = torch.stack([value for part, _ in _parts(shares, read) for value in torch.aminmax(part)])
+        is_finite = extremes.view(-1, 2).isfinite().all(1)  # NaN if any value is NaN
+    return torch.stack(digests), (~is_finite).to(torch.int64)
+
+
+def _parts(shares: Sequence[Share], read: Callable[[str], Tensor]) -> Iterator[tuple[Tensor, Share]]:
+    name, parameter = None, torch.empty(0)
+    for share in shares:
+        if share.parameter != name:
+            name, parameter = share.parameter, read(share.parameter)
+        yield parameter.narrow(share.tensor.axis, share.local_start, share.stop - share.start), share
+
+
+def _add(
+    table: Tensor,
+    shares: Sequence[Share],
+    row_of: Mapping[str, int],
+    columns_of: Callable[[Share], tuple[int, ...]],
+    values: Tensor,
+) -> None:
+    """Add each share's value to its tensor's row, in the given columns."""
+    cells = [(row_of[s.tensor.name], column, index) for index, s in enumerate(shares) for column in columns_of(s)]
+    rows, columns, indices = (torch.tensor(values_of, device=table.device) for values_of in zip(*cells, strict=True))
+    table.index_put_((rows, columns), values[indices], accumulate=True)
+
+
+def _combined(names: Sequence[str], digests: Sequence[int]) -> str:
+    text = "\n".join(f"{name} {digest}" for name, digest in sorted(zip(names, digests, strict=True)))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def compare(
+    expected: Expected, held: Mapping[str, int], engine: EngineTensors, engine_rank: int, rank: int
+) -> str | None:
+    """What is wrong with an engine rank whose memory has the digests `held`: tensors, slices, and global `rank`."""
+    wrong = []
+    for name in engine.tensors:
+        start, stop = engine.spans[name][engine_rank]
+        if start < stop and held.get(name) != expected.digests[name][engine_rank]:
+            wrong.append(name)
+    if not wrong:
+        return None
+    # Digests depend on values and positions, not on names: they show what was mistaken for what.
+    owner = {digests[engine_rank]: name for name, digests in expected.digests.items()}
+    problems = []
+    for name in wrong:
+        origin = owner.get(held[name]) if name in held else None
+        reason = f" (it holds {origin})" if origin else "" if name in held else " (not loaded)"
+        problems.append(f"{_slice(engine.tensors[name], engine.spans[name][engine_rank])} on rank {rank}{reason}")
+    return shortened(["the engine does not hold the weights that were sent", *problems])
+
+
+def _slice(tensor: SyncTensor, span: Interval) -> str:
+    return f"{tensor.name} {'columns' if tensor.axis else 'rows'} {span[0]} to {span[1]}"

@@ -16,9 +16,8 @@ from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.data.item_table import rewards_of
-from grpo_megatron.device import Device, DeviceMemory
-from grpo_megatron.environments.build import build_pool
-from grpo_megatron.heap import keep_freed_memory
+from grpo_megatron.device import Device, DeviceMemory, keep_freed_memory
+from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import model_shape, peaks
 from grpo_megatron.models.forward import LossFunction, MetricSums
@@ -31,29 +30,23 @@ from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.sinks import Sinks
-from grpo_megatron.onednn import use_onednn
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sampling.generator import Generator
-from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
+from grpo_megatron.sampling.answers import EnvironmentAnswers
+from grpo_megatron.sampling.generator import Generator, TrajectoryGenerator
 from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.training.beside.references import References
-from grpo_megatron.training.cadence import Cadence
-from grpo_megatron.training.colocation import Colocation, PolicyAlone
+from grpo_megatron.training.colocation import Colocation, PolicyAlone, Probe, Provenance
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.probe import Probe
 from grpo_megatron.training.profiler import Profiler, flat_settings
-from grpo_megatron.training.provenance import Provenance
 from grpo_megatron.training.report import StepReport
-from grpo_megatron.training.rollout_files import build_rollout_files
+from grpo_megatron.training.samples import ShownSamples, build_rollout_files
 from grpo_megatron.training.score_validation import ScoreValidation
-from grpo_megatron.training.shown_samples import ShownSamples
-from grpo_megatron.training.validation import Validator
-from grpo_megatron.training.validation_loss import ValidationLoss
-from grpo_megatron.trajectories.answers import EnvironmentAnswers
+from grpo_megatron.training.stopping import Cadence
+from grpo_megatron.training.validation import ValidationLoss, Validator
 from grpo_megatron.types import BY_MODEL
 
 
@@ -74,8 +67,6 @@ def join_world(config: Config, device: Device) -> Mesh:
     device.seed(config.trainer.seed, mesh.rank)
     if not device.is_cuda:
         keep_freed_memory()
-    if config.trainer.cpu_matmul == "onednn" and not device.is_cuda:
-        use_onednn()
     return mesh
 
 

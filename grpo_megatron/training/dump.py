@@ -25,8 +25,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.losses import MetricSum
 from grpo_megatron.config import ActorConfig, Config, ConfigError
-from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, on_every_rank, on_first_rank
 from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, write_file
 from grpo_megatron.types import Batch, rows_of_mini_batch
 

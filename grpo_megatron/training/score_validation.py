@@ -1,6 +1,6 @@
 """ScoreValidation: what ValidationLoss reports, and how far the probabilities of a scalar head can be trusted.
 
-    val/ece/FILE, val/brier/FILE    over held-out pairs, or over held-out steps (algo/calibration.py)
+    val/ece/FILE, val/brier/FILE    over held-out pairs, or over held-out steps (algo/scores.py)
     val/step_accuracy/FILE          of steps; that of pairs, val/pair_accuracy/FILE, is reported by the loss
 
 `calibration.txt` in the output folder has the newest table of confidence against accuracy, per file.
@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_megatron.algo.calibration import Calibration, calibration, calibration_table
-from grpo_megatron.parallel.disk import on_first_rank
+from grpo_megatron.algo.scores import Calibration, calibration, calibration_table
 from grpo_megatron.parallel.exchange import gather_rows
+from grpo_megatron.parallel.mesh import on_first_rank
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.training.validation_loss import ValidationLoss
+from grpo_megatron.training.validation import ValidationLoss
 from grpo_megatron.types import Batch
 
 CALIBRATION_FILE = "calibration.txt"

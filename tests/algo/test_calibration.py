@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from grpo_megatron.algo.calibration import calibration, calibration_table
+from grpo_megatron.algo.scores import calibration, calibration_table
 
 
 def log_odds(p: float) -> float:

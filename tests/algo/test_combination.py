@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.combination import ModelScores, combined, process_scores
+from grpo_megatron.algo.scores import ModelScores, combined, process_scores
 from grpo_megatron.config import AlgorithmConfig
 from grpo_megatron.types import GroupTable
 

@@ -15,10 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.critic_plan import critic_plan
-from grpo_megatron.algo.gae import advantages_of, explained_variance, length_adaptive_lams, value_targets
-from grpo_megatron.algo.plan import make_plan, revise_plan
-from grpo_megatron.algo.value_loss import ValueInputs, value_loss
+from grpo_megatron.algo.losses import ValueInputs, value_loss
+from grpo_megatron.algo.plan import critic_plan, make_plan, revise_plan
+from grpo_megatron.algo.returns import advantages_of, explained_variance, length_adaptive_lams, value_targets
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.types import GroupTable
 from tests.algo.tables import make_table, per_token, run

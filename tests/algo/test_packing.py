@@ -12,7 +12,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -23,9 +22,9 @@ from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.models.packing import num_padding_tokens
 from grpo_megatron.types import GroupTable, Plan
 from tests.algo.test_plan import make_table, plan_of
+from tests.files import WHOLE
 
 NO_KL = {"use_kl_loss": False, "ppo_max_token_len_per_gpu": 12}
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 GSM8K_PROMPT, GSM8K_RESPONSE = (100, 40), (5.2, 0.5)  # mean and deviation, of the log for responses: median 181 tokens
 
 
@@ -180,11 +179,10 @@ def check_padding_and_imbalance(table: GroupTable, dp: int, multiple: int, cp: i
     assert padding / (padding + sum(lengths)) < 0.03, (multiple, cp)
 
 
+@pytest.mark.real_data
 def test_padding_and_imbalance_of_the_real_gsm8k() -> None:
     """64 questions with the answers of eight problems each, in Qwen's tokens. Measured: 0.02 %, and 0.8 % with cp 2."""
-    source, rows = SHARED / "tokenizers" / "qwen" / "tokenizer.json", SHARED / "gsm8k" / "test.jsonl"
-    if not (source.exists() and rows.exists()):
-        pytest.skip(f"Qwen's tokenizer.json or GSM8K not found under {SHARED}")
+    source, rows = WHOLE / "tokenizers" / "qwen" / "tokenizer.json", WHOLE / "gsm8k" / "test.jsonl"
     tokenizer = Tokenizer.from_file(str(source))
     problems = [json.loads(line) for line in rows.read_text().splitlines()[:512]]
     prompts, responses = (

@@ -15,7 +15,7 @@ from grpo_megatron.algo.needs import (
     reasons_for_old_pass,
 )
 from grpo_megatron.algo.plan import make_plan, revise_plan
-from grpo_megatron.algo.shaping import dupo_copies, with_overlong_penalty
+from grpo_megatron.algo.token_weights import dupo_copies, with_overlong_penalty
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
 from tests.algo.test_plan import make_table, plan_of, rows_of
 

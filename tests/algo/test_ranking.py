@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.ranking import pairwise_loss, ranked_pairs, ranking_accuracy
+from grpo_megatron.algo.scores import pairwise_loss, ranked_pairs, ranking_accuracy
 
 
 def test_gradient_equals_finite_differences_and_the_closed_form() -> None:

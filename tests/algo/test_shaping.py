@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.shaping import dupo_copies, overlong_penalty
-from grpo_megatron.algo.token_weights import token_weightings, token_weights
+from grpo_megatron.algo.token_weights import dupo_copies, overlong_penalty, token_weightings, token_weights
 from tests.algo.tables import make_table, run
 
 

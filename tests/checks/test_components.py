@@ -13,7 +13,7 @@ from grpo_megatron.checks.names import reward_name_problems
 from grpo_megatron.checks.reward_call import call_rewards, reward_lines
 from grpo_megatron.checks.reward_columns import column_problems
 from grpo_megatron.config import Config
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import parse_yaml
 from grpo_megatron.types import Prompt
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"

@@ -36,11 +36,11 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_architecture
 from tests import tiny
+from tests.files import CONFIGS
 from tests.models.test_moe import MODELS
 from tests.runs import make_run, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-LLAMA_70B = ROOT.parent / "shared" / "data" / "hf_configs" / "Llama-3.1-70B.json"
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 EP = "actor.megatron.expert_model_parallel_size"
 MIXTRAL = {
@@ -173,7 +173,6 @@ def test_a_dry_run_writes_its_config_only(run: Path, tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == [tmp_path / "out.resolved.yaml"]
 
 
-@pytest.mark.skipif(not LLAMA_70B.exists(), reason=f"needs {LLAMA_70B}")
 def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """80 layers, h 8192, MLP 28672, 64 heads in 8 groups of 128, V 128256; tp 8 x pp 4 x dp 2 on 64 ranks, bfloat16.
 
@@ -181,7 +180,7 @@ def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     a tp rank has the matrices over 8 and the norms whole: 855,638,016 / 8 + 16,384 = 106,971,136. Embedding, head:
     128256 * 8192 = 1,050,673,152 each, over 8: 131,334,144 (128256 is a multiple of 64: no padding).
     """
-    shutil.copy(LLAMA_70B, tmp_path / "config.json")
+    shutil.copy(CONFIGS / "Llama-3.1-70B.json", tmp_path / "config.json")
     write_tokenizer(tmp_path)
     arguments = [f"model.path={tmp_path}", "model.dtype=bfloat16", "trainer.nnodes=8", "trainer.n_gpus_per_node=8"]
     text = plan(run, capsys, *arguments, f"{TP}=8", f"{PP}=4", "rollout.tensor_model_parallel_size=8")

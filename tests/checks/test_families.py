@@ -10,7 +10,7 @@ from grpo_megatron.checks import families
 from grpo_megatron.checks.families import family_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.rollout import vllm_versions
+from grpo_megatron.rollout import vllm_process
 from tests import tiny
 from tests.models.test_moe import MODELS
 
@@ -51,7 +51,7 @@ def _problems(model: dict[str, Any], changes: dict[str, Any]) -> list[str]:
 
 def test_an_older_vllm_has_no_latent_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.26 raises "MLA is not supported on CPU." while it is built."""
-    monkeypatch.setattr(vllm_versions, "_installed", lambda *names: "0.26.0")
+    monkeypatch.setattr(vllm_process, "_installed", lambda *names: "0.26.0")
     [problem] = _problems(V3, {})
     assert "the installed vLLM has no latent attention there, as this model (deepseek_v3) needs" in problem
     assert _problems(V3, {"trainer": {"device": "cuda"}}) == _problems(OLMO, {}) == []

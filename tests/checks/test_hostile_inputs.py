@@ -21,11 +21,10 @@ from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, DataConfig, MegatronConfig
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.conversion import open_source
-from grpo_megatron.convert.tokenizers import check_tokenizer
+from grpo_megatron.convert.conversion import check_tokenizer, open_source
 from grpo_megatron.data.rendering import render_chat
 from grpo_megatron.data.rows import read_question, read_rows
-from grpo_megatron.data.task_file import read_task_file
+from grpo_megatron.data.tasks import read_task_file
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers.transformer_config import transformer_config

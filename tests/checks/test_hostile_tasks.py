@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.task_file import read_task_file
+from grpo_megatron.data.benchmarks import DataPlaces, read_datasets
+from grpo_megatron.data.tasks import read_task_file
 from grpo_megatron.evaluation.options import check_arguments, parse_arguments
-from grpo_megatron.evaluation.problems import DataPlaces, read_datasets
 
 TASK = """
 name: t

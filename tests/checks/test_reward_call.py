@@ -13,8 +13,8 @@ from grpo_megatron.cli import main
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.reward_item import reward_item
 from grpo_megatron.rewards import extractors, rewards
-from grpo_megatron.rewards.answer_form import answer_form
-from grpo_megatron.rewards.known import KNOWN_REWARDS
+from grpo_megatron.rewards.answers import answer_form
+from grpo_megatron.rewards.pool import KNOWN_REWARDS
 from grpo_megatron.types import Prompt
 from tests.runs import CHAT_TEMPLATE, make_run, write_rows
 

@@ -20,11 +20,8 @@ OBJECTS: dict[str, dict[str, str]] = {
         "self._sampling_params": "vllm:SamplingParams",
         "logprobs:output": "vllm:RequestOutput",
         "logprobs:output.prompt_logprobs": "vllm.logprobs:FlatLogprobs",
-    },
-    "rollout/vllm_queue.py": {
         "self._engine": "vllm.v1.engine.llm_engine:LLMEngine",
         "self._kinds": "vllm.sampling_params:RequestOutputKind",
-        "self._sampling_params": "vllm:SamplingParams",
         "self._tokens_input": "vllm.inputs:tokens_input",
         "llm": LLM,
         "llm.model_config": "vllm.config:ModelConfig",
@@ -36,7 +33,6 @@ OBJECTS: dict[str, dict[str, str]] = {
         "step:output": "vllm:RequestOutput",
     },
     "rollout/vllm_process.py": {"llm": LLM},
-    "rollout/vllm_versions.py": {"llm": LLM},
     "models/optimizer.py": {
         "ddp": "megatron.core.distributed:DistributedDataParallel",
         "wrap_ddp:config": CONFIG,
@@ -77,7 +73,7 @@ CALLED_BACK: dict[str, tuple[str, ...]] = {
     "LogprobModel": ("_postprocess",),
 }
 
-# Target -> the vLLM series that have it, for what rollout/vllm_versions.py asks of one series only.
+# Target -> the vLLM series that have it, for what rollout/vllm_process.py asks of one series only.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "call vllm:LLM.finish_weight_update 0 weight_version": ("0.32",),
     "name vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides": ("0.32",),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.rollout.vllm_versions import SERIES
+from grpo_megatron.rollout.vllm_process import SERIES
 from tests.contract.check import problem
 from tests.contract.record import OURS, RECORDED, all_uses, installed, package_of
 from tests.contract.sources import Package

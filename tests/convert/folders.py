@@ -17,7 +17,6 @@ from tests.models.test_moe import MODELS
 
 FAMILIES: dict[str, dict[str, Any]] = {**tiny.FAMILIES, **MODELS}  # dense, and mixtures of experts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "hf_configs"
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:

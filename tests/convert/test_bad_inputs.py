@@ -15,6 +15,7 @@ import torch
 
 from tests.convert import folders
 from tests.convert.folders import convert, put, tensors_of
+from tests.files import DATA
 
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 
@@ -210,8 +211,7 @@ def test_a_tokenizer_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_a_sentencepiece_model_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = next((folders.CONFIGS.parent / "tokenizers" / "sentencepiece_test_model").glob("*.model"))
-    shutil.copyfile(model, hf / "tokenizer.model")
+    shutil.copyfile(DATA / "tokenizers" / "sentencepiece_test_model" / "tokenizer.model", hf / "tokenizer.model")
     error = refused(capsys, "to-megatron", hf, tmp_path / "out")
     assert "tokenizer.model has id" in error and "101 rows" in error
     (hf / "tokenizer.model").write_bytes(b"no model")

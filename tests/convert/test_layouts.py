@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.convert.contents import read_contents
+from grpo_megatron.convert.megatron import read_contents
 from tests import tiny, worlds
 from tests.convert import folders, layout_ranks
 from tests.convert.folders import convert, same_bits, tensors_of
+from tests.files import CONFIGS
 
 LAYOUTS = {
     (1, 1): ["llama2", "qwen2-tied"],
@@ -70,7 +71,7 @@ def test_experts_load(tp: int, pp: int, ep: int, world: int, tmp_path: Path) -> 
     """
     pairs = []
     for name in ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "DeepSeek-V3"):
-        config = folders.shrunk(json.loads((folders.CONFIGS / f"{name}.json").read_text()))
+        config = folders.shrunk(json.loads((CONFIGS / f"{name}.json").read_text()))
         pairs.append((folders.write(tmp_path / name, config), tmp_path / f"{name}-megatron"))
         assert convert("to-megatron", *pairs[-1], "--quiet") == 0
     gathered = worlds.run(layout_ranks.loaded, world, pairs=pairs, tp=tp, pp=pp, ep=ep)[0]

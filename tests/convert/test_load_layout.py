@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.convert.load_layout import further_options, unsupported_there
+from grpo_megatron.convert.layout import further_options, unsupported_there
 from grpo_megatron.models.families import architecture_of
 from tests.convert import folders
 

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.convert import chunks, span
+from grpo_megatron.convert import megatron
+from grpo_megatron.convert import source as source_module
 from grpo_megatron.convert.conversion import open_source
-from grpo_megatron.convert.rows import hf_runs, megatron_runs
-from grpo_megatron.convert.span import row_blocks
-from grpo_megatron.evaluation.weights import open_model
+from grpo_megatron.convert.layout import hf_runs, megatron_runs
+from grpo_megatron.convert.source import row_blocks
+from grpo_megatron.evaluation.engine import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
 from tests import tiny
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
+from tests.files import CONFIGS
 
 SMALL_BLOCKS = 3000  # elements: cuts the tensors of the tiny models into several blocks, as in a 70B model
 
@@ -27,8 +29,8 @@ SMALL_BLOCKS = 3000  # elements: cuts the tensors of the tiny models into severa
 @pytest.mark.parametrize("dtype", folders.DTYPES)
 @pytest.mark.parametrize("family", folders.FAMILIES)
 def test_bitwise(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span, "BLOCK_ELEMENTS", SMALL_BLOCKS // 3)
-    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", SMALL_BLOCKS)
+    monkeypatch.setattr(source_module, "BLOCK_ELEMENTS", SMALL_BLOCKS // 3)
+    monkeypatch.setattr(megatron, "CHUNK_ELEMENTS", SMALL_BLOCKS)
     source = folders.write(tmp_path / "hf", folders.config_of(family), dtype, num_files=3)
     assert convert("to-megatron", source, tmp_path / "megatron") == 0
     assert convert("to-hf", tmp_path / "megatron", tmp_path / "back", "--shard-size", "40K") == 0
@@ -118,10 +120,10 @@ def test_chunks_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.M
     model: Any = open_source(source)
     read = model.tensors.__getitem__
     for size in (100, 5000, 1 << 24):
-        monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", size)
+        monkeypatch.setattr(megatron, "CHUNK_ELEMENTS", size)
         for row in model.rows:
             whole = row.shard(read, model.arch, 0, 1)
-            cut = list(chunks.cut_into_chunks(row, model.arch))
+            cut = list(megatron.cut_into_chunks(row, model.arch))
             assert [p.first for p in cut] == [sum(p.shape[0] for p in cut[:i]) for i in range(len(cut))]
             made = [
                 read(row.hf[part])[first:last]
@@ -194,7 +196,7 @@ def test_a_step_is_found_from_anywhere(
     assert convert("inspect", ".") == 0
 
 
-@pytest.mark.parametrize("path", sorted(folders.CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = folders.shrunk(json.loads(path.read_text()))
     try:
@@ -220,16 +222,16 @@ def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys:
 
 
 def test_names_of_local_specs_and_unstacked_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written at each other place that keys.py knows (norms unfused; one tensor per layer), then read."""
-    from grpo_megatron.convert import keys
+    """Written at each other place that layout.py knows (norms unfused; one tensor per layer), then read."""
+    from grpo_megatron.convert import layout
 
     source = folders.write(tmp_path / "hf", folders.config_of("qwen3"))
     for number in (1, 2, 3):
 
-        def chosen(row: Any, arch: Any, number: int = number) -> list[keys.Place]:
-            known = keys.places(row, arch)
+        def chosen(row: Any, arch: Any, number: int = number) -> list[layout.Place]:
+            known = layout.places(row, arch)
             return [known[min(number, len(known) - 1)]]
 
-        monkeypatch.setattr(chunks, "written_places", chosen)
+        monkeypatch.setattr(megatron, "written_places", chosen)
         assert convert("to-megatron", source, tmp_path / str(number), "--quiet") == 0
         assert convert("verify", source, tmp_path / str(number), "--quiet") == 0

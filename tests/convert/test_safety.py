@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.convert import chunks, conversion, shards
-from grpo_megatron.convert.folder import output_folder
-from grpo_megatron.convert.hf import HFFolder
-from grpo_megatron.convert.output import Output
+from grpo_megatron.convert import conversion, megatron
+from grpo_megatron.convert.hf import HFFolder, safetensors_header
+from grpo_megatron.convert.output import Output, output_folder
 from grpo_megatron.models.families import architecture_of, hf_shapes
 from grpo_megatron.storage import atomic
 from grpo_megatron.storage.manifest import Verification
@@ -60,7 +59,7 @@ def die_at(count: int, original: Callable[..., Any]) -> Callable[..., Any]:
 MOMENTS: dict[str, tuple[Any, str, int]] = {  # when the child is killed: (object, attribute, number of the call)
     "first tensor": (HFFolder, "read", 1),
     "a later tensor": (HFFolder, "read", 30),
-    "before the table of contents": (chunks.FileSystemWriter, "finish", 1),
+    "before the table of contents": (megatron.FileSystemWriter, "finish", 1),
     "before the manifest": (conversion, "write_manifest", 1),
     "before the rename": (atomic, "publish_folder", 1),
     "after the rename": (atomic, "sync_path", 12),
@@ -206,7 +205,7 @@ print(json.dumps(peaks))
 def sparse(path: Path, config: dict[str, Any]) -> int:
     """A folder whose only safetensors file is sparse (all holes). Returns the file's size."""
     shapes = hf_shapes(architecture_of(config))
-    start = shards.safetensors_header(shapes, dict.fromkeys(shapes, torch.bfloat16))
+    start = safetensors_header(shapes, dict.fromkeys(shapes, torch.bfloat16))
     size = len(start) + sum(torch.Size(shape).numel() for shape in shapes.values()) * 2
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.convert import chunks, keys
+from grpo_megatron.convert import layout, megatron
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.weights.table import WeightRow
@@ -53,15 +53,15 @@ def test_checkpoints_of_each_spec_are_read(
             continue
         named = dict(zip(NORMS, specs[f"{engine} {kind}"], strict=False))
 
-        def places(row: WeightRow, arch: Architecture, named: dict[str, str] = named) -> list[keys.Place]:
-            usual = keys.places(row, arch)[0]
+        def places(row: WeightRow, arch: Architecture, named: dict[str, str] = named) -> list[layout.Place]:
+            usual = layout.places(row, arch)[0]
             norm = next((n for n in named if row.megatron.endswith(f".{n}.weight")), None)
-            return [keys.Place(f"decoder.layers.{named[norm]}", usual.index, usual.stack)] if norm else [usual]
+            return [layout.Place(f"decoder.layers.{named[norm]}", usual.index, usual.stack)] if norm else [usual]
 
         for row in model.rows:
-            written = {place.key for place in keys.written_places(row, model.arch)}
+            written = {place.key for place in layout.written_places(row, model.arch)}
             assert written.issuperset(place.key for place in places(row, model.arch)), row.megatron
         with monkeypatch.context() as patch:
-            patch.setattr(chunks, "written_places", places)
+            patch.setattr(megatron, "written_places", places)
             assert convert("to-megatron", source, tmp_path / engine, "--quiet") == 0
         assert convert("verify", source, tmp_path / engine, "--quiet") == 0

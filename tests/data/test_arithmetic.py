@@ -22,7 +22,7 @@ from grpo_megatron.data.arithmetic import (
     worked_response,
     write_task,
 )
-from grpo_megatron.rewards.arithmetic import arithmetic_reward
+from grpo_megatron.rewards.numeric import arithmetic_reward
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import pytest
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.tokenizer import load_tokenizer
+from tests.files import QWEN_SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
-QWEN = ROOT.parent / "shared" / "data" / "tokenizers" / "qwen" / "tokenizer.json"
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
 TEMPLATES = Path(__file__).parent / "templates"
 CHATML = (ROOT / "examples" / "templates" / "chatml_tools.jinja").read_text()
@@ -172,9 +172,7 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 
 
 def test_qwens_real_tokenizer(tmp_path: Path) -> None:
-    if not QWEN.exists():
-        pytest.skip(f"Qwen's tokenizer.json not found at {QWEN}")
-    shutil.copyfile(QWEN, tmp_path / "tokenizer.json")
+    shutil.copyfile(QWEN_SMALL, tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}')
     tokenizer = load_tokenizer(tmp_path, DataConfig(chat_template=ROOT / "examples/templates/chatml_tools.jinja"))
     renderer = TurnRenderer(tokenizer, TOOLS)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from grpo_megatron.data.arithmetic import worked_response
-from grpo_megatron.data.feedback import STEP_SEPARATOR, pair_rows, step_rows, write_feedback
-from grpo_megatron.rewards.equation import equations
+from grpo_megatron.data.arithmetic import STEP_SEPARATOR, pair_rows, step_rows, worked_response, write_feedback
+from grpo_megatron.rewards.process_rewards import equations
 
 
 def is_right(step: str) -> bool:

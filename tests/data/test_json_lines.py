@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.reading import ReadError, json_lines
-from grpo_megatron.reading.json_lines import parse_lines
-from grpo_megatron.reading.json_text import parse_json
+from grpo_megatron import reading
+from grpo_megatron.reading import ReadError, parse_json, parse_lines
 
 PLAIN = [{"question": f"Tom: {n} apples?", "answer": "#### 3"} for n in range(3)]
 VERL = {"prompt": [{"role": "user", "content": "1: 2"}], "reward_model": {"ground_truth": "72"}, "n": [1.5, None, True]}
@@ -116,7 +115,7 @@ def test_changed_lines_are_read_as_by_the_strict_parser(
 
 def test_plain_lines_do_not_wait_for_the_strict_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
-    monkeypatch.setattr(json_lines, "parsed_line", lambda line: seen.append(line) or strict(line))
+    monkeypatch.setattr(reading, "parsed_line", lambda line: seen.append(line) or strict(line))
     lines = [json.dumps(row).encode() for row in [*PLAIN, VERL]]
     assert list(parse_lines(lines)) == [*PLAIN, VERL] and not seen
     twice, deep = b'{"a": "1", "a": "2"}', b"[" * 70 + b"]" * 70

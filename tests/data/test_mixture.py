@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.data.mixture import MixedSampler, Mixture, SourcePrompts, whole_weights
+from grpo_megatron.data.sampler import MixedSampler, Mixture, SourcePrompts, whole_weights
 
 
 def sampler(sizes: list[int], weights: list[float], **options: Any) -> MixedSampler:

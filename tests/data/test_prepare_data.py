@@ -17,10 +17,10 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.starting import prepare
+from tests.files import CONFIGS
 from tests.runs import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT.parent / "shared" / "data" / "hf_configs"
 SMALL = [
     *("--set", "vocab_size=80", "--set", "num_hidden_layers=1", "--set", "hidden_size=32"),
     *("--set", "num_attention_heads=4", "--set", "num_key_value_heads=2", "--set", "intermediate_size=48"),
@@ -79,8 +79,6 @@ def test_real_configs_shrunk(tmp_path: Path, tokenizer: str, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     source = CONFIGS / f"{name}.json"
-    if not source.exists():
-        pytest.skip(f"real model configs not found under {CONFIGS}")
     given = json.loads(source.read_text())
     changes = [*SMALL, "--set", "tie_word_embeddings=false"]
     if "head_dim" in given:

@@ -13,10 +13,10 @@ from grpo_megatron.config import DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.written_groups import load_supervised
+from grpo_megatron.data.written import load_supervised
+from tests.files import DATA, QWEN_SMALL, WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared" / "data"
 CHATML = ROOT / "examples" / "templates" / "chatml.jinja"
 PLAIN = DataConfig(task="arithmetic", apply_chat_template=False)
 TEMPLATE = "{% for m in messages %}{{ '<sep>' if m['role'] == 'system' else '' }}{{ m['content'] }}{% endfor %}?"
@@ -177,10 +177,13 @@ def test_tokenizer_folders_that_cannot_be_used(tmp_path: Path, tokenizer: Any) -
         load_tokenizer(tmp_path / "good", PLAIN)
 
 
-def test_real_gsm8k_with_qwens_real_tokenizer_in_chatml(tmp_path: Path) -> None:
-    source, questions = SHARED / "tokenizers" / "qwen" / "tokenizer.json", SHARED / "gsm8k" / "test.jsonl"
-    if not (source.exists() and questions.exists()):
-        pytest.skip(f"Qwen's tokenizer.json or GSM8K not found under {SHARED}")
+@pytest.mark.parametrize(
+    ("source", "im_start"),
+    [(QWEN_SMALL, 4097), pytest.param(WHOLE / "tokenizers/qwen/tokenizer.json", 151644, marks=pytest.mark.real_data)],
+    ids=["small", "whole"],
+)
+def test_real_gsm8k_with_qwens_real_tokenizer_in_chatml(source: Path, im_start: int, tmp_path: Path) -> None:
+    questions, im_end = DATA / "gsm8k" / "test.jsonl", im_start + 1
     shutil.copyfile(source, tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
@@ -199,6 +202,5 @@ def test_real_gsm8k_with_qwens_real_tokenizer_in_chatml(tmp_path: Path) -> None:
         "<|im_start|>assistant\n"
     )
     assert tokenizer.decode(first.prompt_ids) == first.text
-    im_start, im_end = 151644, 151645
     assert [first.prompt_ids.count(token) for token in (im_start, im_end)] == [3, 2]
     assert tokenizer.eos_token_id == im_end

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from grpo_megatron.data.steps import step_ends, step_labels
+from grpo_megatron.data.scored import step_ends, step_labels
 
 PIECES = ["<eos>", "a", "b", "\n", "\n\n", "c\n", "\nd", " ", "e\nf\ng"]
 

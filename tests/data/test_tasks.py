@@ -11,11 +11,10 @@ import pytest
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import Example, Task, fill_template
-from grpo_megatron.data.task_file import FOLDER
-from grpo_megatron.data.tasks import get_task, get_tasks, task_names
+from grpo_megatron.data.tasks import TASKS_FOLDER, get_task, get_tasks, task_names
 from grpo_megatron.rewards import check_reward, extractors
+from tests.files import DATA, SLICE_AND_WHOLE
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 EMPTY_BOX = "For any integer $n>1$, the number of prime numbers greater than $n!+1$ and less than $n!+n$ is:\n$(A) 0$"
 
 
@@ -112,15 +111,10 @@ def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
     assert get_task("gsm8k") is get_task("gsm8k")
 
 
-@pytest.mark.parametrize(
-    ("task", "file", "count"),
-    [("olympiadbench", "extra/olympiadbench/test", 675), ("svamp", "extra/svamp/test", 1000)],
-)
-def test_real_files_are_read(task: str, file: str, count: int) -> None:
-    path = DATA / f"{file}.jsonl"
-    if not path.exists():
-        pytest.skip(f"not found: {path}")
-    assert len(read_rows(path, get_task(task).read_row)) == count
+@pytest.mark.parametrize(("task", "counts"), [("olympiadbench", (6, 675)), ("svamp", (20, 1000))])
+@pytest.mark.parametrize("data", SLICE_AND_WHOLE)
+def test_real_files_are_read(task: str, counts: tuple[int, int], data: Path) -> None:
+    assert len(read_rows(data / "extra" / task / "test.jsonl", get_task(task).read_row)) == counts[data != DATA]
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
@@ -210,7 +204,7 @@ def test_a_variant_extends_a_built_in_task(tmp_path: Path) -> None:
     assert (task.files, task.text, task.graders) == (base.files, base.text, base.graders)
     row = {"question": "q", "answer": "#### 3"}
     assert task.read_row(row) == base.read_row(row) == ("q", "3")
-    hashed = (FOLDER / "gsm8k.yaml").read_bytes() + b"\0" + path.read_bytes()
+    hashed = (TASKS_FOLDER / "gsm8k.yaml").read_bytes() + b"\0" + path.read_bytes()
     assert task.sha256 == hashlib.sha256(hashed).hexdigest()
 
 

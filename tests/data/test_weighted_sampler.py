@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.data.weighted_sampler import RESOLUTION, WeightedSampler, integer_weights, systematic_counts
+from grpo_megatron.data.sampler import RESOLUTION, WeightedSampler, integer_weights, systematic_counts
 
 some_weights = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 

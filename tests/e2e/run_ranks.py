@@ -169,7 +169,7 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     from grpo_megatron import trainer as trainer_module
     from grpo_megatron.parallel import mesh as mesh_module
-    from grpo_megatron.training import build, probe
+    from grpo_megatron.training import build, colocation
 
     built: dict[str, Any] = {}
 
@@ -185,7 +185,7 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
         mock.patch.object(build, "build_engine", once("engine", build.build_engine)),
         mock.patch.object(build, "build_mesh", once("mesh", build.build_mesh)),
         mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
-        mock.patch.object(probe, "LENGTH", 32),  # the engine is that of the first run, and no longer
+        mock.patch.object(colocation, "LENGTH", 32),  # the engine is that of the first run, and no longer
     ):
         results = [_recorded(raw) for raw in raws]
     built["engine"].shutdown()

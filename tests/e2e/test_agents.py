@@ -13,7 +13,8 @@ from grpo_megatron.data import products
 from grpo_megatron.starting import prepare
 from tests import worlds
 from tests.e2e import run_ranks
-from tests.e2e.test_examples import ROOT, SHARED, gsm8k, rows
+from tests.e2e.test_examples import ROOT, gsm8k, rows
+from tests.files import CONFIGS, DATA, QWEN_SMALL
 
 __all__ = ["gsm8k"]  # the fixture
 
@@ -57,7 +58,6 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not SHARED.exists(), reason=f"real GSM8K and Qwen2 tokenizer not there: {SHARED}")
 def test_gsm8k_with_python_on_a_shrunk_model(gsm8k: Path, tmp_path: Path) -> None:
     """The template with tools, the Python tool's workers and two steps; a random model hardly ever writes a call."""
     overrides = [
@@ -95,19 +95,18 @@ def test_gsm8k_with_python_on_a_shrunk_model(gsm8k: Path, tmp_path: Path) -> Non
     assert "val-core/gsm8k/acc/mean@1" in last
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason=f"the real architecture and tokenizer are not there: {SHARED}")
 def test_the_plan_of_the_real_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The dry run of examples/agents/gsm8k_python.yaml: every check of the config, with the real tokenizer and data."""
+    """The dry run of examples/agents/gsm8k_python.yaml: every check of the config, with real problems."""
     monkeypatch.chdir(ROOT)
-    (tmp_path / "config.json").write_text((SHARED / "hf_configs/Qwen2.5-7B-Instruct.json").read_text())
-    (tmp_path / "tokenizer.json").symlink_to(SHARED / "tokenizers/qwen/tokenizer.json")
+    (tmp_path / "config.json").write_text((CONFIGS / "Qwen2.5-7B-Instruct.json").read_text())
+    (tmp_path / "tokenizer.json").symlink_to(QWEN_SMALL)
     about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     for name in ("train", "test"):
-        lines = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:200]))
+        lines = (DATA / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{name}.jsonl").write_text("".join((3 * lines)[:200]))
     arguments = ["--dry-run", "--world-size", "8", "--gpu-memory", "79", f"model.path={tmp_path}"]
     arguments += [f"data.train_files=[{tmp_path}/train.jsonl]", f"data.val_files=[{tmp_path}/test.jsonl]"]
     assert main.main(["train", "examples/agents/gsm8k_python.yaml", *arguments]) == 0

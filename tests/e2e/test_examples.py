@@ -18,11 +18,11 @@ import yaml
 
 from grpo_megatron.starting import prepare
 from tests import worlds
+from tests.files import CONFIGS, DATA, QWEN_SMALL
 from tests.generation.serving import argv_of, ask, served
 from tests.listeners import is_loopback, listeners
 
 ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared" / "data"
 MODEL = "outputs/gsm8k/model"
 
 
@@ -174,13 +174,13 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "examples").symlink_to(ROOT / "examples")
     (root / "gsm8k").mkdir()
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-    values = {"QWEN2_CONFIG_JSON": SHARED / "hf_configs/Qwen2.5-0.5B.json", MODEL: root / MODEL}
-    values["QWEN2_TOKENIZER_FOLDER"] = SHARED / "tokenizers/qwen"
+    values = {"QWEN2_CONFIG_JSON": CONFIGS / "Qwen2.5-0.5B.json", MODEL: root / MODEL}
+    values["QWEN2_TOKENIZER_FOLDER"] = QWEN_SMALL.parent
     words = header_commands()[0].removeprefix("python -m grpo_megatron prepare ")
     sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
     assert prepare.main([*(str(values.get(word, word)) for word in shlex.split(words)), *sizes]) == 0
     for name in ("train", "test"):  # few rows, because every rank tokenises all of them
-        lines = (SHARED / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        lines = (DATA / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (root / "gsm8k" / f"{name}.jsonl").write_text("".join(lines[:64]))
     return root
 
@@ -214,7 +214,6 @@ def verl_file(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.exists(), reason=f"real GSM8K and Qwen2 tokenizer not there: {SHARED}")
 def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
     """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged.
 

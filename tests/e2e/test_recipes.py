@@ -22,17 +22,13 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.rollout.vllm_versions import divides_experts_on_cpu
+from grpo_megatron.rollout.vllm_process import divides_experts_on_cpu
 from tests import tiny, worlds
 from tests.e2e import run_ranks
-from tests.e2e.test_examples import ROOT, SHARED
+from tests.e2e.test_examples import ROOT
+from tests.files import CONFIGS, DATA, QWEN_SMALL
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not SHARED.exists(), reason=f"real architectures, tokenizer and problems are not there: {SHARED}"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples/recipes").glob("*/*.yaml"))
 RECIPES = [path for path in RECIPES if path.parent.name != "tasks"]
@@ -83,7 +79,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of /data with a few of their rows. DAPO-Math-17k and AIME are not there: two rows of their form are."""
     folder = tmp_path_factory.mktemp("data")
     for name, source in FILES.items():
-        lines = (SHARED / source).read_text().splitlines(keepends=True)
+        lines = (DATA / source).read_text().splitlines(keepends=True)
         (folder / name).write_text("".join(lines[:16]))
     lines = [json.loads(line) for line in (folder / "gsm8k_train.jsonl").read_text().splitlines()]
     written = [{"prompt": row["question"], "response": row["answer"].rpartition("\n")[2]} for row in lines]
@@ -96,7 +92,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def add_tokenizer(folder: Path) -> None:
     """Qwen's tokenizer with a ChatML template."""
-    (folder / "tokenizer.json").symlink_to(SHARED / "tokenizers/qwen/tokenizer.json")
+    (folder / "tokenizer.json").symlink_to(QWEN_SMALL)
     about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     template = (ROOT / "examples/templates/chatml.jinja").read_text()
     (folder / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": template}))
@@ -123,7 +119,7 @@ def full_size(name: str, root: Path, with_weights: bool = False) -> Path:
     base, changes = FULL_SIZE[name]
     folder = root / name
     folder.mkdir()
-    config = json.loads((SHARED / "hf_configs" / f"{base}.json").read_text())
+    config = json.loads((CONFIGS / f"{base}.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     if name in ("Qwen2.5-7B-Instruct", "Qwen2.5-Math-7B"):
         add_tokenizer(folder)
@@ -217,7 +213,7 @@ def shrunk(family: str, root: Path) -> Path:
     """A model of the family with random weights."""
     experts = EXPERTS if family.endswith("_moe") else {}
     folder = tiny.make_model(root / family, "llama2", **SMALL, **experts, model_type=family)
-    (folder / "tokenizer.json").symlink_to(SHARED / "tokenizers/torchtitan_test/tokenizer.json")
+    (folder / "tokenizer.json").symlink_to(DATA / "tokenizers/torchtitan_test/tokenizer.json")
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end_of_text|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return folder
@@ -283,7 +279,7 @@ def test_two_steps_of_a_shrunk_model(family: str, data: Path, tmp_path: Path, mo
     raws = {}
     for recipe in RECIPES:
         base, _ = FULL_SIZE[load_config(recipe, []).model.path.name]
-        if json.loads((SHARED / "hf_configs" / f"{base}.json").read_text())["model_type"] == family:
+        if json.loads((CONFIGS / f"{base}.json").read_text())["model_type"] == family:
             raws[recipe] = shrunk_run(recipe, model, data, tmp_path / recipe.parent.name / recipe.stem)
     assert raws
     worlds.run(run_ranks.train_many, 2, raws=list(raws.values()))

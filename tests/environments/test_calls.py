@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.environments.calls import Call, CallError, parse_calls
-from grpo_megatron.environments.schema import function_schema
-from grpo_megatron.environments.tool import get_tool
+from grpo_megatron.environments.tool import function_schema, get_tool
+from grpo_megatron.environments.tool_environment import Call, CallError, parse_calls
 from grpo_megatron.environments.tools.calculator import calculator
 from tests.environments import hostile_tools
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.environments import pool_worker
-from grpo_megatron.environments.answer import Outcome
-from grpo_megatron.environments.environment import Step
+from grpo_megatron.environments import pool as pool_module
+from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.environments.pool import EnvironmentPool
 from tests.environments.games import Guess
 from tests.environments.hostile import FATAL, HARMLESS
@@ -147,7 +146,7 @@ def test_a_reset_can_fail_too(act: str) -> None:
 @pytest.mark.parametrize("act", ["kill the worker", pytest.param("stop the worker", marks=pytest.mark.slow)])
 def test_a_worker_that_is_killed_is_replaced(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trajectories are replayed, those in execution one by one, and whoever kills the new worker too is found."""
-    monkeypatch.setattr(pool_worker, "GRACE_S", 1.0)
+    monkeypatch.setattr(pool_module, "GRACE_S", 1.0)
     with make_pool("hostile:Hostile", timeout_s=3.0) as pool:
         keys = [str(seed) for seed in range(6)]
         for key in keys:

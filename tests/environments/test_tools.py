@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.environments.answer import Outcome
+from grpo_megatron.environments.environment import Outcome
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.environments.tool import ToolError
 from grpo_megatron.environments.tools.calculator import calculator
 from grpo_megatron.environments.tools.python import python
-from grpo_megatron.environments.tools.remote import remote
 from grpo_megatron.environments.tools.sandbox import _filter
+from grpo_megatron.environments.tools.search import remote
 
 OWN = "tests.environments.hostile_tools:"
 QUESTION = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "2 + 2?"}]

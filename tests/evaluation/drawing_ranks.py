@@ -10,13 +10,11 @@ from unittest import mock
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation import run
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions
-from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.output_folder import claim_output, write_identity
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
 from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
 from grpo_megatron.generation.cli import main as generate
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
-from grpo_megatron.rollout.engine import Request
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Request, StopTexts
 
 SETTINGS: dict[str, Any] = {"tasks": ["gsm8k", "math"], "samples": 3, "max_tokens": 12, "temperature": 1.0}
 

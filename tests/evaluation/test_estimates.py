@@ -19,9 +19,16 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation import comparison
-from grpo_megatron.evaluation.estimates import estimate, interval, majority, paired_interval, pass_at_k, reported_ks
+from grpo_megatron.evaluation.estimates import (
+    estimate,
+    interval,
+    majority,
+    paired_interval,
+    pass_at_k,
+    reported_ks,
+    vote_classes,
+)
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.voting import vote_classes
 
 
 def test_pass_at_k() -> None:

@@ -12,9 +12,8 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.grading import Grade, grade, grade_file, grader_of, same_answers
 from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.results import _grades
-from grpo_megatron.rewards.workers.pool import RewardPool
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+from grpo_megatron.rewards.pool import RewardPool
+from tests.files import DATA, WHOLE
 
 
 def _write(path: Path, rows: list[Any]) -> Path:
@@ -136,16 +135,16 @@ def test_an_output_that_cannot_be_written_is_found_first(tmp_path: Path) -> None
         grade_file("gsm8k", tmp_path / "none.jsonl", tmp_path / "out.jsonl")
 
 
-def test_the_solutions_of_real_math_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = DATA / "math" / "train.jsonl"
-    if not source.exists():
-        pytest.skip(f"real MATH not found at {source}")
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
+@pytest.mark.parametrize(("data", "count"), [(DATA, 62), pytest.param(WHOLE, 7500, marks=pytest.mark.real_data)])
+def test_the_solutions_of_real_math_as_a_file(
+    data: Path, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in (data / "math" / "train.jsonl").read_text().splitlines()]
     path = _write(tmp_path / "in.jsonl", [{"answer": r["answer"], "completion": r["solution"]} for r in rows])
     counts = grade_file("math", path, tmp_path / "out.jsonl", quiet=True)
     # two reference answers of the file are "", and their solutions have an empty box
-    assert counts == {"rows": 7500, "correct": 7500, "without_answer": 2, "timeout": 0, "error": 0}
-    assert "2 of 7500 reference answers are empty" in capsys.readouterr().err
+    assert counts == {"rows": count, "correct": count, "without_answer": 2, "timeout": 0, "error": 0}
+    assert f"2 of {count} reference answers are empty" in capsys.readouterr().err
 
 
 def test_a_file_gives_its_columns_to_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import yaml
 from grpo_megatron.checks.names import task_problem
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.environments.environment import Environment, Step
 from grpo_megatron.evaluation import results
 from grpo_megatron.evaluation.engine import EngineOptions
@@ -20,8 +21,7 @@ from grpo_megatron.evaluation.ledger import Ledger
 from grpo_megatron.evaluation.report import render_page
 from grpo_megatron.evaluation.run import draw_task
 from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
-from grpo_megatron.evaluation.validation import read_task_prompts
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import Completion, Request
 from tests.data.test_conversation import CHATML
 from tests.evaluation.models import make_folder, write_rows

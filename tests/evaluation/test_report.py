@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.data.benchmarks import Problem
 from grpo_megatron.evaluation import figures, page_data
 from grpo_megatron.evaluation.estimates import estimate
 from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry
-from grpo_megatron.evaluation.problems import Problem
 from grpo_megatron.evaluation.report import render_page
 from grpo_megatron.evaluation.results import GradedProblem, GradedSample
 from grpo_megatron.types import GREEDY

@@ -23,12 +23,11 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import to_megatron
-from grpo_megatron.evaluation import weights
-from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.output_folder import claim_output, write_identity
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
 from grpo_megatron.evaluation.settings import Options, prepare
 from tests.evaluation.drawing_ranks import draw_all, generate_over_ranks, options
 from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
+from tests.rollout.tiny import weights
 from tests.worlds import run as run_ranks
 
 

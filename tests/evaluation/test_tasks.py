@@ -15,17 +15,14 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets, read_task_prompts
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task, get_tasks, task_names
 from grpo_megatron.evaluation.grading import grade
-from grpo_megatron.evaluation.problems import DataPlaces, Dataset, read_datasets
 from grpo_megatron.evaluation.prompting import build_prompts, choose_format, cut_at_stop
-from grpo_megatron.evaluation.validation import read_task_prompts
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows, write_rows
-
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-real_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs the real benchmark files in ../shared/data")
+from tests.files import WHOLE
 
 # Of the harness' code for gsm8k_cot (version 3.0), and for minerva_math in its first version, on the 1,319 and 5,000 test rows.
 OWN_EXAMPLES = {
@@ -55,7 +52,7 @@ def closing_tokenizer() -> Any:
 
 
 def _read(
-    *names: str, shots: int | None = None, data: Path = DATA, limit: int | None = None, **files: Path
+    *names: str, shots: int | None = None, data: Path = WHOLE, limit: int | None = None, **files: Path
 ) -> list[Dataset]:
     def num_fewshot(task: Task) -> int:
         if shots is not None:
@@ -88,7 +85,7 @@ class OneTokenTokenizer:
         return {"input_ids": [[1] for _ in texts]}
 
 
-@real_data
+@pytest.mark.real_data
 def test_every_row_of_the_real_files_is_a_problem() -> None:
     found = {d.task.name: d for d in _read("gsm8k", "math", "math500", "svamp", "olympiadbench")}
     counts = {name: len(dataset.problems) for name, dataset in found.items()}
@@ -105,7 +102,7 @@ def test_every_row_of_the_real_files_is_a_problem() -> None:
     assert len(shared) > 490 and sum(p.answer == questions[p.question] for p in shared) > 0.99 * len(shared)
 
 
-@real_data
+@pytest.mark.real_data
 def test_the_prompts_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
     (dataset,) = _read("gsm8k_lm_eval")
     prompts = build_prompts(dataset, "text", 5, 0, OneTokenTokenizer())
@@ -114,7 +111,7 @@ def test_the_prompts_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
     assert (dataset.task.fewshot.default, dataset.task.max_tokens) == (5, 256)  # type: ignore[union-attr]
 
 
-@real_data
+@pytest.mark.real_data
 @pytest.mark.parametrize("name", OWN_EXAMPLES)
 def test_examples_in_the_task_make_the_published_prompts(name: str) -> None:
     (dataset,) = _read(name)
@@ -139,7 +136,7 @@ def test_what_a_chain_of_thought_is_graded_by() -> None:
     assert [one.correct for one in grade("gsm8k_cot_strict", ["18"] * 5, texts)] == [True, False, True, False, False]
 
 
-@real_data
+@pytest.mark.real_data
 def test_the_scores_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
     (dataset,) = _read("gsm8k_lm_eval")
     answers = [problem.answer for problem in dataset.problems]
@@ -152,7 +149,6 @@ def test_the_scores_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
         assert (verdicts.count("1"), hashlib.sha256(verdicts.encode()).hexdigest()) == (right, digest), name
 
 
-@real_data
 def test_fewshot_examples_are_drawn_once_from_the_training_file(tokenizer: Any) -> None:
     (dataset,) = _read("gsm8k", shots=8, limit=20)
     prompts = build_prompts(dataset, "text", 8, 1234, tokenizer)

@@ -14,8 +14,7 @@ from grpo_megatron.generation import cli as chat
 from grpo_megatron.generation.drawing import Answerer, TextStream
 from grpo_megatron.generation.options import parse_generation
 from grpo_megatron.generation.settings import prepare_generation
-from grpo_megatron.rollout.engine import Completion, Request
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Completion, Request, StopTexts
 from tests.evaluation.models import byte_tokenizer, make_folder
 
 

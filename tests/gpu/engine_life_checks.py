@@ -107,7 +107,7 @@ def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
         outputs = bench.engine._run([list(r.prompt_ids) for r in some], params)
     if not dropped:
         raise Skipped(f"24 requests of {length} tokens fit into the cache of {room}")
-    from grpo_megatron.rollout.vllm_queue import _completion
+    from grpo_megatron.rollout.vllm import _completion
 
     completions = [_completion(output.outputs[0]) for output in outputs]
     assert all(len(c.response_ids) == length and max(c.response_ids) < VOCAB for c in completions)

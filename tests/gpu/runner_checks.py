@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import StopTexts
 from tests.gpu.building import ON_CPU
 from tests.gpu.runner_bench import EOS, Bench, long_prompt, requests, share_of_same
 from tests.rollout.checks import Pairs

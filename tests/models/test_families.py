@@ -1,7 +1,7 @@
 """Families: RoPE scaling equals transformers', parameter counts are the published ones, refusals are one line.
 
 In these sequences of 640 tokens, half the RoPE factor changes logprobs by more than 1e-3 (asserted below), so the bound of
-1e-5 finds a wrong factor. Parameter counts are of real models, from their config.json in ../shared/data/hf_configs.
+1e-5 finds a wrong factor. Parameter counts are of real models, from tests/data/hf_configs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, table_of
 from grpo_megatron.models.weights.table import expand_table
 from tests import tiny, worlds
+from tests.files import CONFIGS
 from tests.models import moe_ranks
 from tests.models.test_moe import MODELS
 
-CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "hf_configs"
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
 # With theta 5e5 and original length 8192, only wavelengths above 2048 are interpolated: this needs long sequences.
 LLAMA3 = {**tiny.LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
@@ -99,10 +99,7 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
 
 
 def _published(name: str) -> dict[str, Any]:
-    path = CONFIGS / f"{name}.json"
-    if not path.exists():
-        pytest.skip(f"{path} is not there: published configs are not part of this repository")
-    return json.loads(path.read_text())  # type: ignore[no-any-return]
+    return json.loads((CONFIGS / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("name", "feature"), [("gemma-2-2b", "gemma2"), ("gemma-3-1b-it", "gemma3_text")])

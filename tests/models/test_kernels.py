@@ -44,7 +44,9 @@ def gpu() -> Device:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *, engine: bool, apex: bool) -> None:
-    monkeypatch.setattr(spec, "examine_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed"))
+    monkeypatch.setattr(
+        spec, "examine_transformer_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed")
+    )
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
 
 

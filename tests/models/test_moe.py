@@ -19,8 +19,8 @@ from grpo_megatron.config import MegatronConfig, RolloutConfig
 from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.models.weights.load import WeightsError, check_hf, model_rows
-from grpo_megatron.rollout import vllm_versions
-from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu, divides_experts_on_cpu
+from grpo_megatron.rollout import vllm_process
+from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 from tests import tiny, worlds
 from tests.models import moe_ranks
 from tests.models.gradients import transformers_backward
@@ -270,7 +270,7 @@ def test_the_experts_of_an_engine_divide_over_its_ranks() -> None:
 
 
 def test_a_vllm_whose_cpu_experts_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_versions, "_installed", lambda *names: "0.26.0")
+    monkeypatch.setattr(vllm_process, "_installed", lambda *names: "0.26.0")
     rollout = RolloutConfig(tensor_model_parallel_size=2, expert_parallel_size=2)
     arch = architecture_of({**tiny.COMMON, **QWEN3})
     assert not list(engine_expert_problems(rollout, arch, on_cpu=False))

@@ -206,13 +206,13 @@ def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware)
         ),
         (
             {"megatron": {"fp8": {"recipe": "blockwise"}}},
-            dataclasses.replace(H100, engine_problem="2.20.2 is installed"),
+            dataclasses.replace(H100, transformer_engine_problem="2.20.2 is installed"),
             "recipe=blockwise needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed; pip install"
             " --no-build-isolation 'grpo-megatron[gpu]', or leave it out",
         ),
         (
             {"megatron": {"fp8": {"recipe": "delayed"}}},
-            dataclasses.replace(H100, engine_problem="it is not installed"),
+            dataclasses.replace(H100, transformer_engine_problem="it is not installed"),
             "recipe=delayed needs Transformer Engine >=2.9,<2.12, and it is not installed",
         ),
         ({"megatron": {"fp8": {"recipe": "delayed"}}}, CPU, "needs a CUDA device, and this run has none"),
@@ -221,7 +221,7 @@ def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware)
         ({"megatron": {"context_parallel_size": 2}}, CPU, "context_parallel_size=2 needs a CUDA device"),
         (
             {"megatron": {"transformer_impl": "transformer_engine"}},
-            dataclasses.replace(H100, engine_problem="it is not installed"),
+            dataclasses.replace(H100, transformer_engine_problem="it is not installed"),
             "transformer_impl=transformer_engine needs Transformer Engine >=2.9,<2.12, and it is not installed",
         ),
     ],
@@ -232,7 +232,7 @@ def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardwa
 
 
 def test_quantized_rollouts_need_no_transformer_engine() -> None:
-    without_engine = dataclasses.replace(B200, engine_problem="it is not installed")
+    without_engine = dataclasses.replace(B200, transformer_engine_problem="it is not installed")
     for quantization in QUANTIZATIONS:
         assert not list(hardware_problems(config(rollout={"quantization": quantization}), without_engine))
 

@@ -17,11 +17,11 @@ import pytest
 from grpo_megatron.config import Config, ConfigError, TrainerConfig
 from grpo_megatron.observability import curves
 from grpo_megatron.observability import summary as summary_module
-from grpo_megatron.observability.columns import CONSOLE_COLUMNS, SUPERVISED_COLUMNS, console_columns
-from grpo_megatron.observability.console import ConsoleSink
-from grpo_megatron.observability.sinks import JsonlSink, build_sinks
+from grpo_megatron.observability.console import CONSOLE_COLUMNS, SUPERVISED_COLUMNS, ConsoleSink, console_columns
+from grpo_megatron.observability.loggers import build_sinks
+from grpo_megatron.observability.sinks import JsonlSink
 from grpo_megatron.observability.summary import Summary, format_table, serve_command
-from grpo_megatron.report.metrics_file import read_metrics
+from grpo_megatron.pages.run_folder import read_metrics
 from grpo_megatron.storage import StorageError
 
 STEP = {

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import TrainerConfig
-from grpo_megatron.observability.sinks import Sinks, build_sinks
-from grpo_megatron.observability.tensorboard import group_text
+from grpo_megatron.observability.loggers import build_sinks, group_text
+from grpo_megatron.observability.sinks import Sinks
 from tests.observability.tracker_signatures import PARAMETERS, VERSIONS, Recording, installed_parameters
 from tests.report.material import group, sample
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.parallel import neighbours
-from grpo_megatron.parallel.neighbours import (
+from grpo_megatron.parallel import control
+from grpo_megatron.parallel.control import (
     HEAD_BYTES,
     INLINE_BYTES,
     Parcel,
     gather_all,
     gather_first,
+    relay_path,
     route,
     share_first,
 )
-from grpo_megatron.parallel.relay import path
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 12, 48, 100]
 
@@ -120,7 +120,7 @@ def test_connections_and_rounds_grow_with_the_logarithm() -> None:
     world.run(lambda rank: share_first(rank, size, None))
     assert max(map(len, world.partners)) == 2 * 12 - 1
     for holder in (1, 4095, 2730):
-        hops = path(holder)
+        hops = relay_path(holder)
         assert hops[-1] == 0 and len(hops) - 1 == holder.bit_count()
         assert all(after in world.partners[before] for before, after in zip(hops, hops[1:], strict=False))
 
@@ -137,7 +137,7 @@ def test_other_worlds_have_few_connections_too(size: int) -> None:
 @pytest.mark.parametrize("length", [0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * INLINE_BYTES])
 def test_content_of_any_length_arrives_in_at_most_two_messages(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     content = bytes(number % 251 for number in range(length))
-    sent = neighbours._parts(content)
+    sent = control._parts(content)
     assert [len(part) for part in sent] == [HEAD_BYTES, *([length - INLINE_BYTES] if length > INLINE_BYTES else [])]
-    monkeypatch.setattr(neighbours.dist, "recv", lambda buffer, source, group: buffer.copy_(sent.pop(0)))
-    assert neighbours._receive(0, None).numpy().tobytes() == content and not sent
+    monkeypatch.setattr(control.dist, "recv", lambda buffer, source, group: buffer.copy_(sent.pop(0)))
+    assert control._receive(0, None).numpy().tobytes() == content and not sent

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.parallel import rendezvous
+from grpo_megatron.parallel import control
 from tests.listeners import listeners
 from tests.worlds import free_port
 
@@ -22,7 +22,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 def environment() -> Iterator[None]:
     """Changes of os.environ end with the test."""
     with mock.patch.dict(os.environ):
-        for name in ("RANK", rendezvous.STORE_FILE, rendezvous.RUN_ID, "TORCHELASTIC_RUN_ID"):
+        for name in ("RANK", control.STORE_FILE, control.RUN_ID, "TORCHELASTIC_RUN_ID"):
             os.environ.pop(name, None)
         yield
 
@@ -36,7 +36,7 @@ def under_srun(**changes: str) -> None:
 @pytest.mark.usefixtures("environment")
 def test_a_world_of_one_listens_on_loopback_only() -> None:
     before = listeners(os.getpid())
-    rendezvous.join_default_group("gloo", TIMEOUT)
+    control.join_default_group("gloo", TIMEOUT)
     try:
         total = torch.ones(2)
         dist.all_reduce(total)
@@ -52,11 +52,11 @@ def test_rank_0_under_srun_listens_on_master_addr(ranks_here: str, address: str)
     """With ranks on another machine, a loopback MASTER_ADDR can only be this machine's own name for itself."""
     under_srun(LOCAL_WORLD_SIZE=ranks_here)
     port, before = int(os.environ["MASTER_PORT"]), listeners(os.getpid())
-    store = rendezvous.tcp_store(0, 1, TIMEOUT)
+    store = control.tcp_store(0, 1, TIMEOUT)
     assert listeners(os.getpid()) - before == {(address, port)}
     store.set("key", "value")
     assert dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT).get("key") == b"value"
 
 
 def test_ports_are_reserved() -> None:
-    assert rendezvous.reserved_port() != rendezvous.reserved_port()
+    assert control.reserved_port() != control.reserved_port()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.pages.run_folder import RunFolder
 from grpo_megatron.report.cli import watch_main
-from grpo_megatron.report.run_folder import RunFolder
 from grpo_megatron.report.watch import sparkline, watch_lines
 from tests.report.material import HOSTILE, event, group, make_run, sample
 

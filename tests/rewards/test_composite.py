@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from grpo_megatron.rewards.composite import COMPOSITE, composite_reward
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.rewards.workers.pool import RewardPool
 
 PATIENCE_S = 300.0
 MODULE = """
@@ -190,7 +190,7 @@ def test_a_component_that_fails_fails_the_sample(
 
 def test_the_self_test_grades_with_each_component(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {"tag_count": [("<think>", "", 1.0)]}
-    monkeypatch.setattr("grpo_megatron.rewards.workers.pool.KNOWN_REWARDS", wrong)
+    monkeypatch.setattr("grpo_megatron.rewards.pool.KNOWN_REWARDS", wrong)
     with (
         RewardPool(1, PATIENCE_S, {}, [component("format"), component("tags", "tag_count")]) as pool,
         pytest.raises(RuntimeError, match="self-test: 'tag_count' gave 0.25"),

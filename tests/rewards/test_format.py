@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_megatron.rewards.arithmetic import arithmetic_reward
-from grpo_megatron.rewards.format import format_reward
+from grpo_megatron.rewards.answers import format_reward
+from grpo_megatron.rewards.numeric import arithmetic_reward
 
 
 @pytest.mark.parametrize(

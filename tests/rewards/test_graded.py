@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_megatron.rewards import extractors
-from grpo_megatron.rewards.graded import graded_answer_reward, graded_reward, reference
+from grpo_megatron.rewards.numeric import graded_answer_reward, graded_reward, reference
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from grpo_megatron.rewards import judge
 from grpo_megatron.rewards.composite import COMPOSITE
 from grpo_megatron.rewards.judge import judge_reward
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 
 KEY = "sk-very-secret-0123"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "judge.txt"

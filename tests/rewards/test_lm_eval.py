@@ -10,13 +10,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from pathlib import Path
-
-import pytest
 
 from grpo_megatron.rewards import rewards
+from tests.files import WHOLE
 
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
 STRICT, FLEXIBLE = r"#### (\-?[0-9\.\,]+)", r"(-?[$0-9.,]{2,})|(-?[0-9]+)"
 FORMS = [
     *("%s", "#### %s", "####%s", "#### $%s", "#### %s.", "#### %s dollars", "The answer is %s.", "\\boxed{%s}"),
@@ -57,9 +54,7 @@ def test_equal_completions_get_equal_scores() -> None:
 
 
 def test_real_solutions_are_right_under_both_filters() -> None:
-    if not GSM8K.exists():
-        pytest.skip(f"real GSM8K not found at {GSM8K}")
-    for row in map(json.loads, GSM8K.read_text().splitlines()):
+    for row in map(json.loads, (WHOLE / "gsm8k" / "test.jsonl").read_text().splitlines()):
         answer = row["answer"].rpartition("#### ")[2]
         _compare(row["answer"], answer, row["answer"])
         assert rewards.get("gsm8k_strict")(row["answer"], answer)["score"] == 1.0

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.rewards.bound import BoundReward, WrongNumber
-from grpo_megatron.rewards.reward import check_reward, rewards
-from grpo_megatron.rewards.signature import Reads, read_signature
+from grpo_megatron.rewards.calling import BoundReward, WrongNumber
+from grpo_megatron.rewards.reward import Reads, check_reward, read_signature, rewards
 
 ROW = {
     "prompt": [{"role": "user", "content": "6 * 7 ="}],

@@ -18,10 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.data.arithmetic import bare_response, worked_response
-from grpo_megatron.rewards.equation import equations, value_of
-from grpo_megatron.rewards.steps import arithmetic_steps_reward, split_steps
-
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
+from grpo_megatron.rewards.process_rewards import arithmetic_steps_reward, equations, split_steps, value_of
+from tests.files import SLICE_AND_WHOLE
 
 
 @pytest.mark.parametrize(
@@ -154,12 +152,16 @@ def test_lines_end_behind_their_last_character() -> None:
     ]
 
 
-def test_the_arithmetic_of_real_gsm8k() -> None:
-    if not GSM8K.exists():
-        pytest.skip(f"real GSM8K not found at {GSM8K}")
-    solutions = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text().splitlines()]
+COUNTS = {200: (646, 0), 1319: (4407, 4)}  # problems -> lines with an equation, lines with a false one: see the header
+
+
+@pytest.mark.parametrize("data", SLICE_AND_WHOLE)
+def test_the_arithmetic_of_real_gsm8k(data: Path) -> None:
+    solutions = [json.loads(line)["answer"] for line in (data / "gsm8k" / "test.jsonl").read_text().splitlines()]
     verdicts = [equations(line) for solution in solutions for line in solution.split("\n")[:-1]]
-    assert (sum(map(bool, verdicts)), sum(False in verdict for verdict in verdicts)) == (4407, 4)  # see the header
+    assert (sum(map(bool, verdicts)), sum(False in verdict for verdict in verdicts)) == COUNTS[
+        len(solutions)
+    ]  # see the header
 
 
 @pytest.mark.parametrize("piece", ["1+1=2\n", "1+1=2,", "((", "=", "9^9^", "<<", "1,"])

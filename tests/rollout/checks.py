@@ -15,8 +15,7 @@ from unittest import mock
 import torch
 
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
-from grpo_megatron.rollout.engine import Completion, Request, sample_seed
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import Completion, Request, StopTexts, sample_seed
 from tests.rollout import tiny
 from tests.rollout.worlds import World, raises, requests, rng_state
 
@@ -302,7 +301,7 @@ def reloads_of_the_same_weights_change_nothing(world: World) -> None:
 
 
 def weights_are_loaded_with_the_engines_config_set(world: World) -> None:
-    """vLLM's quantised layers need it. 0.32's worker sets it; for 0.26, `rollout/vllm_versions.py` does."""
+    """vLLM's quantised layers need it. 0.32's worker sets it; for 0.26, `rollout/vllm_process.py` does."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.model_loader import reload
     from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM

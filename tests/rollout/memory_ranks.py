@@ -19,7 +19,7 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
-from grpo_megatron.sync.attest import Expected, compare, expected_digests
+from grpo_megatron.sync.digest import Expected, compare, expected_digests
 from grpo_megatron.sync.tensors import Interval, Share, SyncTensor
 from grpo_megatron.types import WeightBucket
 from tests.sync.architectures import FAMILIES, SMALL

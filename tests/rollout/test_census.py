@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_megatron.rollout.census import Census, load_verified
+from grpo_megatron.rollout.engine import Census, load_verified
 from grpo_megatron.sync.tensors import SyncTensor
 from grpo_megatron.types import WeightBucket
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.rollout.vllm_versions import computes_latents_on_cpu
+from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu
 from tests.rollout.memory_ranks import attest
 from tests.worlds import run
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from grpo_megatron.rollout.stop import StopTexts
+from grpo_megatron.rollout.engine import StopTexts
 
 TEXT = (
     'Question: is 7 + 5 = 12?\n\nAnswer: don\'t know. "Ja, gr\xf6\xdfer" <tool_call>{"a": 1}</tool_call>'

@@ -25,10 +25,8 @@ from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.rollout.engine import Request
-from grpo_megatron.rollout.token_draw import draw_tokens
-from grpo_megatron.rollout.transformers_batch import RunningBatch
-from grpo_megatron.rollout.transformers_cache import RowCache
-from grpo_megatron.rollout.transformers_model import RowModel
+from grpo_megatron.rollout.transformers_engine import RunningBatch, draw_tokens
+from grpo_megatron.rollout.transformers_model import RowCache, RowModel
 from tests import worlds
 from tests.rollout import checks, faults, tiny
 from tests.rollout.worlds import World, raises, requests

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config import ConfigError, RolloutConfig
-from grpo_megatron.rollout import vllm_versions
+from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.vllm import VllmEngine
 from grpo_megatron.rollout.vllm_arguments import VllmOptions
 
@@ -28,7 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         return known[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    vllm_versions.installed_series.cache_clear()
+    vllm_process.installed_series.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_only_tested_versions_pass_the_check(
         assert expected in problem
         assert "install vllm 0.26.* with torch 2.11.* or 0.32.* with torch 2.13.*" in problem  # the tested range
         with pytest.raises(ConfigError, match=re.escape(expected)):
-            vllm_versions.installed_series()
+            vllm_process.installed_series()
 
 
 def requirements() -> list[str]:
@@ -76,7 +76,7 @@ def test_the_row_of_the_installed_vllm_is_what_its_sources_say() -> None:
                         return node
         return None
 
-    row = vllm_versions.installed_series()
+    row = vllm_process.installed_series()
     finish = function("finish_weight_update", "entrypoints/llm.py", "entrypoints/rl/offline.py")
     worker = function("update_weights", "v1/worker/gpu_worker.py")
     assert finish is not None and worker is not None

@@ -15,8 +15,7 @@ import torch
 from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.census import load_verified
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, load_verified
 from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import WeightBucket

@@ -10,8 +10,7 @@ import pytest
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.rewards.item import RewardItem
-from grpo_megatron.rewards.reward import RewardFacts, RewardResult, rewards
+from grpo_megatron.rewards.reward import RewardFacts, RewardItem, RewardResult, rewards
 from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.generator import Generator, record_reward_metrics
 from grpo_megatron.sampling.grading import Grading

@@ -12,9 +12,9 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.models.families import read_architecture
+from tests.files import CONFIGS
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT.parent / "shared" / "data" / "hf_configs"
 EXAMPLES = {"llama3_70b": "Llama-3.1-70B", "qwen2_72b": "Qwen2.5-72B-Instruct"}
 
 
@@ -90,7 +90,6 @@ def test_on_this_machine_nothing_may_be_missing(
     assert "no tokenizer in" in errors and "data/math/train.jsonl" in errors
 
 
-@pytest.mark.skipif(not CONFIGS.exists(), reason=f"needs {CONFIGS}")
 @pytest.mark.parametrize(("example", "original"), EXAMPLES.items())
 def test_the_architectures_are_the_real_ones(example: str, original: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((CONFIGS / f"{original}.json").read_text())

@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 from grpo_megatron.observability.summary import format_table
-from grpo_megatron.storage import leftovers
+from grpo_megatron.storage import lock
 from tests.soak.matrix import FIRST, LAST, MATRIX, Fault
 from tests.soak.soak import Soak, rows_of, run_command
 from tests.soak.workspace import make_workspace, soak_settings
@@ -35,16 +35,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--faults", type=int, default=len(MATRIX), help="draw so many, besides the first and the last one"
+        "--faults", type=int, default=len(MATRIX) + 2, help="their number, with the first and the last one"
     )
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    least = 4 * (args.faults + 2)
+    least = 4 * args.faults
     if args.steps < least:
-        parser.error(f"--steps {args.steps} is too few for {args.faults + 2} faults: set {least} or more")
-    print(f"soak: {args.steps} steps, {args.faults + 2} faults, seed {args.seed}", flush=True)
+        parser.error(f"--steps {args.steps} is too few for {args.faults} faults: set {least} or more")
+    print(f"soak: {args.steps} steps, {args.faults} faults, seed {args.seed}", flush=True)
     rng = random.Random(args.seed)
-    faults = [FIRST, *rng.sample(MATRIX, args.faults), LAST]
+    faults = [FIRST, *rng.sample(MATRIX, args.faults - 2), LAST]
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         return _soak(args.folder or Path(temporary), args.steps, faults, rng)
 
@@ -96,8 +96,8 @@ def _growth(folder: Path) -> list[str]:
 
 def _leftovers(temporary: Path) -> list[str]:
     """Temporary files of killed attempts that the clean-up at a start does not remove once they are old enough."""
-    with mock.patch.object(leftovers, "MIN_AGE_S", 0.0), mock.patch.object(leftovers, "PATTERNS", ()):
-        leftovers.remove_leftovers()
+    with mock.patch.object(lock, "MIN_AGE_S", 0.0), mock.patch.object(lock, "PATTERNS", ()):
+        lock.remove_leftovers()
     left = sorted(path.name for path in temporary.iterdir())
     print(f"temporary files after the clean-up: {len(left)}\n")
     return [f"temporary files are left: {left}"] if left else []

@@ -17,8 +17,7 @@ from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.nearest import PlannedLayout
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import parse_yaml, read_json
 from grpo_megatron.starting.new_config import Machine, NewRun, config_text, parse_init, suggest, write_config
 from tests.runs import make_run
 

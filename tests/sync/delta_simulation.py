@@ -14,9 +14,8 @@ from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
-from grpo_megatron.sync.pool import Pool
-from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.transport import Envelope
+from grpo_megatron.sync.exchange import Envelope, Pool
+from grpo_megatron.sync.rounds import RankPlan
 from tests.sync.simulation import World
 
 HANG_S = 120.0

@@ -17,13 +17,10 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.models.weights.table import WeightRow, expand_table
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.exchange import Exchange
+from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.exchange import Envelope, Exchange, Pool
 from grpo_megatron.sync.plan import SyncPlan
-from grpo_megatron.sync.pool import Pool
-from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import Rounds, Traffic, plan_rounds
-from grpo_megatron.sync.transport import Envelope
+from grpo_megatron.sync.rounds import RankPlan, Rounds, Traffic, plan_rounds
 from tests.sync.architectures import planned_shapes
 
 HANG_S = 120.0

@@ -11,12 +11,10 @@ import torch
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.sync_parameters import engine_tensors, sync_parameters
 from grpo_megatron.models.weights.table import expand_table, is_layered
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.attest import Expected, compare, expected_digests
-from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest
 from grpo_megatron.sync.plan import SyncPlan
-from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import choose_rounds
+from grpo_megatron.sync.rounds import RankPlan, choose_rounds
 from grpo_megatron.sync.tensors import EngineTensors
 from tests.sync.architectures import FAMILIES, architecture, planned_shapes
 

@@ -18,12 +18,19 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from grpo_megatron.config import RolloutConfig
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.parallel.mesh import Grid, RankError
 from grpo_megatron.rollout.build import engine_problems
-from grpo_megatron.sync.delta import apply_patch, encode_patch, join_patches, patch_bytes, split_patches
+from grpo_megatron.sync.patches import (
+    Stamp,
+    apply_patch,
+    encode_patch,
+    join_patches,
+    patch_bytes,
+    split_patches,
+    stamp_problem,
+    stamped,
+)
 from grpo_megatron.sync.plan import NETWORK, NODE
-from grpo_megatron.sync.stamp import Stamp, stamp_problem, stamped
 from tests.sync import simulation
 from tests.sync.architectures import architecture
 from tests.sync.delta_simulation import HANG_S, DeltaWorld, Fault

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.sync import digest, digest_cpu
+from grpo_megatron.sync import digest
 from grpo_megatron.sync.digest import digest_and_sum, part_digest
 from grpo_megatron.sync.tensors import SyncTensor
 
@@ -132,9 +132,9 @@ def kernel() -> Iterator[None]:
     if importlib.util.find_spec("numba") is None:
         pytest.skip("numba is not installed; torch's form is used then")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_cpu, "SMALLEST_TENSOR", 1)
-        patch.setattr(digest_cpu, "_loaded", [])
-        digest_cpu.load(digest_cpu.SMALLEST_SYNC)
+        patch.setattr(digest, "SMALLEST_TENSOR", 1)
+        patch.setattr(digest, "_loaded", [])
+        digest.load_kernel(digest.SMALLEST_SYNC)
         yield
 
 
@@ -164,7 +164,7 @@ def test_the_compiled_kernel_gives_what_torch_gives(
     low, high = sorted((min(start, shape[axis]), min(stop, shape[axis])))
     part, tensor = values.narrow(axis, low, high - low), SyncTensor("w", shape, axis)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_cpu, "is_used_for", lambda words: False)
+        patch.setattr(digest, "_is_compiled_for", lambda words: False)
         expected = part_digest(part, tensor, low)
     got, number = digest_and_sum(part, tensor, low)
     assert got == expected
@@ -181,10 +181,10 @@ def test_every_exponent_of_bfloat16_is_classified(kernel: None) -> None:
 
 
 def test_the_kernel_is_compiled_for_large_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_cpu, "_loaded", [])
-    monkeypatch.setattr(digest_cpu, "_compiled", lambda: "compiled")
-    digest_cpu.load(digest_cpu.SMALLEST_SYNC - 1)
-    assert not digest_cpu._loaded
-    monkeypatch.setattr(digest_cpu.importlib.util, "find_spec", lambda name: None)
-    digest_cpu.load(digest_cpu.SMALLEST_SYNC)
-    assert not digest_cpu._loaded and not digest_cpu.is_used_for(torch.zeros(1 << 20, dtype=torch.int64))
+    monkeypatch.setattr(digest, "_loaded", [])
+    monkeypatch.setattr(digest, "_compiled", lambda: "compiled")
+    digest.load_kernel(digest.SMALLEST_SYNC - 1)
+    assert not digest._loaded
+    monkeypatch.setattr(digest.importlib.util, "find_spec", lambda name: None)
+    digest.load_kernel(digest.SMALLEST_SYNC)
+    assert not digest._loaded and not digest._is_compiled_for(torch.zeros(1 << 20, dtype=torch.int64))

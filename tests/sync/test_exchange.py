@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.exchange import Exchange
-from grpo_megatron.sync.floor import floor_of
+from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.exchange import Exchange, Pool
 from grpo_megatron.sync.plan import SyncPlan
-from grpo_megatron.sync.pool import Pool
+from grpo_megatron.sync.tensors import floor_of
 from tests.sync import simulation
 from tests.sync.architectures import FAMILIES, architecture
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.attest import Expected, compare, expected_digests
-from grpo_megatron.sync.digest import part_digest
-from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.transport import Envelope
+from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest
+from grpo_megatron.sync.exchange import Envelope
+from grpo_megatron.sync.rounds import RankPlan
 from tests.sync import simulation
 from tests.sync.architectures import architecture
 from tests.sync.simulation import World

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.parallel.grid import Grid
-from grpo_megatron.sync.floor import floor_of
-from grpo_megatron.sync.order import module_of
-from grpo_megatron.sync.plan import NETWORK, NODE
-from grpo_megatron.sync.rank_plan import RankPlan
+from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.plan import NETWORK, NODE, module_of
+from grpo_megatron.sync.rounds import RankPlan
+from grpo_megatron.sync.tensors import floor_of
 from tests.sync import simulation
 from tests.sync.architectures import architecture
 from tests.sync.test_exchange import LAYOUTS, budget_of

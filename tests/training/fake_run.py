@@ -21,11 +21,11 @@ from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.observability import sinks
-from grpo_megatron.observability.sink import Sink
+from grpo_megatron.observability.sinks import Sink
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
-from grpo_megatron.sync.attest import Expected
-from grpo_megatron.training import build, validation_loss, warm_up
+from grpo_megatron.sync.digest import Expected
+from grpo_megatron.training import build, validation, warm_up
 from grpo_megatron.training.beside import references
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
@@ -341,7 +341,7 @@ def run(
             "Stopping": lambda config, mesh: FakeStopping(events, stop_warm_up_after),
             "exchange": local_exchange,
         },
-        validation_loss: {"exchange": local_exchange},
+        validation: {"exchange": local_exchange},
         build: {
             "save_hf": save_hf,
             "Policy": build_policy,

@@ -69,7 +69,7 @@ class Run:
         """One update under guards of these actions. Returns what it did and what a step would log."""
         from grpo_megatron.observability.metrics import Metrics
         from grpo_megatron.training.guards import Guards, GuardStop
-        from grpo_megatron.training.update_metrics import record_update
+        from grpo_megatron.training.report import record_update
         from grpo_megatron.types import GroupTable
 
         guard = Guards(config_of(self.folder, self.out, **guards), self.mesh, self.save_weights, contextlib.nullcontext)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_megatron.config import TrainerConfig
-from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.training.stopping import Cadence
 
 
 def test_outer_iterations_of_three_steps() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.training.probe import Probe, logprobs_problem, weights_problem
+from grpo_megatron.training.colocation import Probe, logprobs_problem, weights_problem
 from tests import tiny, worlds
 from tests.distributed.sync_ranks import build
 from tests.models.policy_ranks import loss

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.training.provenance import Provenance
+from grpo_megatron.training.colocation import Provenance
 from grpo_megatron.types import Draw, Sample
 from tests.sampling.fakes import LoneMesh, prompt
 

@@ -12,7 +12,7 @@ from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.config import Config
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.training.rollout_files import RolloutFiles, mean_advantage, parts_of
+from grpo_megatron.training.samples import RolloutFiles, mean_advantage, parts_of
 from grpo_megatron.types import GroupTable, Plan, Sample, Turn
 from tests.sampling.fakes import LoneMesh, prompt
 from tests.training.fake_run import run

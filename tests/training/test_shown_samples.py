@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.training.shown_samples import HEAD, TAIL, ShownSamples, TokenTexts, kept_tokens, shown_rows
+from grpo_megatron.training.samples import HEAD, TAIL, ShownSamples, TokenTexts, kept_tokens, shown_rows
 from grpo_megatron.types import GroupTable, Plan, Sample
 from tests import tiny
 from tests.browser import WIDTHS, Browser

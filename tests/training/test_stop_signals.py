@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import sys, threading
-from grpo_megatron.training.stop_signals import listen, requested
+from grpo_megatron.training.stopping import listen, requested
 listen(must_end=lambda: sys.argv[1] == "lost", announces=True)
 print("ready", flush=True)
 if sys.argv[1] == "step":  # ends when it has been asked to stop

@@ -41,7 +41,6 @@ CALLS = {  # module -> qualified name -> moment. Both names of what has another 
         "TransformersEngine.logprobs": "probe",
     },
     "grpo_megatron.rollout.vllm_process": {"preload": "import vllm, all", "_import_vllm": "import vllm, core"},
-    "grpo_megatron.rewards.workers.pool": {"RewardPool.__init__": "reward workers"},
     "grpo_megatron.rewards.pool": {"RewardPool.__init__": "reward workers"},
 }
 DRAWS = {  # what hands the first request to the engine
@@ -50,7 +49,7 @@ DRAWS = {  # what hands the first request to the engine
 }
 SAMPLERS = {  # what returns the first token
     "vllm.v1.sample.sampler": ("Sampler.forward",),
-    "grpo_megatron.rollout.transformers_batch": ("RunningBatch.step",),
+    "grpo_megatron.rollout.transformers_engine": ("RunningBatch.step",),
 }
 FIRST_TOKEN = "first token"
 _begun = []  # of draws

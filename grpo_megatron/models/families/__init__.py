@@ -16,9 +16,7 @@ from grpo_megatron.models.architecture import Architecture, UnsupportedModel, ch
 from grpo_megatron.models.families import deepseek
 from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
 from grpo_megatron.models.weights.table import WeightRow, expand_table
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import cut, shown
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import ReadError, cut, read_json, shown
 from grpo_megatron.registry import import_function
 
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, UnsupportedModel, common_settings
 from grpo_megatron.models.weights.decoder_table import latent_table
 from grpo_megatron.models.weights.table import WeightRow
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 
 # Values of config.json that the modules of Megatron-Core, transformers and vLLM all have.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {

@@ -29,9 +29,8 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from grpo_megatron.algo.losses import MetricSum
-from grpo_megatron.algo.ranking import pairwise_loss
-from grpo_megatron.algo.value_loss import ValueInputs, value_loss
+from grpo_megatron.algo.losses import MetricSum, ValueInputs, value_loss
+from grpo_megatron.algo.scores import pairwise_loss
 from grpo_megatron.config import ActorConfig, CriticConfig, MegatronConfig, ModelConfig, RewardModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture

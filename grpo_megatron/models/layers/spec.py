@@ -27,7 +27,7 @@ from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
-from grpo_megatron.extensions import examine_engine
+from grpo_megatron.importing import examine_transformer_engine
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
@@ -90,7 +90,7 @@ def choose_kernels(
     elif dtype == "float32":
         reason = "model.dtype=float32, which its attention does not support"
     else:
-        reason = examine_engine()[1]
+        reason = examine_transformer_engine()[1]
     if reason is not None:
         _require_none(megatron, reason)
     if not device.is_cuda:

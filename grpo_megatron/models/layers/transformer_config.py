@@ -13,7 +13,7 @@ from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, Yarn
 from grpo_megatron.models.layers.precision import fp8_settings
 from grpo_megatron.models.layers.spec import Kernels
-from grpo_megatron.reading.bounds import cut, shown
+from grpo_megatron.reading import cut, shown
 
 
 def yarn_config(yarn: Yarn) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_megatron.parallel.disk import on_first_rank
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage.atomic import new_folder
 from grpo_megatron.types import WeightBucket
 

@@ -21,7 +21,7 @@ from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.layers.precision import dequantized, set_parameter
 from grpo_megatron.models.weights.table import WeightRow, expand_table, local_name
 from grpo_megatron.parallel.mesh import Mesh, all_gather_values
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.types import WeightBucket
 
 CONSTANTS = (".router.expert_bias",)  # buffers with a row in the weight table

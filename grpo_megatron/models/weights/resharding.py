@@ -17,15 +17,11 @@ from grpo_megatron.models.layers.precision import dequantized
 from grpo_megatron.models.weights.load import global_parameters, model_rows
 from grpo_megatron.models.weights.sync_parameters import sync_parameters
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.sync import digest_cpu
-from grpo_megatron.sync.attest import Expected, expected_digests
 from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
-from grpo_megatron.sync.exchange import Exchange
-from grpo_megatron.sync.pool import Pool
-from grpo_megatron.sync.rank_plan import RankPlan
-from grpo_megatron.sync.rounds import plan_rounds
+from grpo_megatron.sync.digest import Expected, expected_digests, load_kernel
+from grpo_megatron.sync.exchange import Exchange, PointToPoint, Pool
+from grpo_megatron.sync.rounds import RankPlan, plan_rounds
 from grpo_megatron.sync.tensors import EngineTensors, Share, SyncTensor
-from grpo_megatron.sync.transport import PointToPoint
 from grpo_megatron.types import WeightBucket
 
 
@@ -91,7 +87,7 @@ class Resharding:
         self._constants = Constants(arch, mesh, stage_of)
         self._shares = [*self.plan.shares(), *self._constants.shares()]
         if device.type == "cpu":
-            digest_cpu.load(self._digested() * dtype.itemsize)
+            load_kernel(self._digested() * dtype.itemsize)
         rows = model_rows(arch)
         self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
         if len(set(mesh.all_gather(plan.digest))) > 1:

@@ -34,10 +34,9 @@ from grpo_megatron.models.optimizer import (
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.load import unwrapped
 from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
-from grpo_megatron.parallel.disk import on_every_rank
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.mesh import Mesh, on_every_rank
+from grpo_megatron.storage.atomic import describe_space
 from grpo_megatron.storage.manifest import sha256_of
-from grpo_megatron.storage.space import describe_space
 
 # -- ShardedWrite: one sharded state on its way to the disk, in three parts. `Writes` does them at once, or lets them wa
 # construction   collective: Megatron plans who writes what, and the tensors come to the host

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from grpo_megatron.models.architecture import ENGINE_VOCABULARY_MULTIPLE, Architecture
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import QKV, HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
-from grpo_megatron.parallel.grid import Grid
+from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.tensors import EngineTensors, Interval, SyncParameter, SyncTensor
 
 

@@ -19,7 +19,7 @@ from grpo_megatron.training.beside.reward_model import (
     ProcessScorer,
     Scorer,
 )
-from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.training.stopping import Cadence
 
 
 def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoRewardModel:

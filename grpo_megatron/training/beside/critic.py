@@ -1,7 +1,7 @@
 """The critic in the loop of PPO (arXiv 1707.06347): values of the step's responses, GAE, and the value update.
 
 `estimate` comes after the correction step, because r_t needs the KL penalty. Values are computed where the policy trains on
-the rows. They are gathered, so that every rank computes the advantages of the whole step, whitened over all of it (gae.py).
+the rows. They are gathered, so that every rank computes the advantages of the whole step, whitened over all of it (returns.py).
 `update` then trains on the same rows, which are still on their ranks, in mini-batches of the critic's own.
 
 The first `trainer.critic_warmup` or `critic.pretrain_steps` steps, whichever are more, leave the policy as it is. In the
@@ -15,17 +15,16 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.critic_plan import critic_plan
-from grpo_megatron.algo.gae import explained_variance, length_adaptive_lams, value_targets
-from grpo_megatron.algo.plan import revise_plan
+from grpo_megatron.algo.plan import critic_plan, revise_plan
+from grpo_megatron.algo.returns import explained_variance, length_adaptive_lams, value_targets
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.models.heads.scalar import ValueModel
 from grpo_megatron.models.weights.sharded_state import Writes
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
-from grpo_megatron.storage.step_folders import CRITIC_FILE, CRITIC_FOLDER
+from grpo_megatron.storage.run_files import CRITIC_FILE, CRITIC_FOLDER
 from grpo_megatron.training.beside.folder import load_beside, save_beside
-from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.training.report import record_update
 from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
-from grpo_megatron.parallel.disk import on_every_rank, on_first_rank
+from grpo_megatron.parallel.mesh import on_every_rank, on_first_rank
 
 
 def save_beside(

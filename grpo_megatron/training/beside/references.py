@@ -21,7 +21,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.reference import NoReference, Reference
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.atomic import remove_folder
-from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch
 
 WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, which GRPO and its reference start from

@@ -13,17 +13,16 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.combination import ModelScores, combined, process_scores
 from grpo_megatron.algo.plan import supervised_plan
-from grpo_megatron.algo.ranking import ranked_pairs, ranking_accuracy
+from grpo_megatron.algo.scores import ModelScores, combined, process_scores, ranked_pairs, ranking_accuracy
 from grpo_megatron.config import ActorConfig, RewardModelConfig, ScoringModel
-from grpo_megatron.data.steps import Decode, step_ends
+from grpo_megatron.data.scored import Decode, step_ends
 from grpo_megatron.models.heads.scalar import RewardModel, SequenceScorer, StepScorer
 from grpo_megatron.models.weights.sharded_state import Writes
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import exchange, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.storage.step_folders import PAIRS_FILE, REWARD_MODEL_FOLDER
+from grpo_megatron.storage.run_files import PAIRS_FILE, REWARD_MODEL_FOLDER
 from grpo_megatron.training.beside.folder import load_beside, save_beside
 from grpo_megatron.training.beside.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
 from grpo_megatron.types import Batch, GroupTable, Sample

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.rewards.math.formula import import_math_verify, refuses
 from grpo_megatron.rewards.math.grader import (
     boxed_prediction,
     equivalent,
@@ -20,8 +19,9 @@ from grpo_megatron.rewards.math.grader import (
     math_reward,
     vote_key,
 )
-from grpo_megatron.rewards.math.tree import parse_tree
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.math.structure import parse_tree
+from grpo_megatron.rewards.math.value import import_math_verify, refuses
+from grpo_megatron.rewards.pool import RewardPool
 from tests.rewards.answers import DIFFERENT, EQUAL, pairs
 from tests.rewards.relations import OTHER, SAME
 

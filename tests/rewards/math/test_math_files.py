@@ -15,28 +15,26 @@ import pytest
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.math import formula
+from grpo_megatron.rewards.math import value
 from grpo_megatron.rewards.math.grader import boxed_prediction, equivalent
-from grpo_megatron.rewards.math.same_tree import same_tree
-from grpo_megatron.rewards.math.tree import parse_tree
+from grpo_megatron.rewards.math.structure import parse_tree, same_tree
 from grpo_megatron.rewards.math.value import rational, same_value, split_unit
+from tests.files import DATA, SLICE_AND_WHOLE, WHOLE
 
-DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 COUNTS = {"train": 7500, "test": 5000, "math500_test": 500}
+SLICES = {"train": 62, "test": 60, "math500_test": 80}
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    path = DATA / "math" / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"real MATH not found at {path}")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def _rows(name: str, data: Path = WHOLE) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (data / "math" / f"{name}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize("data", SLICE_AND_WHOLE)
 @pytest.mark.parametrize("name", COUNTS)
-def test_every_reference_solution_of_real_math_is_right(name: str) -> None:
-    rows = _rows(name)
-    answers = [answer for _, answer in read_rows(DATA / "math" / f"{name}.jsonl", get_task("math").read_row)]
-    assert len(rows) == len(answers) == COUNTS[name]
+def test_every_reference_solution_of_real_math_is_right(name: str, data: Path) -> None:
+    rows = _rows(name, data)
+    answers = [answer for _, answer in read_rows(data / "math" / f"{name}.jsonl", get_task("math").read_row)]
+    assert len(rows) == len(answers) == (SLICES if data == DATA else COUNTS)[name]
     wrong = [
         (boxed_prediction(row["solution"]), answer)
         for row, answer in zip(rows, answers, strict=True)
@@ -69,6 +67,7 @@ def test_respelt_references_are_right() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.real_data
 def test_math_verify_reads_the_references() -> None:
     """The slow path, on every 40th different reference of MATH: no shortcut for one and the same string."""
     answers = sorted(
@@ -78,9 +77,9 @@ def test_math_verify_reads_the_references() -> None:
 
     def slow(one: str, other: str) -> bool:
         one, other = (split_unit(text)[0].removesuffix("%") for text in (one, other))
-        if rational(one) is not None or (not formula.refuses(one) and "text" in one) or one.replace("_", "").isalnum():
-            return same_value(one, other, formula.same_formula)
-        return formula.same_formula(one, other)
+        if rational(one) is not None or (not value.refuses(one) and "text" in one) or one.replace("_", "").isalnum():
+            return same_value(one, other, value.same_formula)
+        return value.same_formula(one, other)
 
     for answer in answers[::40]:
         tree = parse_tree(answer)

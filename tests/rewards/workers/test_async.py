@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.rewards.workers.pool import RewardPool
 
 PATIENCE_S, TIMEOUT_S = 300.0, 3.0
 MODULE = """

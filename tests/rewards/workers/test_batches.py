@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_megatron.rewards.workers.pool import RewardPool
+from grpo_megatron.rewards.pool import RewardPool
 from tests.rewards.workers.waiting import PATIENCE_S, wait_until
 
 TIMEOUT_S = 3.0

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_megatron.rewards.item import RewardItem
-from grpo_megatron.rewards.reward import check_reward
-from grpo_megatron.rewards.workers.calls import CallPlan
-from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.rewards.workers.queue import ItemQueue
+from grpo_megatron.rewards.pool import CallPlan, ItemQueue, RewardPool
+from grpo_megatron.rewards.reward import RewardItem, check_reward
 
 TIMEOUT_S = 1.5
 MODULE = """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.workers import family
+from grpo_megatron.processes import family
+from grpo_megatron.rewards.pool import RewardPool
 from tests.rewards.workers.waiting import PATIENCE_S, wait_until
 
 TIMEOUT_S = 3.0

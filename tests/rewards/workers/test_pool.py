@@ -20,10 +20,8 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.known import KNOWN_REWARDS
+from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool, WorkerProcess
 from grpo_megatron.rewards.reward import RewardResult, parse_reward
-from grpo_megatron.rewards.workers.pool import RewardPool
-from grpo_megatron.rewards.workers.process import WorkerProcess
 from tests.rewards.workers.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,7 +225,7 @@ def test_a_name_the_worker_cannot_load(pool: RewardPool, monkeypatch: pytest.Mon
             starts.append(self)
             super().__init__()
 
-    monkeypatch.setattr("grpo_megatron.rewards.workers.pool.WorkerProcess", CountedWorker)
+    monkeypatch.setattr("grpo_megatron.rewards.pool.WorkerProcess", CountedWorker)
     results = pool.grade([("dying_import:reward", "", "")] * 50)
     assert {result.status for result in results} == {"error"}
     assert "could not be imported" in results[-1].message
@@ -246,7 +244,7 @@ def test_self_test_passes_and_can_fail(pool: RewardPool, monkeypatch: pytest.Mon
     pool.self_test()
     assert dict(pool.counts) == before
     wrong = {"gsm8k": [("#### 41", "42", 1.0)], "format": [("#### 41", "", 0.0)]}
-    monkeypatch.setattr("grpo_megatron.rewards.workers.pool.KNOWN_REWARDS", wrong)
+    monkeypatch.setattr("grpo_megatron.rewards.pool.KNOWN_REWARDS", wrong)
     with pytest.raises(RuntimeError, match="'gsm8k' gave 0.0 .* instead of 1.0 for completion '#### 41'"):
         pool.self_test()
     # a reward that calls everything right is found before its first sample is scored, every time
@@ -268,7 +266,7 @@ def test_every_reward_of_the_package_is_known_for_right_and_wrong_completions() 
 def test_the_memory_of_a_built_in_reward_is_limited() -> None:
     script = textwrap.dedent("""
         import mmap
-        from grpo_megatron.rewards.workers.worker import MEMORY_LIMIT, AddressSpaceLimit
+        from grpo_megatron.rewards.worker import MEMORY_LIMIT, AddressSpaceLimit
         memory = AddressSpaceLimit()
         memory.enable(True)
         try:
@@ -317,7 +315,7 @@ def test_workers_die_with_a_killed_parent(user_module: str, completion: str) -> 
     script = textwrap.dedent("""
         import sys, time
         sys.path[:0] = [sys.argv[1], sys.argv[2]]
-        from grpo_megatron.rewards.workers.pool import RewardPool
+        from grpo_megatron.rewards.pool import RewardPool
         with RewardPool(1, 600.0) as pool:
             print(int(pool.grade([("user_reward:reward", "1", "")])[0].metrics["pid"]), flush=True)
             pool.grade([("user_reward:reward", sys.argv[3], "")])

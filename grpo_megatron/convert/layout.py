@@ -1,0 +1,287 @@
+"""The layout of a folder that Megatron-LM loads with `--load`, and the arguments that it restores from there.
+
+OUT/latest_checkpointed_iteration.txt    "release", or the number of an iteration
+OUT/release/                             the distributed checkpoint; iter_0000100/ for an iteration
+OUT/release/common.pt                    {"args", "checkpoint_version", "iteration"}
+OUT/hf/                                  config.json and tokenizer, for our own readers
+
+With `--use-checkpoint-args` Megatron-LM takes the model's arguments from `args`, an argparse.Namespace under its own names.
+Some it never takes from a checkpoint: `further_options` are those that a model needs besides. Source: load_checkpoint and
+load_args_from_checkpoint in megatron/training/checkpointing.py of Megatron-LM, as of August 2026.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.weights.table import TE_NAMES, Vocabulary, WeightRow
+
+TRACKER_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
+CHECKPOINT_VERSION = 3.0  # how rows of query, key and value are ordered; 3.0 needs no reordering
+VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
+
+
+def tracked_folder(folder: Path) -> Path | None:
+    """The checkpoint that the tracker of `folder` names. None: there is no tracker, or it names none."""
+    try:
+        name = (folder / TRACKER_FILE).read_text()[:40].strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if name == RELEASE:
+        return folder / RELEASE
+    return folder / f"iter_{int(name):07d}" if name.isdecimal() else None
+
+
+def write_tracker(folder: Path) -> None:
+    (folder / TRACKER_FILE).write_text(RELEASE)
+
+
+def common_state(arch: Architecture) -> dict[str, Any]:
+    """The content of common.pt."""
+    return {"args": Namespace(**load_args(arch)), "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
+
+
+def load_args(arch: Architecture) -> dict[str, Any]:
+    """The model's arguments under Megatron-LM's names. The tokenizer's are not among them: its path is this machine's."""
+    args: dict[str, Any] = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
+        "num_attention_heads": arch.num_attention_heads,
+        "group_query_attention": arch.latent is None and arch.num_query_groups < arch.num_attention_heads,
+        "num_query_groups": arch.num_query_groups,
+        "kv_channels": arch.head_dim,
+        "seq_length": arch.max_position_embeddings,
+        "max_position_embeddings": arch.max_position_embeddings,
+        "position_embedding_type": "yarn" if arch.rope_yarn is not None and arch.latent is None else "rope",
+        "add_position_embedding": False,
+        "use_rotary_position_embeddings": True,
+        "rotary_base": int(arch.rope_theta),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": arch.rope_factor is not None,
+        "rope_scaling_factor": arch.rope_factor or 8.0,
+        "rotary_seq_len_interpolation_factor": int(arch.rope_linear_factor) if arch.rope_linear_factor else None,
+        "normalization": "RMSNorm",
+        "norm_epsilon": arch.norm_eps,
+        "apply_layernorm_1p": False,
+        "qk_layernorm": arch.qk_norm or arch.latent is not None,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "swiglu": True,
+        "squared_relu": False,
+        "untie_embeddings_and_output_weights": not arch.tied,
+        "padded_vocab_size": -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "apply_query_key_layer_scaling": False,
+        "ckpt_format": "torch_dist",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+    }
+    return args | (_expert_args(arch) if arch.num_experts else {}) | _latent_args(arch)
+
+
+def _expert_args(arch: Architecture) -> dict[str, Any]:
+    routing, first = arch.routing, arch.num_dense_layers
+    is_sigmoid = routing is not None and routing.is_sigmoid
+    return {
+        "num_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.ffn_hidden_size,
+        "moe_layer_freq": [int(layer >= first) for layer in range(arch.num_layers)] if first else 1,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_router_pre_softmax": not arch.renormalise_experts,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": arch.shared_ffn_hidden_size or None,
+        "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
+        "moe_router_enable_expert_bias": is_sigmoid,
+        "moe_router_topk_scaling_factor": routing.scale if routing else None,
+        "moe_router_num_groups": routing.groups if routing and routing.groups > 1 else None,
+        "moe_router_group_topk": routing.groups_per_token if routing and routing.groups > 1 else None,
+    }
+
+
+def _latent_args(arch: Architecture) -> dict[str, Any]:
+    latent = arch.latent
+    if latent is None:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+    }
+
+
+NEVER_RESTORED = (  # arguments that Megatron-LM does not take from a checkpoint
+    *("norm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+)
+
+
+def further_options(arch: Architecture) -> str:
+    """The options that this model needs in Megatron-LM besides `--load OUT --use-checkpoint-args`."""
+    args = load_args(arch)
+    if not args["use_rope_scaling"]:
+        del args["rope_scaling_factor"]
+    options = []
+    for name in NEVER_RESTORED:
+        value = args.get(name)
+        if value is None or value is False:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        options.append(option if value is True else f"{option} {value}")
+    return " ".join(options)
+
+
+def unsupported_there(arch: Architecture) -> str | None:
+    """Why options alone do not make Megatron-LM build this model, or not in all versions. None: they do.
+
+    Source: gpt_builders.py and megatron/training of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and of August 2026.
+    """
+    if arch.post_norms:
+        return "norms after attention and MLP: Megatron-LM needs a layer spec of your own (--spec)"
+    if arch.rope_linear_factor is not None and not float(arch.rope_linear_factor).is_integer():
+        return (
+            f"RoPE scaled linearly by {arch.rope_linear_factor:g}: --rotary-seq-len-interpolation-factor takes integers"
+        )
+    if arch.rope_linear_factor is not None:
+        return "core_v0.16.1 and core_v0.17.1 read --rotary-seq-len-interpolation-factor and do not use it"
+    if arch.rope_factor not in (None, 8.0):
+        return f"versions up to August 2026 read --rope-scaling-factor and build the model with 8, not {arch.rope_factor:g}"
+    if arch.rope_yarn is not None:
+        return "YaRN: give its options (--yarn-..., or those of latent attention) yourself"
+    return None
+
+
+# -- The key, and the index in its tensor, of a row of the weight table in a Megatron-Core distributed checkpoint ------
+# Megatron stacks layers (and experts): decoder.layers.7.mlp.linear_fc2.weight [h, f] is index 7 of the tensor
+# decoder.layers.mlp.linear_fc2.weight [layers, h, f]. A norm has the name that Transformer Engine gives it, even when other
+# modules have written it. Models whose layers differ (dense ones, then experts) have one tensor per layer instead. Both forms
+# can be read.
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Index `index` along the stacked axes, whose lengths are `stack`, of the tensor `key`."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    stack: tuple[int, ...] = ()
+
+
+def whole_shape(row: WeightRow, arch: Architecture) -> tuple[int, ...]:
+    """The shape of a row's Megatron tensor over all ranks, without the padding of a vocabulary."""
+    return row.hf_shapes(arch)[0] if isinstance(row, Vocabulary) else row.local_shape(arch, 1)
+
+
+def places(row: WeightRow, arch: Architecture) -> list[Place]:
+    """Every place where the row may be. The first is the one that the current Megatron-Core writes."""
+    layered = _LAYER.match(row.megatron)
+    if layered is None:
+        return [Place(row.megatron)]
+    layer, rest = int(layered[1]), layered[2]
+    expert = _EXPERT.match(rest)
+    if expert is not None:
+        e, rest = int(expert[1]), expert[2]
+        stacked = [Place(f"decoder.layers.mlp.experts.experts.{rest}", (layer, e), (arch.num_layers, arch.num_experts))]
+        single = [
+            Place(f"decoder.layers.{layer}.mlp.experts.experts.{rest}", (e,), (arch.num_experts,)),
+            Place(f"decoder.layers.{layer}.mlp.experts.experts.{e}.{rest}"),
+        ]
+    else:
+        names = _names(rest, arch)
+        stacked = [Place(f"decoder.layers.{name}", (layer,), (arch.num_layers,)) for name in names]
+        single = [Place(f"decoder.layers.{layer}.{name}") for name in names]
+    return single if arch.num_dense_layers else [*stacked, *single]
+
+
+def _names(rest: str, arch: Architecture) -> list[str]:
+    """The names of a layer's parameter, that of Transformer Engine's fused modules first.
+
+    Latent attention begins with several linear layers, so the norm before it is not fused. Norms of query heads are not.
+    """
+    unfused = "self_attention.q_layernorm.weight" if arch.latent is None else "input_layernorm.weight"
+    return [TE_NAMES[rest], rest] if rest in TE_NAMES and rest != unfused else [rest]
+
+
+def written_places(row: WeightRow, arch: Architecture) -> list[Place]:
+    """The places where a converted checkpoint stores the row.
+
+    The second norm of an MoE layer is stored under two names: local specs read one of them, Transformer Engine's specs
+    the other.
+    """
+    known = places(row, arch)
+    is_norm = row.megatron.endswith(".pre_mlp_layernorm.weight")
+    return known[:2] if is_norm and arch.num_experts else known[:1]
+
+
+def extra_state_keys(rows: list[WeightRow], arch: Architecture) -> list[str]:
+    """Keys of the objects that modules read besides their weights: FP8 scales, which are empty after a conversion.
+
+    Local specs read those of the linear layers; Transformer Engine's modules also read the others.
+    """
+    found: dict[str, None] = {}
+    for row in rows:
+        if row.megatron.endswith(".weight") and row.megatron.startswith("decoder."):
+            bare = next(p for p in places(row, arch) if not p.key.endswith("layer_norm_weight"))
+            found[_object(bare.key.removesuffix("weight"), bare)] = None
+    for layer in range(arch.num_layers):
+        if arch.num_dense_layers:
+            found[_object(f"decoder.layers.{layer}.self_attention.core_attention.", Place(""))] = None
+        else:
+            found[_object("decoder.layers.self_attention.core_attention.", Place("", (layer,), (arch.num_layers,)))] = (
+                None
+            )
+    return list(found)
+
+
+def _object(module: str, place: Place) -> str:
+    index = ".".join(map(str, place.index or (0,)))
+    return f"{module}_extra_state/shard_{index}_{'.'.join(map(str, place.stack or (1,)))}"
+
+
+# -- Maps a range of Megatron rows to rows of Hugging Face tensors, and the reverse ------------------------------------
+# On one rank (tp 1) a Megatron tensor has the rows of its Hugging Face tensors in another order (`WeightRow.runs`). So a
+# conversion copies rows: it computes nothing, and never needs a whole tensor.
+
+
+def hf_runs(row: WeightRow, arch: Architecture, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Megatron rows first to last-1, in order, as (index into row.hf, first, last of its rows)."""
+    for part, hf_row, megatron_row, count in _runs(row, arch):
+        low, high = max(first, megatron_row), min(last, megatron_row + count)
+        if low < high:
+            yield part, hf_row + low - megatron_row, hf_row + high - megatron_row
+
+
+def megatron_runs(row: WeightRow, arch: Architecture, part: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Rows first to last-1 of row.hf[part], in order, as (first, last) rows of the Megatron tensor."""
+    for run_part, hf_row, megatron_row, count in _runs(row, arch):
+        low, high = max(first, hf_row), min(last, hf_row + count)
+        if run_part == part and low < high:
+            yield megatron_row + low - hf_row, megatron_row + high - hf_row
+
+
+def _runs(row: WeightRow, arch: Architecture) -> Iterator[tuple[int, int, int, int]]:
+    """(index into row.hf, first row there, first row of the Megatron tensor, number of rows) of every run."""
+    hf_rows = [0 for _ in row.hf]
+    megatron_row = 0
+    for part, count in row.segments(arch):
+        yield part, hf_rows[part], megatron_row, count
+        hf_rows[part] += count
+        megatron_row += count

@@ -1,0 +1,234 @@
+"""Problems: the rows of a task's data file as questions with reference answers. No row of a benchmark is left out."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.prompts import chat_of, render_prompt, source_of_row
+from grpo_megatron.data.questions import question_text
+from grpo_megatron.data.rendering import encode_prompts
+from grpo_megatron.data.rows import Question, read_rows
+from grpo_megatron.data.task import Example, Fewshot, Task
+from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.processes.process import time_limit
+from grpo_megatron.reading import shown
+from grpo_megatron.rewards import check_reward
+from grpo_megatron.storage.manifest import sha256_of
+from grpo_megatron.types import Prompt
+
+REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`uid` is "task/row number". It seeds the samples, and pairs the problems of two results."""
+
+    uid: str
+    question: Question
+    answer: str
+    subject: str | None = None
+    level: str | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)  # of the file, for a task with an environment
+
+    @property
+    def question_text(self) -> str:
+        """The question as text for display; of a chat, the contents of its messages."""
+        return question_text(self.question)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A task with its problems, and the files that they were read from. Few-shot examples are drawn from `pool`.
+
+    `num_in_file`: problems of the file. With --limit there are fewer in `problems`.
+    """
+
+    task: Task
+    path: Path
+    sha256: str
+    problems: list[Problem]
+    pool: list[Example]
+    pool_sha256: str | None
+    num_in_file: int
+
+
+@dataclass(frozen=True)
+class DataPlaces:
+    """Where the tasks' files are, and the options that set this, for error messages."""
+
+    folder: Path | None
+    files: Mapping[str, Path] = field(default_factory=dict)  # task -> its file, instead of one in the folder
+    folder_option: str = "--data DIR"
+    file_option: str = "--file {task}=PATH"
+
+
+def read_datasets(
+    tasks: list[Task], places: DataPlaces, num_fewshot: Callable[[Task], int], limit: int | None
+) -> list[Dataset]:
+    """The data of every task. `limit`: only the first so many problems of each.
+
+    Raises one ConfigError that names every file that is missing or wrong.
+    """
+    unknown = sorted(set(places.files) - {task.name for task in tasks})
+    errors = [f"--file {name}=...: {name!r} is not one of --tasks; add it there" for name in unknown]
+    datasets: list[Dataset] = []
+    for task in tasks:
+        try:
+            datasets.append(_read_dataset(task, places, num_fewshot(task), limit))
+        except ConfigError as error:
+            errors.append(str(error))
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return datasets
+
+
+def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int | None) -> Dataset:
+    remedy = f"set {places.file_option.format(task=task.name)}"
+    path = places.files.get(task.name) or _find_file(task, "data file", task.files, places, remedy)
+    rows = read_rows(path, lambda row: (*task.read_row(row), *task.labels(row), row))
+    problems = [Problem(f"{task.name}/{number}", *row) for number, row in enumerate(rows)][:limit]
+    pool: list[Example] = []
+    pool_sha256 = None
+    if num_fewshot:
+        fewshot = task.fewshot
+        if fewshot is None:
+            raise ConfigError(f"task {task.name!r} has no training file to draw examples from; set --num-fewshot 0")
+        if fewshot.examples:
+            return Dataset(
+                task, path, sha256_of(path), problems, _given_examples(task, fewshot, num_fewshot), None, len(rows)
+            )
+        train = _find_file(task, "few-shot file", fewshot.files, places, "set --num-fewshot 0 to do without")
+        pool = read_rows(train, lambda row: _read_example(task, fewshot, row))
+        pool_sha256 = sha256_of(train)
+        if num_fewshot > len(pool):
+            raise ConfigError(
+                f"--num-fewshot {num_fewshot}: {str(train)!r} has {len(pool)} rows; set it to that or less"
+            )
+    return Dataset(task, path, sha256_of(path), problems, pool, pool_sha256, len(rows))
+
+
+def _given_examples(task: Task, fewshot: Fewshot, count: int) -> list[Example]:
+    if count > len(fewshot.examples):
+        raise ConfigError(
+            f"--num-fewshot {count}: task {task.name!r} has {len(fewshot.examples)} examples of its own; set that or less"
+        )
+    return [Example(one.question, one.solution) for one in fewshot.examples[:count]]
+
+
+def _find_file(task: Task, what: str, files: list[str], places: DataPlaces, remedy: str) -> Path:
+    folder, name = places.folder, task.name
+    if not files:
+        raise ConfigError(f"task {name!r} names no {what}; {remedy}")
+    names = ", ".join(files)
+    if folder is None:
+        raise ConfigError(f"task {name!r} needs its {what} ({names}); set {places.folder_option}, or {remedy}")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{str(folder)!r} is not a folder, and task {name!r} looks there for {names}; set {places.folder_option}"
+        )
+    for file in files:
+        if os.path.isfile(folder / file):  # false for a name that is too long, where Path.is_file raises
+            return folder / file
+    raise ConfigError(f"task {name!r}: no {what} in {str(folder)!r} (looked for {names}); {remedy}")
+
+
+def _read_example(task: Task, fewshot: Fewshot, row: dict[str, Any]) -> Example:
+    solution = row.get(fewshot.solution)
+    if not isinstance(solution, str) or not solution.strip():
+        raise ValueError(f"field {fewshot.solution!r} holds no solution (fields: {', '.join(row)})")
+    question, _ = task.read_row(row)
+    if not isinstance(question, str):
+        raise ValueError("the question is a list of chat messages, and a few-shot example must be text")
+    if fewshot.remove is not None:
+        try:
+            with time_limit(REMOVE_S, f"fewshot.remove={shown(fewshot.remove)} of task {task.name!r}"):
+                solution = re.sub(fewshot.remove, "", solution)
+        except TimeoutError as error:
+            raise ValueError(str(error)) from error
+    return Example(question, solution)
+
+
+# -- Validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
+# The prompts are rendered as those of training: chat or plain text, with `data.system_prompt` if it is set. The samples
+# are drawn as `rollout.val_kwargs` says, within `data.max_response_length`, and reported as
+# `val-core/<task>/acc/mean@n`. Few-shot examples and stop texts belong to the scripted evaluation.
+
+
+def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokenizer: Any | None) -> list[Prompt]:
+    """The prompts of `data.val_tasks`, in order. Without a tokenizer (reported elsewhere) only the files are checked.
+
+    Only the first `data.val_max_samples` rows of each task are used. Raises ConfigError.
+    """
+    try:
+        tasks = get_tasks(data.val_tasks)
+    except ConfigError as error:
+        raise ConfigError(f"data.val_tasks: {error}") from error
+    problems = [problem for task in tasks for problem in _task_problems(task, data, reward_kwargs)]
+    datasets: list[Dataset] = []
+    places = DataPlaces(data.val_data, {}, folder_option="data.val_data=DIR", file_option="data.val_files=[PATH]")
+    try:
+        datasets = read_datasets(tasks, places, lambda task: 0, data.val_max_samples)
+    except ConfigError as error:
+        problems.append(f"data.val_tasks: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if tokenizer is None or (data.apply_chat_template and tokenizer.chat_template is None):
+        return []  # reported where the tokenizer is read
+    return [prompt for dataset in datasets for prompt in _load_prompts(dataset, data, tokenizer)]
+
+
+def _task_problems(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]) -> list[str]:
+    """Why the task cannot be used in training."""
+    if task.multi_turn.environment is not None:
+        return [
+            f"data.val_tasks: task {task.name!r} plays an environment: it is for the scripted evaluation; validate with"
+            " data.val_files and rollout.multi_turn"
+        ]
+    if task.reward is None:
+        return [
+            f"data.val_tasks: task {task.name!r} has no reward: it is for the scripted evaluation only; leave it out"
+        ]
+    if data.apply_chat_template and task.user_prompt is None:
+        return [
+            f"data.val_tasks: task {task.name!r} has plain text prompts only; set data.apply_chat_template=false, or"
+            " drop it"
+        ]
+    try:
+        check_reward(task.reward, reward_kwargs)
+    except ValueError as error:
+        return [f"data.val_tasks: task {task.name!r}: {error}"]
+    return []
+
+
+def _load_prompts(dataset: Dataset, data: DataConfig, tokenizer: Any) -> list[Prompt]:
+    task, problems = dataset.task, dataset.problems
+    texts = [render_prompt(data, task, problem.question, tokenizer, problem.uid) for problem in problems]
+    encoded = encode_prompts(texts, tokenizer, is_chat=data.apply_chat_template)
+    prompts = [
+        Prompt(
+            problem.uid,
+            tuple(ids),
+            text,
+            problem.answer,
+            task.name,
+            task.reward or "",
+            columns=problem.row,
+            data_source=source_of_row(problem.row),
+            messages=chat_of(data, task, problem.question),
+        )
+        for problem, text, ids in zip(problems, texts, encoded, strict=True)
+    ]
+    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
+    length = len(longest.prompt_ids)
+    if length > data.max_prompt_length:
+        raise ConfigError(
+            f"data.val_tasks: {longest.uid} has {length} tokens, data.max_prompt_length is {data.max_prompt_length}; set"
+            f" it to {length} or more (no problem of a benchmark is dropped)"
+        )
+    return prompts

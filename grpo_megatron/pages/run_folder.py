@@ -1,0 +1,363 @@
+"""metrics.jsonl: one JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null is a number that is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.reading import ReadError, parse_yaml
+from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.run_files import read_events
+
+METRICS_FILE = "metrics.jsonl"
+StepMetrics = dict[str, Any]  # one line: "step", and a number or null per metric
+READ_AT_ONCE = 1 << 24  # bytes
+
+
+def parse_line(line: bytes) -> StepMetrics | None:
+    """None for a line that is cut off or damaged, whatever its bytes."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # no JSON, no UTF-8
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The objects of a metrics.jsonl in file order, without damaged lines. Raises OSError."""
+    return [row for line in path.read_bytes().splitlines() if (row := parse_line(line)) is not None]
+
+
+class MetricsTail:
+    """Reads a growing metrics.jsonl part by part."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._inode, self._offset, self._rest = path, 0, 0, b""  # the rest: a line that is not whole yet
+
+    def read(self) -> tuple[bool, list[StepMetrics]]:
+        """Whether the file was replaced since the last call, so that all is read again, and the new whole lines."""
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return False, []
+        with file:
+            status = os.fstat(file.fileno())
+            is_new = status.st_ino != self._inode or status.st_size < self._offset
+            if is_new:
+                self._inode, self._offset, self._rest = status.st_ino, 0, b""
+            file.seek(self._offset)
+            rows: list[StepMetrics] = []
+            while part := file.read(READ_AT_ONCE):
+                self._offset += len(part)
+                *lines, self._rest = (self._rest + part).split(b"\n")
+                rows += [row for line in lines if (row := parse_line(line)) is not None]
+        return is_new, rows
+
+
+# -- Curves: the metrics of a run in at most MAX_BUCKETS places, however many steps it has -----------------------------
+# A bucket covers `width` steps, a power of two: it keeps the mean, the smallest and the largest value of a metric. So a single
+# spike of a long run stays visible. The memory does not grow with the number of steps.
+
+MAX_BUCKETS = 400
+DIGITS = 6  # significant ones
+
+
+@dataclass(slots=True)
+class Bucket:
+    """`lost`: values that were not finite."""
+
+    count: int = 0
+    total: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+    lost: int = 0
+
+    def add(self, other: Bucket) -> None:
+        self.count += other.count
+        self.total += other.total
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.lost += other.lost
+
+
+def bucket_of(value: object) -> Bucket | None:
+    """Of one line's value; null is a lost number. None: it is no number at all."""
+    if value is None:
+        return Bucket(lost=1)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    number = float(value)
+    return Bucket(1, number, number, number) if math.isfinite(number) else Bucket(lost=1)
+
+
+class Curves:
+    """Add the lines of metrics.jsonl in order of their steps."""
+
+    def __init__(self) -> None:
+        self.width, self.last_step, self.num_rows = 1, -1, 0
+        self.last_row: dict[str, Any] = {}
+        self._metrics: dict[str, dict[int, Bucket]] = {}
+        self._places: set[int] = set()
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            step = row["step"]
+            self.last_step, self.num_rows, self.last_row = max(self.last_step, step), self.num_rows + 1, row
+            self._places.add(step // self.width)
+            for name, value in row.items():
+                bucket = bucket_of(value) if name != "step" else None
+                if bucket is not None:
+                    self._metrics.setdefault(name, {}).setdefault(step // self.width, Bucket()).add(bucket)
+            while len(self._places) > MAX_BUCKETS:
+                self._merge()
+
+    def _merge(self) -> None:
+        self.width *= 2
+        self._places = {place // 2 for place in self._places}
+        for name, buckets in self._metrics.items():
+            merged: dict[int, Bucket] = {}
+            for place, bucket in buckets.items():
+                merged.setdefault(place // 2, Bucket()).add(bucket)
+            self._metrics[name] = merged
+
+    def names(self) -> list[str]:
+        return sorted(self._metrics)
+
+    def steps(self) -> list[int]:
+        """The first step of each bucket."""
+        return [place * self.width for place in sorted(self._places)]
+
+    def constant(self, name: str) -> float | None:
+        """The value of a metric that has always been the same, to DIGITS digits; None: it changed, or was not finite once."""
+        buckets = self._metrics[name].values()
+        low, high = min(bucket.low for bucket in buckets), max(bucket.high for bucket in buckets)
+        if any(bucket.lost for bucket in buckets) or low > high:
+            return None
+        return low if rounded(low) == rounded(high) else None
+
+    def means(self, name: str) -> list[float | None]:
+        """Per bucket; None where the metric was not recorded."""
+        return [bucket.total / bucket.count if bucket and bucket.count else None for bucket in self._buckets(name)]
+
+    def data(self, name: str) -> dict[str, Any]:
+        """For the page: means `y` per bucket; `low`, `high` where a bucket has several steps; `lost`: numbers of buckets.
+
+        `count`: how many values the last bucket has.
+        """
+        buckets = list(self._buckets(name))
+        last = buckets[-1]
+        result: dict[str, Any] = {
+            "y": [rounded(value) for value in self.means(name)],
+            "count": last.count if last else 0,
+        }
+        if self.width > 1:
+            result["low"] = [rounded(bucket.low) if bucket else None for bucket in buckets]
+            result["high"] = [rounded(bucket.high) if bucket else None for bucket in buckets]
+        if lost := [number for number, bucket in enumerate(buckets) if bucket and bucket.lost]:
+            result["lost"] = lost
+        return result
+
+    def _buckets(self, name: str) -> Iterator[Bucket | None]:
+        buckets = self._metrics.get(name, {})
+        for place in sorted(self._places):
+            yield buckets.get(place)
+
+
+def rounded(value: float | None) -> float | None:
+    """To DIGITS significant digits; None for what is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
+
+
+# -- The samples of a report: two groups of some steps, with the log-probabilities of engine and policy at each token --
+# OUTPUT_DIR/report_samples.jsonl has one line per step that is kept:
+#
+# {"step": 12, "groups": [{"uid", "source", "prompt", "answer", "samples": [SAMPLE, ...]}, ...]}
+#
+# SAMPLE: index, reward, score, advantage (null: none), finish_reason, status, tokens (their number), failure, metrics, and
+# `pieces`: [text, log-probability, policy's minus engine's] of each token; null: there is none. The log-probability is the
+# engine's if the sample is `drawn`, and the policy's if it is from a file. `cut` tokens are left out after piece `cut_at`.
+
+SAMPLES_FILE = "report_samples.jsonl"
+MAX_STEPS, NEWEST = 12, 5  # steps that are kept; the first one, the newest ones, and others between them
+
+
+class KeptSamples:
+    """The steps of the file. Reads what an earlier attempt has left there."""
+
+    def __init__(self, folder: Path, first_step: int | None = None) -> None:
+        """`first_step`: later steps of an earlier attempt are dropped; None keeps all."""
+        self.path = folder / SAMPLES_FILE
+        self.steps = [step for step in _read(self.path) if first_step is None or step["step"] < first_step]
+
+    def add(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        """Keep the step, and write the file. Raises OSError."""
+        self.steps = [*(kept for kept in self.steps if kept["step"] < step), {"step": step, "groups": list(groups)}]
+        if len(self.steps) > MAX_STEPS:
+            del self.steps[_superfluous([kept["step"] for kept in self.steps])]
+        write_file(self.path, (json.dumps(kept) + "\n" for kept in self.steps))
+
+
+def _superfluous(steps: Sequence[int]) -> int:
+    """The place of the step whose neighbours are closest; neither the first step nor one of the newest."""
+    return min(range(1, len(steps) - NEWEST), key=lambda place: (steps[place + 1] - steps[place - 1], place))
+
+
+def _read(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        try:
+            step = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(step, dict) and type(step.get("step")) is int and isinstance(step.get("groups"), list):
+            yield step
+
+
+# -- RunFolder: what the files of a run say about it, while it runs and afterwards. Nothing else is needed: no process,
+# metrics.jsonl, config.yaml and config_attempts/, events.jsonl, outcome.json, report_samples.jsonl, and heartbeats/ of rank 0.
+
+SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
+RECENT = 20  # steps, whose median predicts the next ones
+ENDED = ("stopped", "stalled", "failed", "done")  # kinds of events
+FlatSettings = dict[str, Any]  # "section.key" -> value
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run. `changes`: the keys that differ from the first attempt's config, as (key, first, now)."""
+
+    number: int
+    changes: list[tuple[str, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Now:
+    """What rank 0 was doing at its last heartbeat, `age_s` seconds ago. Seconds in the phase and in the whole step."""
+
+    phase: str
+    phase_s: float
+    step: int | None
+    step_s: float
+    age_s: float
+
+
+class RunFolder:
+    """`update` reads what is new. Every file may be absent, cut off or damaged: then it says nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.curves = Curves()
+        self.settings: FlatSettings = {}
+        self.attempts: list[Attempt] = []
+        self.events: list[dict[str, Any]] = []
+        self._tail = MetricsTail(folder / METRICS_FILE)
+        self._step_seconds: deque[float] = deque(maxlen=RECENT)
+        self._configs: dict[Path, tuple[int, FlatSettings]] = {}  # time of the last change, content
+
+    @property
+    def name(self) -> str:
+        return self.settings.get("trainer.experiment_name") or self.folder.resolve().name
+
+    def update(self) -> None:
+        is_new, rows = self._tail.read()
+        if is_new:
+            self.curves = Curves()
+            self._step_seconds.clear()
+        self.curves.add(rows)
+        seconds = [row.get("timing_s/step") for row in rows[-RECENT:]]
+        self._step_seconds.extend(value for value in seconds if isinstance(value, int | float))
+        self.events = read_events(self.folder)
+        self._read_config()
+
+    def _read_config(self) -> None:
+        self.settings = self._config(self.folder / "config.yaml")
+        self.attempts = []
+        for path in sorted((self.folder / "config_attempts").glob("*.yaml")):
+            if path.stem.isdecimal():
+                changes = [(key, self.settings.get(key), value) for key, value in self._config(path).items()]
+                self.attempts.append(Attempt(int(path.stem), changes))
+
+    def _config(self, path: Path) -> FlatSettings:
+        """Reading YAML takes some 20 ms, so an unchanged file is read once."""
+        try:
+            changed = path.stat().st_mtime_ns
+        except OSError:
+            return {}
+        if path not in self._configs or self._configs[path][0] != changed:
+            self._configs[path] = changed, flat_config(_yaml(path))
+        return self._configs[path][1]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The kept steps of report_samples.jsonl, oldest first."""
+        return KeptSamples(self.folder).steps
+
+    def total_steps(self) -> int | None:
+        """Of the newest config."""
+        settings = self.settings | {key: now for attempt in self.attempts for key, _, now in attempt.changes}
+        total = settings.get("trainer.total_training_steps")
+        return total if isinstance(total, int) else None
+
+    def steps_done(self) -> int:
+        total = self.total_steps()
+        done = self.curves.last_step + 1
+        return done if total is None else min(done, total)  # the last validation is logged as a step of its own
+
+    def step_seconds(self) -> float | None:
+        """The median of the last steps."""
+        return statistics.median(self._step_seconds) if self._step_seconds else None
+
+    def seconds_left(self) -> float | None:
+        """For the steps that are left, without checkpoints; None: unknown, or the run has ended."""
+        total, each = self.total_steps(), self.step_seconds()
+        return (
+            None if total is None or each is None or self.state() != "running" else each * (total - self.steps_done())
+        )
+
+    def state(self) -> str:
+        """running, or one of ENDED: what the last event says. A run that was killed leaves no event: see `silent_since`."""
+        kinds = [event["kind"] for event in self.events if event["kind"] != "guard"]
+        if not kinds:  # of a version without events
+            return "done" if (self.folder / "outcome.json").exists() else "running"
+        return kinds[-1] if kinds[-1] in ENDED else "running"
+
+    def silent_since(self) -> float | None:
+        """Unix time of the last heartbeat, if the run seems to go on and that is longer ago than SILENT_S."""
+        now = self.now() if self.state() == "running" else None
+        return time.time() - now.age_s if now is not None and now.age_s > SILENT_S else None
+
+    def now(self) -> Now | None:
+        """None without a readable heartbeat."""
+        path = self.folder / "heartbeats" / "rank_00000.json"
+        try:
+            beat, age_s = json.loads(path.read_text(encoding="utf-8")), time.time() - path.stat().st_mtime
+            phase = str(beat["phase"]).rpartition("/")[2]
+            return Now(phase, float(beat["phase_s"]), beat["step"], float(beat.get("step_s", 0.0)), max(0.0, age_s))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def flat_config(settings: Mapping[str, Any], prefix: str = "") -> FlatSettings:
+    """{"section": {"key": value}} -> {"section.key": value}."""
+    result: FlatSettings = {}
+    for key, value in settings.items():
+        is_section = isinstance(value, Mapping) and bool(value)
+        result |= flat_config(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return result
+
+
+def _yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, ReadError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,312 @@
+r"""The last `\boxed{...}` of a text, which holds the final answer by the convention of MATH (arXiv 2103.03874).
+
+The last box decides. When its brace is not closed (a truncated response), there is no prediction, even if the text has
+an earlier box. `\boxed 7$` ends at the dollar sign or at the end of the line. `\fbox` counts. `\{` and `\}` are characters
+of the answer. Of nested boxes the innermost is read. An empty box is the prediction "". Boxes with only `,`, `and` or
+`or` between them are one prediction, a list. Time is linear in the text: at most MAX_BOX characters are read after a
+box, and at most MAX_BOXES boxes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from grpo_megatron.rewards.reward import Extractor, extractors, rewards
+
+MAX_BOX = 4096  # characters of one answer; MATH's longest has 159
+MAX_BOXES = 12  # in one list
+
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_LINK = re.compile(r"[\s$.]*(?:,|;|\\text\{\s*(?:,?\s*(?:and|or))\s*\}|,?\s*(?:and|or)\b)[\s$]*")
+
+
+def last_boxed(text: str, joined: bool = True) -> str | None:
+    """The content of the last box, or (`joined`) of the last few boxes; None without one, or if it is not closed."""
+    start = box_start(text)
+    content, _ = _read_box(text, start) if start >= 0 else (None, 0)
+    if content is None:
+        return None
+    contents = [content]
+    while joined and len(contents) < MAX_BOXES:
+        previous = box_start(text, max(0, start - MAX_BOX), start)
+        before, end = _read_box(text, previous) if previous >= 0 else (None, 0)
+        if before is None or end > start or not _LINK.fullmatch(text[end:start]):
+            break
+        contents.insert(0, before)
+        start = previous
+    return ", ".join(contents)
+
+
+def box_start(text: str, low: int = 0, high: int | None = None) -> int:
+    """Where the last box of text[low:high] begins; -1 when there is none."""
+    high = len(text) if high is None else high
+    return max(text.rfind("\\boxed", low, high), text.rfind("\\fbox", low, high))
+
+
+def _read_box(text: str, start: int) -> tuple[str | None, int]:
+    """(content of the box that begins at `start`, or None if it is not closed; where the box ends)."""
+    start += len("\\boxed") if text.startswith("\\boxed", start) else len("\\fbox")
+    window = text[start : start + MAX_BOX]
+    content = window.lstrip()
+    start += len(window) - len(content)
+    if not content.startswith("{"):
+        inner = re.split(r"[$\n]", content, maxsplit=1)[0]
+        return inner.strip(), start + len(inner)
+    depth = 0
+    for brace in _BRACE.finditer(content):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return content[1 : brace.start()].strip(), start + brace.end()
+    return None, start
+
+
+# -- Exact numeric answers: the one extractor of GSM8K training and evaluation, and the reward on top of it ------------
+# The last mark decides: `#### 18`, `<answer>18</answer>` or `\boxed{18}`, whichever comes last in the text. The number
+# must follow the mark at once. Currency signs, markdown, LaTeX commands, thousands commas and a percent sign are dropped;
+# units may follow. Values are compared as exact fractions, so 12.50 = 25/2. What is not one plain number (`9 * 2`,
+# `10-20`, `5e3`, `1,23`, a digit outside ASCII) is no prediction. GSM8K: arXiv 2110.14168.
+#
+# Departures from verl's `gsm8k` reward: verl reads only the last 300 characters, needs one space after `####`, accepts no
+# `$`, compares strings, and knows only `####`. Its "flexible" mode takes the last number of the text, marked or not.
+
+WINDOW = 256  # characters read after a mark; bounds every regular expression below, so time is linear in the text
+
+_SIGNS_AND_SPACES = str.maketrans({"\u2212": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
+_LATEX_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)\s?(?=[0-9]{3}(?![0-9]))")  # LaTeX spellings of 1,234
+_LEADING_NUMBER = re.compile(
+    r"""(?:\s | [*_`=~] | \\?\$ | [\u20ac\u00a3\u00a5] | \\\( | \\\[ | USD?(?=\s?\$))*  # $, euro, pound, yen
+        (?P<sign>[-+]?) (?:\\?\$|[\u20ac\u00a3\u00a5])?
+        (?: \\[dt]?frac \s*\{ (?P<top>[0-9]+) \}\s*\{ (?P<bottom>[0-9]+) \}
+          | (?P<mixed>[0-9]+)\s+(?P<mixed_top>[0-9]+)\s?/\s?(?P<mixed_bottom>[0-9]+)
+          | (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]*) (?P<decimals>\.[0-9]+)? (?:\s?/\s?(?P<over>[0-9]+))?
+        ) (?:\s?\\?%)?""",
+    re.VERBOSE,
+)
+# what may not follow a number: an operator and an operand, a second number, an exponent, a malformed group, an identifier
+_CONTINUATION = re.compile(
+    r"""\s*(?: [-+*/^=<>\u00d7\u00f7\u00b7\u2013] | \*\* | \\times | \\cdot | \\div ) \s* [-(\\{$]* [0-9]
+      | \s+[.]?[0-9] | [,._':][0-9] | [A-Za-z][-+]?[0-9]""",
+    re.VERBOSE,
+)
+
+
+def marked_text(text: str) -> str | None:
+    """What stands behind the text's last mark: the line, the content of the tags or of the box. None: nothing is marked."""
+    hashes, tag = text.rfind("####"), text.rfind("<answer>")
+    box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    last = max(hashes, tag, box)
+    if last < 0:
+        return None
+    if last == hashes:
+        return text[last + 4 : last + 4 + 16 * WINDOW].lstrip().partition("\n")[0]
+    if last == tag:
+        start = last + len("<answer>")
+        end = text.find("</answer>", start)
+        return text[start:end].strip() if end >= 0 else None
+    return last_boxed(text[last : last + WINDOW], joined=False)
+
+
+def marked_number(text: str) -> Fraction | None:
+    """The number behind the text's last mark; None when there is no mark, or no plain number behind it."""
+    marked = marked_text(text)
+    return None if marked is None else parse_number(marked)
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact number that `text` begins with; None when it begins with anything else, or with an expression."""
+    window = _LATEX_THOUSANDS.sub(",", text[:WINDOW].translate(_SIGNS_AND_SPACES))
+    match = _LEADING_NUMBER.match(window)
+    assert match is not None, "every part of the pattern is optional"
+    if (match.end() == len(window) and len(text) > WINDOW) or _CONTINUATION.match(window, match.end()):
+        return None
+    following = window[match.end() : match.end() + 1]
+    if not following.isascii() and following.isnumeric():
+        return None  # for example 4 and a full-width 2, or 5 and a one-half sign
+    part = match.groupdict()
+    if part["top"]:
+        value = _ratio(part["top"], part["bottom"])
+    elif part["mixed"]:
+        value = _ratio(part["mixed_top"], part["mixed_bottom"])
+        value = None if value is None else value + int(part["mixed"])
+    elif part["whole"] or part["decimals"]:
+        value = _ratio(part["whole"].replace(",", "") + (part["decimals"] or ""), part["over"] or "1")
+    else:
+        value = None
+    return -value if value is not None and part["sign"] == "-" else value
+
+
+def _ratio(top: str, bottom: str) -> Fraction | None:
+    return Fraction(top) / int(bottom) if int(bottom) else None
+
+
+def numeric_answer(answer: str) -> Fraction:
+    """The reference answer as a number, marked or bare. Raises ValueError: without one no sample can be graded."""
+    if len(answer) <= WINDOW and answer.isascii() and answer.isdigit():  # most answers, in a tenth of the time
+        return Fraction(int(answer))
+    value = marked_number(answer)
+    value = parse_number(answer.strip()) if value is None else value
+    if value is None:
+        raise ValueError(f"the reference answer {answer[:80]!r} is not a number")
+    return value
+
+
+def contains_number(text: str, value: Fraction) -> bool:
+    """Whether `value` stands anywhere in `text` as a number of its own, as a decimal or as a fraction. Linear time."""
+    numerator, denominator = abs(value.numerator), value.denominator
+    spellings = []
+    if denominator != 1:
+        spellings.append(rf"{numerator}\s?/\s?{denominator}")
+    places = _decimal_places(value, 20)
+    if places is not None:
+        whole, rest = divmod(numerator * 10**places // denominator, 10**places)
+        decimals = rf"\.{rest:0{places}d}0*" if places else r"(?:\.0*)?"
+        integer = f"{whole:,}".replace(",", ",?") if whole or not places else "0?"
+        spellings.append(integer + decimals)
+    sign = "-" if value < 0 else ""
+    before, after = r"(?<![0-9.])(?<![0-9],)", r"(?![0-9]|\.[0-9]|,[0-9]{3}(?![0-9]))"  # no part of a longer number
+    return bool(re.search(rf"{before}{sign}\$?(?:{'|'.join(spellings)}){after}", text))
+
+
+def _decimal_places(value: Fraction, limit: int) -> int | None:
+    """The number of decimals, below `limit`, that write the value exactly; None when no number does."""
+    return next((places for places in range(limit) if 10**places % value.denominator == 0), None)
+
+
+def numeric_prediction(text: str) -> str | None:
+    """The marked number as text: `1234`, `-12.5`, or `1/3` when no decimal is exact."""
+    value = marked_number(text)
+    if value is None:
+        return None
+    places = _decimal_places(value, 40)
+    if not places:
+        return str(value)
+    whole, rest = divmod(abs(value.numerator) * 10**places // value.denominator, 10**places)
+    return f"{'-' if value < 0 else ''}{whole}.{rest:0{places}d}"
+
+
+for _name in ("gsm8k", "arithmetic_steps"):
+    extractors.register(_name)(Extractor(numeric_prediction, numeric_answer))
+
+
+@rewards.register("gsm8k")
+def gsm8k_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 when the prediction equals the answer, else 0. "extracted": 1 when there is a prediction to compare."""
+    expected, prediction = numeric_answer(answer), marked_number(completion)
+    correct = float(prediction == expected)
+    return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
+
+
+# -- Rewards for the layout of a response: `format` (all or nothing) and `tag_count` (a quarter per tag) ---------------
+# The layout is that of DeepSeek-R1 (arXiv 2501.12948, table 1): `<think> ... </think><answer> ... </answer>`. Some chat
+# templates write the first `<think>` themselves, at the end of the prompt. `opened_thought` finds it; the caller puts it
+# before the response, so that both rewards see the whole turn.
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+PROMPT_END = 64  # characters of a prompt that are searched
+# an open <think>, or an empty thought: Qwen3's template with enable_thinking=false
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+
+
+def opened_thought(prompt: str) -> str:
+    """The end of the prompt, from the `<think>` on with which it opens the response; "" where it opens none."""
+    match = _OPENED.search(prompt, max(0, len(prompt) - PROMPT_END))
+    return match[0] if match else ""
+
+
+def is_tagged(text: str) -> bool:
+    """`<think>...</think><answer>...</answer>`: each tag once, in this order, and only white space around the parts."""
+    text = text.strip()
+    if any(text.count(tag) != 1 for tag in TAGS):
+        return False
+    think_end, answer_start = text.find("</think>"), text.find("<answer>")
+    between = text[think_end + len("</think>") : answer_start]
+    return (
+        text.startswith("<think>") and text.endswith("</answer>") and think_end < answer_start and not between.strip()
+    )
+
+
+def is_hash_marked(text: str) -> bool:
+    """The last line is `#### N`, where N is one plain number, and no other line has a `####`."""
+    head, mark, tail = text.strip().partition("####")
+    starts_line = not head or head.rstrip(" ").endswith("\n")
+    return bool(mark) and starts_line and "####" not in tail and "\n" not in tail and parse_number(tail) is not None
+
+
+LAYOUTS = {"tagged": is_tagged, "hashes": is_hash_marked, "any": lambda text: is_tagged(text) or is_hash_marked(text)}
+
+
+@rewards.register("format")
+def format_reward(completion: str, answer: str, *, layout: Literal["tagged", "hashes", "any"] = "any") -> float:
+    """1 when the response has the layout, else 0; `answer` is not used.
+
+    "tagged": think and answer tags. "hashes": `#### N` at the end. Raises ValueError for another layout.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+    return float(LAYOUTS[layout](completion))
+
+
+@rewards.register("tag_count")
+def tag_count_reward(completion: str, answer: str) -> float:
+    """A quarter for each of the four think and answer tags that is there exactly once: 0 to 1. `answer` is not used."""
+    return sum(completion.count(tag) == 1 for tag in TAGS) / len(TAGS)
+
+
+# -- AnswerForm: how a response writes its answer, so that a right one can be made of a reference answer ---------------
+
+HASHES, BOXED, TAGGED, SENTENCE = "hashes", "boxed", "tagged", "sentence"
+IN_PROMPT = (("<answer>", TAGGED), ("\\boxed", BOXED), ("####", HASHES))  # what an instruction shows of its form
+OF_REWARDS = {  # what the graders of this package read
+    **dict.fromkeys(["gsm8k", "gsm8k_strict", "graded", "arithmetic_steps"], HASHES),
+    **dict.fromkeys(["graded_answer", "arithmetic"], TAGGED),
+    "math": BOXED,
+    "gsm8k_cot_strict": SENTENCE,
+}
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """`name` is one of HASHES, BOXED, TAGGED, SENTENCE, or "": the answer alone."""
+
+    name: str
+
+    @property
+    def description(self) -> str:
+        """For messages."""
+        shown = {
+            HASHES: "#### ANSWER",
+            BOXED: "\\boxed{ANSWER}",
+            TAGGED: "<answer>ANSWER</answer>",
+            SENTENCE: "The answer is ANSWER.",
+        }
+        return shown.get(self.name, "the answer alone, because neither the prompt nor the task's reward shows a form")
+
+    def response(self, answer: str, prompt: str) -> str:
+        """A response to `prompt` with this answer. A thought that the prompt has opened is closed."""
+        opened = opened_thought(prompt)
+        if not self.name and not opened:
+            return answer
+        said = f"The answer is {answer}."
+        thought = ""
+        if opened and "</think>" not in opened:
+            thought = f"{said}\n</think>\n"
+        elif not opened and self.name == TAGGED:
+            thought = f"<think>{said}</think>\n"
+        written = {
+            HASHES: f"#### {answer}" if thought else f"{said}\n#### {answer}",
+            BOXED: f"The answer is \\boxed{{{answer}}}.",
+            TAGGED: f"<answer>{answer}</answer>",
+            SENTENCE: said,
+        }
+        return thought + written.get(self.name, answer)
+
+
+def answer_form(prompt: str, rewards: list[str]) -> AnswerForm:
+    """The form that the prompt's instruction shows, else that of the first reward of `rewards` which has one."""
+    for mark, name in IN_PROMPT:
+        if mark in prompt:
+            return AnswerForm(name)
+    return AnswerForm(next((OF_REWARDS[name] for name in rewards if name in OF_REWARDS), ""))

@@ -1,0 +1,461 @@
+r"""One spelling for equal LaTeX answers: removes sizes, spacing, fonts and thousands commas, completes short fractions.
+
+`tidy` keeps everything that can change the meaning; `tree.py` and `value.py` read brackets, separators, relations and
+units. Text stays as `\text{...}`; a percent sign is `%`; white space stays only where it separates (`\pi r`, `1 000`,
+words). Linear or quadratic time in at most `tree.MAX_ANSWER` characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from grpo_megatron.rewards.math.value import rational
+
+_UNICODE = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "\u00a0": " ",
+        "\u2009": " ",
+        "\u202f": " ",
+        "\u00d7": "\\times ",
+        "\u00b7": "\\cdot ",
+        "\u03c0": "\\pi ",
+        "\u221e": "\\infty ",
+        "\u00b0": "^\\circ ",
+        "\u2264": "\\le ",
+        "\u2265": "\\ge ",
+        "\u222a": "\\cup ",
+        "\u2208": "\\in ",
+        "\u00b1": "\\pm ",
+        "\u211d": "\\mathbb{R}",
+        "\u2205": "\\emptyset ",
+        "\u20ac": "\\$",
+        "\u00a3": "\\$",
+    }
+)
+_ASCII_RELATIONS = (  # `5!=120` has a factorial, `x != 3` has not
+    (re.compile(r">\s?="), r"\\ge "),
+    (re.compile(r"<\s?="), r"\\le "),
+    (re.compile(r"(?<=\s)!="), r"\\ne "),
+)
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|\\!,|,\\!|,\\,|\\,|\\;|\\ |~)\s*(?:\\!)?(?=[0-9]{3}(?![0-9]))")
+_BRACED_NUMBER = re.compile(r"(?<!\\)\{(-?[0-9]{1,3}(?:,[0-9]{3})+)\}")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits)(?![A-Za-z])\.?")
+_SPACES = re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\\(?:\(|\)|\[|\])|\\v?phantom\{[^{}]*\}|\\hspace\{[^{}]*\}")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|texttt|textsc|mbox|hbox|mathrm|operatorname)\s*\{"
+)
+_FONT = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|rm|bf|it)(?![A-Za-z])\s*")
+_COLOR = re.compile(r"\\(?:text)?color\s*\{[A-Za-z]+\}")
+_WORDLESS_TEXT = re.compile(r"\\text\{([^{}A-Za-z]*)\}")
+_CHOOSE = re.compile(r"\{([^{}\\]+)\\choose\s*([^{}\\]+)\}")
+_SYNONYMS = {
+    "dfrac": "frac",
+    "tfrac": "frac",
+    "cfrac": "frac",
+    "leqslant": "le",
+    "leq": "le",
+    "geqslant": "ge",
+    "geq": "ge",
+    "neq": "ne",
+    "lbrace": "{",
+    "rbrace": "}",
+    "lbrack": "[",
+    "rbrack": "]",
+    "varnothing": "emptyset",
+    "lvert": "|",
+    "rvert": "|",
+    "vert": "|",
+    "lt": "<",
+    "gt": ">",
+    "land": "text{and}",
+    "lor": "text{or}",
+    "degree": "circ",
+    "infin": "infty",
+    "simeq": "approx",
+    "sim": "approx",
+}
+_SYNONYM = re.compile(r"\\(" + "|".join(sorted(_SYNONYMS, key=len, reverse=True)) + r")(?![A-Za-z])")
+_PLAIN = {"[", "]", "|", "<", ">"}  # without a backslash
+_TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))")
+_NUMBER_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)" + _DEGREES.pattern)
+_ARGUMENT = r"(?:\\[A-Za-z]+|[0-9A-Za-z])"
+_SHORT = (
+    (re.compile(rf"\\frac\s*({_ARGUMENT})\s*({_ARGUMENT})"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"\\frac\s*({_ARGUMENT})\s*(?=\{{)"), r"\\frac{\1}"),
+    (re.compile(rf"(\\frac\s*\{{[^{{}}]*\}})\s*({_ARGUMENT})"), r"\1{\2}"),
+    (re.compile(rf"\\sqrt\s*(\[[^\[\]]*\])?\s*({_ARGUMENT})"), r"\\sqrt\1{\2}"),
+    (re.compile(r"([_^])\s*\{([0-9A-Za-z])\}"), r"\1\2"),
+)
+_MIXED = re.compile(r"(?<![0-9.A-Za-z}_^/])([0-9]+)\s+([0-9]+)\s?/\s?([0-9]+)(?![0-9])")
+# What is left of the line that an answer was cut from: alignment, tags, ends of proofs and of environments.
+_DEBRIS = re.compile(
+    r"""(?:\s|[.,;:&]|\x00|\\+$|\{\}|\\(?:blacksquare|square|Box|qed|qedsymbol|hfill|newline)(?![A-Za-z])
+    |\\tag\*?\{[^{}]*\}|\\end\{(?:align|aligned|equation|gather|gathered|split|center)\*?\})+$""",
+    re.VERBOSE,
+)
+_FIRST_ZERO = re.compile(r"(?<![0-9])\.(?=[0-9])")
+_LAST_ZERO = re.compile(r"(?<=[0-9])\.0*(?![0-9A-Za-z\\])")
+_SPACE = re.compile(r"(\\[A-Za-z]+\s+(?=[A-Za-z]))|([0-9A-Za-z]\s+(?=[0-9A-Za-z]))|\s+")
+
+
+def tidy(text: str) -> str:
+    """One spelling of an answer. Tidying twice changes nothing, for practical purposes. Never raises."""
+    text = text.translate(_UNICODE).replace("\\\\", "\x00")  # the end of a matrix row, not a space
+    for pattern, latex in _ASCII_RELATIONS:
+        text = pattern.sub(latex, text)
+    text = _LATEX_COMMA.sub("", text)
+    text = _BRACED_NUMBER.sub(lambda match: match[0].replace(",", ""), text)
+    text = re.sub(r"(?<!\\)\$|\*\*|`", "", text)
+    text = _SIZES.sub("", text)
+    text = _SYNONYM.sub(lambda m: ("" if _SYNONYMS[m[1]] in _PLAIN else "\\") + _SYNONYMS[m[1]] + " ", text)
+    text = _TEXT_COMMAND.sub(r"\\text{", text)
+    text = _WORDLESS_TEXT.sub(r"\1", text)
+    text = _FONT.sub("", _COLOR.sub("", text))
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _SPACES.sub(" ", text)
+    if _TRIG.search(text):
+        text = _NUMBER_DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
+    text = _DEGREES.sub("", text)
+    text = text.replace("\\%", "%")
+    for pattern, full in _SHORT:
+        text = pattern.sub(full, text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _LAST_ZERO.sub("", _FIRST_ZERO.sub("0.", text))
+    text = _DEBRIS.sub("", _without_open_brace(text)).lstrip(" &")
+    return _squeeze(text.replace("\x00", "\\\\")).strip()
+
+
+def _without_open_brace(text: str) -> str:
+    """Without closing braces at the end that nothing has opened."""
+    plain = text.replace("\\{", "").replace("\\}", "")
+    surplus = plain.count("}") - plain.count("{")
+    while surplus > 0 and text.rstrip().endswith("}") and not text.rstrip().endswith("\\}"):
+        text, surplus = text.rstrip()[:-1], surplus - 1
+    return text
+
+
+def _squeeze(text: str) -> str:
+    r"""Keeps white space only between names or digits; the content of `\text{...}` keeps single spaces."""
+    pieces = re.split(r"(\\text\{[^{}]*\})", text)
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            pieces[index] = "\\text{" + " ".join(piece[6:-1].split()) + "}"
+        else:
+            pieces[index] = _SPACE.sub(lambda m: (m[0].rstrip() + " ") if m[1] or m[2] else "", piece)
+    return "".join(pieces)
+
+
+# -- The structure of an answer: lists, tuples, intervals, sets, unions, matrices, inequalities, and single values -----
+# `parse_tree(text)` -> Node. Sets and lists are `3, 5`, `x=1 or x=2`, `1 \pm \sqrt2`. `(1,2)` is neither `[1,2]` nor the list
+# `1,2`. An inequality in one variable is its interval. A leading `x =`, `f(x) =` or `x \in` becomes the name of its node.
+# `same_tree.py` compares two trees, `value.py` single values.
+
+MAX_ANSWER = 1000  # characters; longer answers are compared as strings
+MAX_PARTS = 64
+MAX_DEPTH = 6
+
+Kind = Literal["value", "list", "set", "()", "[]", "(]", "[)", "union", "matrix", "det"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """`kind` "value" has `text`, the others have `parts`; `name` is the text before `=`; a matrix has `columns`."""
+
+    kind: Kind
+    text: str = ""
+    parts: tuple[Node, ...] = ()
+    name: str = ""
+    columns: int = 0
+
+
+_LATEX_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\\]", re.DOTALL)
+_OPEN = {"(", "[", "{", "\\{", "\\langle", "\\begin"}
+_CLOSE = {")", "]", "}", "\\}", "\\rangle", "\\end"}
+_VARIABLE = re.compile(
+    r"\([a-z](?:,[a-z])+\)|[A-Za-z](?::[A-Za-z])+|[A-Za-z]{1,3}|[A-Za-z]_?\{?\w{1,3}\}?|\\[a-z]+|[A-Za-z]{1,2}'?\([A-Za-z0-9,]{1,5}\)|[a-zA-Z]\^\{-1\}\([a-z]\)"
+)
+_CONSTANTS = {"\\pi", "\\infty", "\\sqrt", "\\frac"}
+_WORD_NAME = re.compile(r"\\angle\s?\w+|(?:\\text\{)?[A-Za-z][A-Za-z ]*\}?")
+_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_OR = re.compile(r"\\text\{,?\s?(?:and|or)\s?,?\}|(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])")
+_ELEMENT = re.compile(r"\\text\{(?:is |lies )?in\}")
+_ABOUT = re.compile(
+    r"(?<=.)(?:\(\\approx\s?|=(?=[-0-9.]+\\[cl]?dots$)|\\text\{\(?(?:or )?(?:approximately|about|approx\.?) )"
+    r"(?P<number>-?[0-9]+(?:\.[0-9]+)?)(?:\\[cl]?dots|\)?\}|\))$"
+)
+_LEAD = re.compile(r"^\\text\{[^{}]* is:?\}")
+_TEXT_LIST = re.compile(r"\\text\{([^{}]*,[^{}]*)\}")
+_GROUPED_NUMBER = re.compile(r"-?(?:\\?\$)?-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9,])(?:[^,;(\[]*)")
+
+
+def parse_tree(text: str) -> Node:
+    """The tree of an answer. Never raises: a text without structure is one value."""
+    text = tidy(text)
+    text = _TEXT_LIST.sub(lambda m: ",".join(f"\\text{{{part.strip()}}}" for part in m[1].split(",")), text)
+    text = _ABOUT.sub(r"\\approx \g<number>", _ELEMENT.sub(r"\\in ", _LEAD.sub("", text)))
+    return _parse(_OR.sub(",", text), 0)
+
+
+def _parse(text: str, depth: int) -> Node:
+    text = text.strip()
+    if depth > MAX_DEPTH:
+        return Node("value", text)
+    if not depth and _GROUPED_NUMBER.fullmatch(text):
+        return _value(text.replace(",", ""))
+    matrix = _MATRIX.fullmatch(text.removeprefix("[").removesuffix("]") if text.startswith("[\\begin{array}") else text)
+    if matrix and "\\begin" not in matrix[2]:
+        return _matrix(matrix[1], matrix[2], depth)
+    parts = [part for part in split_outside_brackets(text, {",", ";"}) if part.strip()]
+    if 1 < len(parts) <= MAX_PARTS:
+        return _list(parts, depth)
+    text = parts[0].strip() if len(parts) == 1 else text
+    return _relation(text, depth) or _union(text, depth) or _bracketed(text, depth) or _value(text)
+
+
+def split_outside_brackets(text: str, separators: set[str]) -> list[str]:
+    """`text` cut at the separators outside brackets. Any closing bracket closes any opening one, as in (1,2]."""
+    parts, start, depth = [], 0, 0
+    for token in _LATEX_TOKEN.finditer(text):
+        word = token[0]
+        depth += (word in _OPEN) - (word in _CLOSE)
+        if depth == 0 and word in separators:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    return [*parts, text[start:]]
+
+
+def _list(parts: Sequence[str], depth: int) -> Node:
+    nodes = [_parse(part, depth + 1) for part in parts]
+    if nodes[0].name and not any(node.name for node in nodes[1:]):  # x = 1, 2
+        return Node("list", parts=tuple(_without_name(node) for node in nodes), name=nodes[0].name)
+    flat: list[Node] = []
+    for node in nodes:
+        flat += node.parts if node.kind == "list" else (node,)
+    names = {node.name for node in flat}
+    if len(flat) == 2 and (both := _intersection(*flat)) is not None:  # x > 1 and x < 5
+        return both
+    if len(names) == 1 and names != {""}:  # x = 1, x = 2
+        return Node("list", parts=tuple(_without_name(node) for node in flat), name=names.pop())
+    return Node("list", parts=tuple(flat))
+
+
+def _intersection(first: Node, second: Node) -> Node | None:
+    """The interval between a lower and an upper bound of one name; None for other nodes, and where there is nothing
+    between them (`x < 1 or x > 3` is a union)."""
+    if not (first.name == second.name != "" and {first.kind, second.kind} <= {"()", "[]", "(]", "[)"}):
+        return None
+    lower, upper = (first, second) if first.parts[1].text == "\\infty" else (second, first)
+    if lower.parts[1].text != "\\infty" or upper.parts[0].text != "-\\infty":
+        return None
+    low, high = rational(lower.parts[0].text), rational(upper.parts[1].text)
+    if low is None or high is None or low >= high:
+        return None
+    kind = _interval_kind(lower.kind[0] == "[", upper.kind[1] == "]")
+    return Node(kind, parts=(lower.parts[0], upper.parts[1]), name=first.name)
+
+
+def _without_name(node: Node) -> Node:
+    return replace(node, name="")
+
+
+def _matrix(kind: str, body: str, depth: int) -> Node:
+    rows = [row for row in split_outside_brackets(body, {"\\\\"}) if row.strip()]
+    cells = [[_parse(cell, depth + 1) for cell in split_outside_brackets(row, {"&"})] for row in rows]
+    columns = len(cells[0]) if cells else 0
+    if any(len(row) != columns for row in cells):
+        columns = -1
+    parts = tuple(cell for row in cells for cell in row)
+    return Node("det" if kind[0] in "vV" else "matrix", parts=parts, columns=columns)
+
+
+_RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\in", "\\approx")
+
+
+def _relation(text: str, depth: int) -> Node | None:
+    if text.startswith("\\{"):
+        return None
+    signs = [token for token in tokens_outside_brackets(text) if token in _RELATIONS]
+    if not signs:
+        return None
+    sides = [side.strip() for side in split_outside_brackets(text, set(signs))]
+    if signs[-1] == "\\approx" and not is_name(text[: text.rindex("\\approx")]):
+        return _rounded(_parse(text[: text.rindex("\\approx")], depth + 1), sides[-1])
+    if set(signs) <= {"=", "\\in", "\\approx"}:
+        named = is_name(sides[0]) and all(sides[1:])
+        constant = "\\in" not in signs and not any(re.search(r"(?<![\\a-z])[a-zA-Z](?![a-z])", side) for side in sides)
+        if named or constant:
+            node = _parse(sides[-1], depth + 1)
+            return replace(node, name=sides[0]) if named else node
+        return None
+    if "=" in signs or "\\in" in signs or len(signs) > 2:
+        return None
+    return _inequality(sides, signs, depth)
+
+
+def _rounded(node: Node, decimal: str) -> Node:
+    """`12\\pi \\approx 37.7` is the value `12\\pi`. The decimal stays for `value.py`, if the other answer is one too."""
+    return replace(node, text=f"{node.text}\\approx {decimal}") if node.kind == "value" else node
+
+
+def _inequality(sides: list[str], signs: list[str], depth: int) -> Node | None:
+    if {"<", "\\le"} & set(signs) and {">", "\\ge"} & set(signs):
+        return None
+    if signs[0] in (">", "\\ge"):
+        sides, signs = sides[::-1], signs[::-1]
+    closed = [sign in ("\\le", "\\ge") for sign in signs]
+    if len(sides) == 3 and is_name(sides[1]):
+        low, name, high = sides
+    elif len(sides) == 2 and is_name(sides[0]):
+        (name, high), low, closed = sides, "-\\infty", [False, *closed]
+    elif len(sides) == 2 and is_name(sides[1]):
+        (low, name), high, closed = sides, "\\infty", [*closed, False]
+    else:
+        return None
+    if not (low and high):
+        return None
+    kind = _interval_kind(closed[0], closed[1])
+    return Node(kind, parts=(_parse(low, depth + 1), _parse(high, depth + 1)), name=name)
+
+
+def _interval_kind(closed_left: bool, closed_right: bool) -> Kind:
+    if closed_left:
+        return "[]" if closed_right else "[)"
+    return "(]" if closed_right else "()"
+
+
+def _union(text: str, depth: int) -> Node | None:
+    parts = split_outside_brackets(text, {"\\cup"})
+    if 1 < len(parts) <= MAX_PARTS:
+        return Node("union", parts=tuple(_parse(part, depth + 1) for part in parts))
+    parts = split_outside_brackets(text, {"\\pm", "\\mp"})
+    if len(parts) == 2 and parts[1].strip():
+        left, right = (part.strip() for part in parts)
+        return Node("list", parts=(_value(f"{left}+{right}" if left else right), _value(f"{left}-{right}")))
+    return None
+
+
+def _bracketed(text: str, depth: int) -> Node | None:
+    """The tree of a text that is in one pair of brackets as a whole; None for other texts."""
+    first, last = _outer_brackets(text)
+    if first + last == "{}":
+        return _parse(text[1:-1], depth + 1)
+    if first not in ("(", "[", "\\{", "\\langle") or last not in (")", "]", "\\}", "\\rangle"):
+        return None
+    inside = text[len(first) : len(text) - len(last)].strip()
+    parts = split_outside_brackets(inside, {",", ";"})
+    if len(parts) > MAX_PARTS:
+        return None
+    if first == "\\{":
+        condition = split_outside_brackets(inside, {":", "\\mid", "|"})
+        if len(condition) == 2 and is_name(condition[0].partition("\\in")[0]):  # {x : 1 < x < 2}
+            return _relation(condition[1].strip(), depth + 1)
+        if last != "\\}" or len(condition) > 1:
+            return None
+        return Node("set", parts=tuple(_parse(part, depth + 1) for part in parts if part.strip()))
+    if first == "(" and last == ")" and len(parts) == 1:
+        return _parse(inside, depth + 1)
+    if len(parts) < 2:
+        return None
+    kind = _interval_kind(first == "[", last == "]")
+    return Node(kind, parts=tuple(_parse(part, depth + 1) for part in parts))
+
+
+def _value(text: str) -> Node:
+    words = re.sub(r"\\text|[{}]", "", text).strip().casefold()
+    if text == "\\emptyset" or words in ("empty set", "no solution", "no solutions"):
+        return Node("set")
+    if text in ("\\mathbb{R}", "\\mathbb R") or words in ("all real numbers", "all reals"):
+        return Node("()", parts=(Node("value", "-\\infty"), Node("value", "\\infty")))
+    return Node("value", text.strip())
+
+
+def _outer_brackets(text: str) -> tuple[str, str]:
+    """The first and last token, when they are one pair of brackets around all between them; else empty strings."""
+    tokens, depth = [token[0] for token in _LATEX_TOKEN.finditer(text)], 0
+    for index, token in enumerate(tokens):
+        depth += (token in _OPEN) - (token in _CLOSE)
+        if depth == 0 and index < len(tokens) - 1:
+            return "", ""
+    return (tokens[0], tokens[-1]) if len(tokens) > 1 and depth == 0 else ("", "")
+
+
+def tokens_outside_brackets(text: str) -> list[str]:
+    found, depth = [], 0
+    for token in _LATEX_TOKEN.finditer(text):
+        depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
+        if depth == 0:
+            found.append(token[0])
+    return found
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is a name: `x`, `x_1`, `f(x)`, `\\theta`, `AB`, `\\angle ABC`, one or two words."""
+    text = text.strip()
+    return bool(_VARIABLE.fullmatch(text) or (_WORD_NAME.fullmatch(text) and len(text) < 40)) and text not in _CONSTANTS
+
+
+# -- Whether two trees are one answer. Order counts in tuples, intervals and matrices, and not in sets and lists -------
+# A leading name (`x =`, `f(x) =`) counts only where both sides have one. `x = 3, y = 5` is also `(3,5)`.
+
+
+def same_tree(answer: Node, prediction: Node, equal: Callable[[str, str], bool]) -> bool:
+    """Whether two trees are one answer; `equal` compares single values."""
+    if answer.name and prediction.name and _bare_name(answer.name) != _bare_name(prediction.name):
+        return False
+    kinds = {answer.kind, prediction.kind}
+    if kinds == {"list", "union"}:  # x < 1 or x > 3
+        return _same_unordered(answer.parts, prediction.parts, equal)
+    if kinds == {"list", "set"} or kinds == {"set"}:
+        return _same_unordered(_distinct(answer.parts, equal), _distinct(prediction.parts, equal), equal)
+    if answer.kind == "()" and prediction.kind == "list" and all(part.name for part in prediction.parts):
+        return _same_ordered(answer.parts, prediction.parts, equal)  # x = 3, y = 5 for (3,5)
+    if answer.kind != prediction.kind:
+        return False
+    if answer.kind == "value":
+        return equal(answer.text, prediction.text)
+    if answer.kind in ("list", "union"):
+        if answer.kind == "list" and _has_several_names(answer) and not any(part.name for part in prediction.parts):
+            return _same_ordered(answer.parts, prediction.parts, equal)  # 3, 5 for x = 3, y = 5
+        return _same_unordered(answer.parts, prediction.parts, equal)
+    if answer.columns != prediction.columns or answer.columns < 0:
+        return False
+    return _same_ordered(answer.parts, prediction.parts, equal)
+
+
+def _has_several_names(node: Node) -> bool:
+    """Whether the parts have several different names."""
+    return len({part.name for part in node.parts}) > 1
+
+
+def _bare_name(name: str) -> str:
+    return re.sub(r"\\text|[{}\s_]", "", name)
+
+
+def _same_ordered(answer: Sequence[Node], prediction: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
+    if len(answer) != len(prediction):
+        return False
+    return all(same_tree(one, other, equal) for one, other in zip(answer, prediction, strict=True))
+
+
+def _same_unordered(answer: Sequence[Node], prediction: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
+    left = list(prediction)
+    for part in answer:
+        found = next((index for index, other in enumerate(left) if same_tree(part, other, equal)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
+
+
+def _distinct(parts: Sequence[Node], equal: Callable[[str, str], bool]) -> list[Node]:
+    kept: list[Node] = []
+    for part in parts:
+        if not any(same_tree(other, part, equal) for other in kept):
+            kept.append(part)
+    return kept

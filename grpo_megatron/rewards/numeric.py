@@ -1,0 +1,216 @@
+"""GSM8K as lm-evaluation-harness grades it (tasks `gsm8k` and `gsm8k_cot`, version 3.0), for numbers that match its tables.
+
+    score of the harness              here                what is read
+    exact_match, strict-match         gsm8k_strict        the FIRST `#### N`, one space, N of [-0-9.,]
+    the same of task gsm8k_cot        gsm8k_cot_strict    the FIRST `The answer is N` and one more character
+    exact_match, flexible-extract     gsm8k_flexible      the LAST run of two or more of [$0-9.,], or of digits
+
+Both sides then lose `,`, `$`, everything up to the last `#### ` and a final `.`, and are compared as lower-case strings.
+When nothing is found, "[invalid]" is compared. The harness first cuts a completion at its stop strings ("Question:",
+"</s>", "<|im_end|>"); here the generator does that. Our own `gsm8k` differs: it reads the last mark of any kind,
+compares values instead of strings (18.00 is 18), and reads nothing without a mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from grpo_megatron.rewards.answers import contains_number, marked_number, marked_text, numeric_prediction, parse_number
+from grpo_megatron.rewards.reward import Extractor, extractors, rewards
+
+INVALID = "[invalid]"
+
+_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+_COT_STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")  # the last dot is any character, as there
+_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+
+
+def strict_match(text: str) -> str | None:
+    """The harness' filter strict-match; None where it has "[invalid]"."""
+    match = _STRICT.search(text)
+    return match[1].strip() if match else None
+
+
+def cot_strict_match(text: str) -> str | None:
+    """The filter strict-match of task gsm8k_cot; None where it has "[invalid]"."""
+    match = _COT_STRICT.search(text)
+    return match[1].strip() if match else None
+
+
+def flexible_extract(text: str) -> str | None:
+    """The harness' filter flexible-extract; None where it has "[invalid]"."""
+    last = None
+    for match in _FLEXIBLE.finditer(text):
+        last = match
+    return (last[1] or last[2]).strip() if last else None
+
+
+def normalized(text: str) -> str:
+    """What the harness compares. A reference may be the bare answer or the whole solution."""
+    text = text.replace(",", "").replace("$", "")
+    text = text[text.rfind("#### ") + 5 :] if "#### " in text else text  # (?s).*####, in linear time
+    return re.sub(r"\.$", "", text).lower()
+
+
+def _exact_match(extract: Callable[[str], str | None], completion: str, answer: str) -> dict[str, float]:
+    prediction = extract(completion)
+    correct = float(normalized(INVALID if prediction is None else prediction) == normalized(answer))
+    return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
+
+
+@rewards.register("gsm8k_strict")
+def gsm8k_strict_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 where the harness' strict-match is 1, else 0."""
+    return _exact_match(strict_match, completion, answer)
+
+
+@rewards.register("gsm8k_cot_strict")
+def gsm8k_cot_strict_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 where the strict-match of the harness' task gsm8k_cot is 1, else 0."""
+    return _exact_match(cot_strict_match, completion, answer)
+
+
+@rewards.register("gsm8k_flexible")
+def gsm8k_flexible_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 where the harness' flexible-extract is 1, else 0."""
+    return _exact_match(flexible_extract, completion, answer)
+
+
+extractors.register("gsm8k_strict")(Extractor(strict_match, str.strip, normalized))
+extractors.register("gsm8k_cot_strict")(Extractor(cot_strict_match, str.strip, normalized))
+extractors.register("gsm8k_flexible")(Extractor(flexible_extract, str.strip, normalized))
+
+
+# -- Graded rewards: 1 for the right answer, less for an answer that is nearly there. References are numbers or any othe
+# graded          1: what the last mark (####, answer tags, box) holds is right   0.5: the answer stands somewhere   0.01: else
+# graded_answer   1: what the answer tags hold is right   0.5: they hold the answer and more   0.01: another answer
+# 0: no answer tags
+#
+# `graded_answer` has the values of open-thought's tiny-grpo (train.py). That program compares strings and reads the first
+# pair of tags. Here the last pair counts, numbers are compared by value (18.00 is 18), and other texts without regard to
+# case, white space and outer punctuation.
+
+RIGHT, INSIDE, WRONG, NONE = 1.0, 0.5, 0.01, 0.0
+OUTER = " *_`~$\"'.,;:!?"  # characters that do not count at the ends of a text
+MAX_COMPARED = 4096  # characters of an answer that are compared
+
+
+def reference(answer: str) -> Fraction | str:
+    """The reference answer, marked or bare: a number, or else plain text. Raises ValueError when it is blank."""
+    marked = marked_text(answer)
+    text = answer.strip() if marked is None else marked
+    number = parse_number(text)
+    if number is None and not text.strip():
+        raise ValueError(f"the reference answer {answer[:80]!r} is empty")
+    return plain(text) if number is None else number
+
+
+def plain(text: str) -> str:
+    """For comparison: lower case, single spaces, no punctuation at the ends (unless there is nothing else)."""
+    joined = " ".join(text.split()).casefold()
+    return joined.strip(OUTER) or joined
+
+
+def tagged_answer(text: str) -> str | None:
+    """What the last `<answer>...</answer>` holds; None when the last tag is not closed, or when there is none."""
+    start = text.rfind("<answer>")
+    end = text.find("</answer>", start) if start >= 0 else -1
+    return text[start + len("<answer>") : end][:MAX_COMPARED].strip() if end >= 0 else None
+
+
+def is_answer(text: str, expected: Fraction | str) -> bool:
+    """Whether the text is the expected answer."""
+    return parse_number(text) == expected if isinstance(expected, Fraction) else plain(text[:MAX_COMPARED]) == expected
+
+
+def holds_answer(text: str, expected: Fraction | str) -> bool:
+    """Whether the expected answer stands anywhere in the text, as a number or as words of its own. Linear time."""
+    if isinstance(expected, Fraction):
+        return contains_number(text, expected)
+    joined = " ".join(text.split()).casefold()
+    return bool(re.search(rf"(?<!\w){re.escape(expected)}(?!\w)", joined))
+
+
+@rewards.register("graded")
+def graded_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 for the marked answer, 0.5 when it stands somewhere in the text, else 0.01. "extracted": something is marked."""
+    expected = reference(answer)
+    if isinstance(expected, Fraction):
+        extracted = float(marked_number(completion) is not None)
+    else:
+        extracted = float(bool(marked_text(completion)))
+    if extracted and is_answer(marked_text(completion) or "", expected):
+        return {"score": RIGHT, "acc": 1.0, "extracted": extracted}
+    score = INSIDE if holds_answer(completion, expected) else WRONG
+    return {"score": score, "acc": 0.0, "extracted": extracted}
+
+
+@rewards.register("graded_answer")
+def graded_answer_reward(completion: str, answer: str) -> dict[str, float]:
+    """1, 0.5, 0.01 or 0, as the header says. "extracted": 1 when there is a pair of answer tags."""
+    expected, given = reference(answer), tagged_answer(completion)
+    if given is None:
+        return {"score": NONE, "acc": 0.0, "extracted": 0.0}
+    if is_answer(given, expected):
+        return {"score": RIGHT, "acc": 1.0, "extracted": 1.0}
+    return {"score": INSIDE if holds_answer(given, expected) else WRONG, "acc": 0.0, "extracted": 1.0}
+
+
+def _marked_prediction(text: str) -> str | None:
+    number = numeric_prediction(text)
+    marked = marked_text(text) if number is None else number
+    return plain(marked[:MAX_COMPARED]) if marked else None
+
+
+def _tagged_prediction(text: str) -> str | None:
+    given = tagged_answer(text)
+    return None if given is None else numeric_prediction(f"<answer>{given}</answer>") or plain(given) or None
+
+
+extractors.register("graded")(Extractor(_marked_prediction, reference))
+extractors.register("graded_answer")(Extractor(_tagged_prediction, reference))
+
+
+# -- The quickstart's reward: is the integer in `<answer>N</answer>`, at the very end of the response, exact? ----------
+
+MAX_TAIL = 256  # characters from the last <answer> on; bounds the regular expression and the integer
+_TAGGED_INTEGER = re.compile(r"<answer>\s*(-?[0-9]+)\s*</answer>\s*")
+
+
+def final_integer(text: str) -> str | None:
+    """The integer in the answer tags that end the text, without leading zeros; None when there is none."""
+    start = text.rfind("<answer>")
+    if start < max(0, len(text) - MAX_TAIL):
+        return None
+    match = _TAGGED_INTEGER.fullmatch(text[start:])
+    return None if match is None else str(int(match[1]))
+
+
+extractors.register("arithmetic")(Extractor(final_integer, int))
+
+
+@rewards.register("arithmetic")
+def arithmetic_reward(completion: str, answer: str) -> dict[str, float]:
+    """1 when the final integer equals `answer`, else 0.
+
+    "format": 1 when the response ends with an integer in answer tags. "worked": 1 when its <think> part is not empty.
+    Raises ValueError when `answer` is not an integer.
+    """
+    expected = int(answer)
+    prediction = final_integer(completion)
+    correct = float(prediction is not None and int(prediction) == expected)
+    return {
+        "score": correct,
+        "acc": correct,
+        "format": float(prediction is not None),
+        "worked": float(bool(_thought(completion))),
+    }
+
+
+def _thought(text: str) -> str:
+    """What stands in the first `<think>...</think>`, without outer white space."""
+    start = text.find("<think>")
+    end = text.find("</think>", start) if start >= 0 else -1
+    return text[start + len("<think>") : end].strip() if end >= 0 else ""

@@ -1,0 +1,232 @@
+"""A step reward that needs no model: is the arithmetic of each line right? (process supervision, arXiv 2402.03300, 4.1.3)
+
+A step is a line of the response. `</think>` also ends a step, and so does the comma between two equations of the
+quickstart's `8+3=11,1+7+1=9`. A step earns 1 when every equation in it holds and 0 when one does not
+(`rewards/equation.py`). A step without an equation carries no reward. The last step earns the outcome reward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from grpo_megatron.rewards.reward import MAX_STEPS, parse_reward, rewards
+
+# -- Written arithmetic, checked exactly: finds the equations of a text and says which hold. A small parser, no `eval` -
+# An equation is a chain `48/2=24` or `2*3 = 6 = 12/2` of sides without variables; at least one side has an operator.
+# GSM8K's calculator annotations `<<48/2=24>>` are equations, and so is the text around them. Numbers may have `$`, `%` (a
+# hundredth) and thousands commas. Operators are + - * / x ^ and LaTeX's \times \cdot \div \frac. Values are exact
+# fractions. A side may be a rounding of its neighbour when it has two decimals or more, or when the exact value is no
+# finite decimal: `10/3=3.3` and `200/3=66` hold, `7/2=3` and `1/3=0.34` do not. Work is bounded: MAX_LINE characters,
+# small powers only.
+
+MAX_LINE = 4000  # characters read of one line
+MAX_DIGITS = 40
+MAX_POWER = 64
+
+_ANNOTATION = re.compile(r"<<([^<>]{1,300})>>")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([0-9.,]{1,40})\}\s*\{([0-9.,]{1,40})\}")
+_OPERATORS = (
+    (re.compile(r"\\times|\\cdot|\u00d7|\u00b7|(?<=[0-9)%])\s?[xX]\s?(?=[0-9($.])"), "*"),
+    (re.compile(r"\\div|\u00f7"), "/"),
+    (re.compile(r"\u2212|\u2013"), "-"),
+    (re.compile(r"\\?\$|\\left|\\right|\\[,!;]|\u20ac|\u00a3"), ""),
+    (re.compile(r"(?<![0-9)])\*\*(?=\$?[0-9])|(?<=[0-9%])\*\*(?!\s?[0-9(])"), ""),  # bold
+    (re.compile(r"\\%"), "%"),
+)
+_DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_ARITHMETIC_TOKEN = re.compile(rf"\s*({_DECIMAL}|\*\*|[-+*/^()=%])")
+_ARITHMETIC_RUN = re.compile(rf"(?:{_DECIMAL}|\*\*|[-+*/^()=%]|\s)+")
+
+
+def equations(text: str) -> list[bool]:
+    """Whether each equation of a line holds, in order; [] for a line without equations."""
+    text = text[:MAX_LINE]
+    verdicts = []
+    for annotation in _ANNOTATION.findall(text):
+        verdicts += _chain(_without_latex(annotation), "", "")
+    text = _without_latex(_ANNOTATION.sub("", text))
+    for run in _ARITHMETIC_RUN.finditer(text):
+        if "=" in run[0]:
+            start = run.end() - len(run[0].lstrip())
+            verdicts += _chain(run[0], text[max(0, start - 20) : start], text[run.end() : run.end() + 3])
+    return verdicts
+
+
+def _without_latex(text: str) -> str:
+    text = _FRACTION.sub(r"(\1)/(\2)", text)
+    for pattern, plain in _OPERATORS:
+        text = pattern.sub(plain, text)
+    return text
+
+
+def _chain(run: str, before: str, after: str) -> list[bool]:
+    """Whether one run of numbers and operators holds, in a list; [] when it is no equation."""
+    sides = [side.strip() for side in run.split("=")]
+    if _continues_left(sides[0], before):
+        sides = sides[1:]
+    if sides and (not sides[-1] or _continues_right(run.rstrip(), after)):
+        sides = sides[:-1]
+    values = [value_of(side) for side in sides]
+    holds: list[bool] = []
+    for left, right, first, second in zip(sides, sides[1:], values, values[1:], strict=False):
+        if first is None or second is None or not (_is_compound(left) or _is_compound(right)):
+            continue
+        holds.append(_equal(left, right, first, second))
+    return [all(holds)] if holds else []
+
+
+def _equal(left: str, right: str, first: Fraction, second: Fraction) -> bool:
+    if first == second or _is_rounded(right, second, first) or _is_rounded(left, first, second):
+        return True
+    if not right.endswith("%"):
+        return False
+    return _equal(left, right[:-1].rstrip(), first, second * 100)  # 3 / 4 * 100 = 75%
+
+
+def _continues_left(side: str, before: str) -> bool:
+    """Whether the left side begins before the run: `x + 5`, `apples * 2`, `of 20 + 1`, `-` behind a word."""
+    word = before.rstrip()
+    behind_letter = bool(before) and before == word and word[-1:].isalpha()
+    if word[-1:].isalnum() and not _is_compound(side):
+        return True  # Week 2 = 35 + 35
+    behind_operand = bool(word) and (word[-1].isalnum() or word[-1] in ")}]%")
+    if side[:1] and side[:1] in "+-*/^%)" and behind_operand:
+        return True
+    return behind_letter or bool(re.search(r"(?:\bof|\bthan|\bx|%|/|[a-z]\))$", word))
+
+
+def _continues_right(run: str, after: str) -> bool:
+    """Whether the last side ends after the run: `6 + x`, `5x`, `3(a`."""
+    return run[-1:] in "+-*/^(" or (bool(re.match(r"[A-Za-z](?![A-Za-z])|\\[a-z]", after)) and not run.endswith(" "))
+
+
+def _is_compound(side: str) -> bool:
+    return bool(re.search(r"[0-9)%]\s*(?:[-+*/^])|[0-9)]\s*\(", side))
+
+
+def _is_rounded(text: str, value: Fraction, exact: Fraction) -> bool:
+    """Whether the side `text`, of this value, may stand for `exact`: rounded to nearest, or cut."""
+    number = text.strip("() ")
+    if not re.fullmatch(rf"-?{_DECIMAL}", number):
+        return False
+    places = len(number.partition(".")[2])
+    is_endless = 10**MAX_DIGITS % exact.denominator != 0
+    unit, error = Fraction(1, 10**places), abs(value) - abs(exact)
+    return (places >= 2 or is_endless) and value * exact >= 0 and (abs(error) * 2 <= unit or -unit < error < 0)
+
+
+def value_of(text: str) -> Fraction | None:
+    """The exact value of an arithmetic expression; None when it is malformed, divides by zero, or is too large."""
+    tokens: list[str] = []
+    position = 0
+    text = text.rstrip()
+    while position < len(text):
+        match = _ARITHMETIC_TOKEN.match(text, position)
+        if match is None or len(match[1]) > MAX_DIGITS or len(tokens) > 400:
+            return None
+        tokens.append(match[1])
+        position = match.end()
+    try:
+        value, rest = _sum(tokens, 0, 0)
+    except (ValueError, ZeroDivisionError, IndexError):
+        return None
+    return value if rest == len(tokens) else None
+
+
+def _sum(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
+    value, at = _product(tokens, at, depth)
+    while at < len(tokens) and tokens[at] in "+-":
+        sign = 1 if tokens[at] == "+" else -1
+        other, at = _product(tokens, at + 1, depth)
+        value += sign * other
+    return value, at
+
+
+def _product(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
+    value, at = _power(tokens, at, depth)
+    while at < len(tokens) and (tokens[at] in "*/" or tokens[at] == "("):
+        divide = tokens[at] == "/"
+        other, at = _power(tokens, at + (tokens[at] != "("), depth)
+        value = value / other if divide else value * other
+        _bound(value)
+    return value, at
+
+
+def _power(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
+    if at < len(tokens) and tokens[at] in "+-":
+        value, end = _power(tokens, at + 1, depth + 1)
+        return (-value if tokens[at] == "-" else value), end
+    value, at = _atom(tokens, at, depth)
+    if at < len(tokens) and tokens[at] in ("^", "**"):
+        exponent, at = _power(tokens, at + 1, depth + 1)
+        if exponent.denominator != 1 or abs(exponent) > MAX_POWER:
+            raise ValueError("the exponent is not a small integer")
+        value = value ** int(exponent)
+        _bound(value)
+    return value, at
+
+
+def _atom(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
+    if depth > 40:
+        raise ValueError("brackets are nested too deeply")
+    if tokens[at] == "(":
+        value, at = _sum(tokens, at + 1, depth + 1)
+        if tokens[at] != ")":
+            raise ValueError("a bracket is not closed")
+    else:
+        value = Fraction(tokens[at].replace(",", ""))  # ValueError for an operator
+    at += 1
+    while at < len(tokens) and tokens[at] == "%":
+        value, at = value / 100, at + 1
+    return value, at
+
+
+def _bound(value: Fraction) -> None:
+    if value.numerator.bit_length() > 2000 or value.denominator.bit_length() > 2000:
+        raise ValueError("the value is too large")
+
+
+MAX_TEXT = 200_000  # characters that are cut into steps
+
+_STEP_END = re.compile(r"\n|</think>|(?<=[0-9]),(?![0-9]{3}(?![0-9]))(?=[0-9]+[-+*/])")
+
+
+def split_steps(text: str) -> Iterator[tuple[int, str]]:
+    """(end, text) of every step that is not blank. White space at the end of a step does not belong to it."""
+    start = 0
+    for match in _STEP_END.finditer(text, 0, MAX_TEXT):
+        piece = text[start : match.start()].rstrip()
+        if piece.strip():
+            yield start + len(piece), piece
+        start = match.end()
+    piece = text[start:].rstrip()
+    if piece.strip():
+        yield start + len(piece), piece
+
+
+@rewards.register("arithmetic_steps", gives_steps=True, takes_columns=False)
+def arithmetic_steps_reward(completion: str, answer: str, outcome: str = "gsm8k", **kwargs: Any) -> dict[str, Any]:
+    """The reward of the function `outcome` (called with the other kwargs), and "steps": 1 or 0 per line with equations.
+
+    "step_acc": the share of right steps. "checked_steps": their number. Raises ValueError for an unknown `outcome`.
+    """
+    result = parse_reward(rewards.get(outcome)(completion, answer, **kwargs))
+    reward, metrics = result.reward, dict(result.metrics)
+    steps: list[tuple[int, float]] = []
+    end = 0
+    for end, text in split_steps(completion):
+        holds = equations(text)
+        if holds:
+            steps.append((end, float(all(holds))))
+        if len(steps) >= MAX_STEPS - 1:
+            break
+    if steps:
+        metrics = {**metrics, "step_acc": sum(value for _, value in steps) / len(steps)}
+    metrics["checked_steps"] = float(len(steps))
+    if end:
+        end = len(completion.rstrip())
+        steps = [*(step for step in steps if step[0] < end), (end, reward)]
+    return {**result.texts, **metrics, "score": reward, "steps": steps}

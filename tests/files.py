@@ -1,0 +1,19 @@
+"""The files that tests read. tests/data has all that `make test` needs: slices, real configs, small tokenizers (NOTICE).
+
+The variable GRPO_TEST_DATA names a folder with whole benchmark files and tokenizers, in the same places below it. Tests
+marked `real_data` read them: they count whole files or compare with published numbers. Without the variable these tests
+are deselected (tests/conftest.py).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).resolve().parent / "data"
+CONFIGS = DATA / "hf_configs"
+QWEN_SMALL = DATA / "tokenizers" / "qwen_small" / "tokenizer.json"  # the first 3,840 of Qwen2's 151,387 merges
+WHOLE = Path(os.environ.get("GRPO_TEST_DATA") or DATA).resolve()
+SLICE_AND_WHOLE = [pytest.param(DATA, id="slice"), pytest.param(WHOLE, id="whole", marks=pytest.mark.real_data)]
