@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Option:
     metavar: str | None = None
     flags: tuple[str, ...] = ()  # default: --name-of-the-field
     positional: bool = False
+    place: int = 0  # of an argument: one with a lower number comes first
     group: str | None = None  # heading in --help
     low: float | None = None
     above: float | None = None
@@ -139,7 +141,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
     groups: dict[str | None, Any] = {None: parser} | {name: parser.add_argument_group(name) for name in kind.groups}
     exclusive: dict[str | None, Any] = {}
     rank = {name: place for place, name in enumerate(groups)}
-    for field, value, option in sorted(declared(kind), key=lambda one: rank[one[2].group]):
+    for field, value, option in sorted(declared(kind), key=lambda one: (rank[one[2].group], one[2].place)):
         target = groups[option.group]
         if option.exclusive:
             if option.group not in exclusive:
@@ -186,7 +188,8 @@ def _inner(value: Any) -> tuple[Any, bool]:
 
 def _reader(inner: Any, option: Option) -> Callable[[str], Any]:
     if option.read is None:
-        return {int: _whole, dict: _table, float: float, Path: Path}.get(inner, str)
+        readers: dict[Any, Callable[[str], Any]] = {int: _whole, dict: _table, float: float, Path: Path}
+        return readers.get(inner, str)
     return partial(_read_by, option.read)
 
 
@@ -220,11 +223,15 @@ def _out_of_bounds(options: Options) -> Iterator[str]:
             continue
         name = f"{flag_of(field, option)} {value if isinstance(value, int) else format(value, 'g')}"
         low, high = option.low if option.above is None else option.above, option.high
-        is_low = value != value or (low is not None and (value < low or (value == low and option.above is not None)))
+        is_low = low is not None and (value < low or (value == low and option.above is not None))
         is_high = high is not None and value > high
-        above = "" if option.above is None else f"above {low:g}, "
-        if isinstance(value, float) and (is_low or is_high) and None not in (low, high):
-            yield f"{name} is outside {low:g} to {high:g}; set a value {above}at most {high:g}"
+        is_outside = isinstance(value, float) and (is_low or is_high) and None not in (low, high)
+        above = option.above is not None
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name} is not a finite number; set another value"
+        elif is_outside:
+            room = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
+            yield f"{name} is outside {low:g} to {high:g}; set a value {room}"
         elif is_low:
             yield f"{name} is too small; set {f'a value above {low:g}' if above else f'{low:,} or more'}"
         elif is_high:

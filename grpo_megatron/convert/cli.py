@@ -5,7 +5,6 @@ Exit codes: 0; 1 verify has found a difference; 2 an error; 130 interrupted.
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from pathlib import Path
@@ -23,16 +22,6 @@ def _bytes(text: str) -> int:
     if not found or not int(found[1]):
         raise ValueError(f"{text!r} is not a size such as 500M or 5G")
     return int(found[1]) * UNITS[found[2].upper()]
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{text!r} is not a number from 0 on")
-    return value
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -136,7 +125,7 @@ class VerifyOptions(ConvertOptions):
     no_hashes: Annotated[bool, Option("compare tensors only")] = False
     dtype: Annotated[Dtype | None, Option("round both to this dtype first (default: compare bits)")] = None
     tolerance: Annotated[
-        float | None, Option("the largest difference of two elements that counts as none", "X", read=_tolerance)
+        float | None, Option("the largest difference of two elements that counts as none", "X", low=0)
     ] = None
     hf: HfFolder = None
     family: Family = None
