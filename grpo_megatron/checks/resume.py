@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.checks.problems import Problems
 from grpo_megatron.checks.resume_classes import FIXED, RESUME_CLASSES, SCHEDULE, ResumeClass
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.problems import Problems
 from grpo_megatron.storage.run_files import on_disk, saved_config, steps_of
 
 LONGEST_VALUE = 80  # characters of a value in a message
@@ -82,7 +82,7 @@ def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
     """The differences from the checkpoint's config. Raises ConfigError if one of them cannot be made."""
     saved = saved_config(checkpoint)
     if problems := list(refusals(checkpoint, saved, config)):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
     return list(differences(saved, config.model_dump(mode="json")))
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from grpo_megatron.checks.critic import critic_arch
-from grpo_megatron.checks.memory import parameters_from_table
-from grpo_megatron.checks.model_folders import ModelFolders
-from grpo_megatron.checks.phases import memory_phases, phase_problems
-from grpo_megatron.checks.problems import Problems
+from grpo_megatron.checks.model_folders import ModelFolders, critic_arch
 from grpo_megatron.config import Config
+from grpo_megatron.config.problems import Problems
 from grpo_megatron.device import device_bytes
+from grpo_megatron.memory.parameters import parameters_from_table
+from grpo_megatron.memory.phases import memory_phases, phase_problems
 
 SHORTAGE_KEYS = (  # keys and sections that the arithmetic reads
     *("model", "actor", "ref", "critic", "reward_model", "reward_models", "rollout", "algorithm"),

@@ -7,39 +7,53 @@ to the trainer in `Checked`, so that no file is read twice.
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_megatron.checks import inputs
-from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
-from grpo_megatron.checks.critic import critic_problems
-from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
-from grpo_megatron.checks.epochs import epoch_problems, profile_problems, with_total_steps
-from grpo_megatron.checks.experts import engine_expert_problems, expert_problems
-from grpo_megatron.checks.families import family_problems
-from grpo_megatron.checks.layout import layout_problems
-from grpo_megatron.checks.learning_rate import schedule_problems
+from grpo_megatron.checks.inputs import read_train_prompts, read_val_prompts
+from grpo_megatron.checks.layout import (
+    batch_problems,
+    engine_expert_problems,
+    expert_problems,
+    family_problems,
+    layout_problems,
+    length_problems,
+    sampling_problems,
+    stop_problems,
+)
 from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
-from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.model_folders import ModelFolders
-from grpo_megatron.checks.names import name_problems, reward_name_problems, task_problem
-from grpo_megatron.checks.passes import sharing_problems
-from grpo_megatron.checks.passthrough import transformer_problems
-from grpo_megatron.checks.problems import ProblemList, Problems
+from grpo_megatron.checks.methods import (
+    curation_problems,
+    epoch_problems,
+    method_problems,
+    profile_problems,
+    schedule_problems,
+    sharing_problems,
+    with_total_steps,
+)
+from grpo_megatron.checks.model_folders import MAIN, OTHERS, ModelFolders, has_weights
+from grpo_megatron.checks.names import (
+    name_problems,
+    reward_name_problems,
+    source_problems,
+    task_problem,
+    with_recognised_tasks,
+)
 from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, report_trials
-from grpo_megatron.checks.reward_columns import column_problems
-from grpo_megatron.checks.reward_model import MAIN, OTHERS, reward_model_problems
-from grpo_megatron.checks.run_rows import RunRows
-from grpo_megatron.checks.run_start import RunStart
-from grpo_megatron.checks.score_head import score_head_problems
+from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, examples_of, report_trials
+from grpo_megatron.checks.scoring import critic_problems, reward_model_problems, score_head_problems
 from grpo_megatron.checks.shortage import SHORTAGE_KEYS, phase_shortages
-from grpo_megatron.checks.sources import source_problems, with_recognised_tasks
 from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.config.passthrough import transformer_problems
+from grpo_megatron.config.problems import ProblemList, Problems
+from grpo_megatron.data.benchmarks import read_task_prompts
+from grpo_megatron.data.item_table import one_of_each
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
@@ -48,6 +62,84 @@ from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.models.layers.precision import hardware_problems, precision_problems
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.types import Prompt
+
+# -- RunRows: the rows that a run reads, as prompts and examples of token ids ------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """Empty: the config does not ask for them, or they cannot be read."""
+
+    train_prompts: Sequence[Prompt] = ()
+    offline_groups: Sequence[OfflineGroup] = ()
+    val_prompts: list[Prompt] = field(default_factory=list)
+    task_prompts: list[Prompt] = field(default_factory=list)  # data.val_tasks
+    supervised: Sequence[SupervisedExample] = ()
+    val_loss_groups: Sequence[OfflineGroup] = ()
+
+    @classmethod
+    def read(
+        cls,
+        config: Config,
+        problems: ProblemList,
+        tokenizer: Any | None,
+        environment: CheckedEnvironment | None,
+        end_token_ids: Sequence[int],
+        *,
+        is_plan: bool,
+    ) -> RunRows:
+        """Without a tokenizer the files are checked, and there are no prompts."""
+        attempt, renderer = problems.attempt, environment.renderer if environment else None
+        written = (config, tokenizer, renderer, end_token_ids)
+        train = attempt("data.train_files", read_train_prompts, config, tokenizer, environment, is_plan=is_plan)
+        offline = attempt("data.train_files", inputs.read_offline_groups, *written)
+        val = attempt("data.val_files", read_val_prompts, config, tokenizer, environment)
+        of_tasks = None
+        if config.data.val_tasks:
+            of_tasks = attempt("data.val_tasks", read_task_prompts, config.data, config.reward.kwargs, tokenizer)
+        supervised = attempt("sft.train_files", inputs.read_supervised, *written)
+        val_loss = attempt("data.val_loss_files", inputs.read_val_loss_groups, *written)
+        return cls(train or [], offline or [], val or [], of_tasks or [], supervised or [], val_loss or [])
+
+    @property
+    def num_trained(self) -> int:
+        """Rows of the training."""
+        return len(self.train_prompts or self.offline_groups)
+
+    @property
+    def examples(self) -> list[Prompt]:
+        """The prompts that rewards are tried on."""
+        return [*examples_of(self.train_prompts), *self.val_prompts, *self.task_prompts]
+
+    @property
+    def first_of_each(self) -> list[Prompt]:
+        """The prompts that the environment may be tried on."""
+        return [*one_of_each(self.train_prompts), *self.val_prompts]
+
+
+# -- RunStart: what is known about the start of a run besides its config -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """`problems`: those that the caller has found. `profiled`: the steps of --profile. `device`: bytes of --gpu.
+
+    `wrong_keys`: keys of the file that cannot be read; the config has their defaults.
+    """
+
+    problems: Sequence[str] = ()
+    profiled: range | None = None
+    device: float | None = None
+    wrong_keys: Collection[str] = ()
+
+    def knows(self, *keys: str) -> bool:
+        """Whether all values of these keys or sections could be read, also if a wrong key is a misspelt one of them."""
+        return not any(_concerns(wrong, key) for wrong in self.wrong_keys for key in keys)
+
+
+def _concerns(wrong: str, key: str) -> bool:
+    is_part = f"{wrong}.".startswith(f"{key}.") or f"{key}.".startswith(f"{wrong}.")
+    return is_part or bool(difflib.get_close_matches(wrong, [key], cutoff=0.8))
 
 
 @dataclass(frozen=True)
@@ -114,25 +206,25 @@ def validate(
     models = ModelFolders.read(config, problems)
     has_layout = problems.add(_layout_problems(config, world_size, models.arch)) and models.are_complete(config)
     others = (problem for arch in models.other_archs for problem in _layout_problems(config, world_size, arch))
-    has_layout &= all(problem.startswith("rollout.") for problem in others)  # only the policy is in the engine
+    has_layout &= all(str(problem).startswith("rollout.") for problem in others)  # only the policy is in the engine
     problems.add(_setting_problems(config, models.arch))
     problems.add(reward_model_problems(config, world_size, models.arch, models.rewards))
     problems.add(critic_problems(config, world_size, models.arch, models.critic))
     has_rewards = problems.add(reward_name_problems(config))
     if not dry_run:
         problems.add(_machine_problems(config, world_size))
-    has_weights = inputs.has_weights(config.model.path)
-    models.check_weights(config, problems, policy=has_weights or not dry_run)
+    is_complete = has_weights(config.model.path)
+    models.check_weights(config, problems, policy=is_complete or not dry_run)
 
     tokenizer = _read_tokenizer(config, models.arch, problems, elsewhere)
     end_tokens = None
     if tokenizer is not None:
         vocab_size = models.arch.vocab_size if models.arch else None
-        end_tokens = problems.attempt(read_end_tokens, tokenizer, config.model.path, vocab_size)
+        end_tokens = problems.attempt("model.path", read_end_tokens, tokenizer, config.model.path, vocab_size)
     ends = end_tokens.ids if end_tokens else []
     environment = None
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
-        environment = problems.attempt(check_environment, config, tokenizer, ends)
+        environment = problems.attempt("rollout.multi_turn", check_environment, config, tokenizer, ends)
     rows = RunRows()
     if task_problem(config) is None and start.knows("data.task", "data.sources"):  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
@@ -150,10 +242,10 @@ def validate(
     if rehearsed:
         problems.add(in_use_problems(config) if not dry_run else [])
         if has_rewards and start.knows("data.task", "data.sources", "reward"):
-            calls = problems.attempt(call_rewards, config, rows.examples)
+            calls = problems.attempt("reward.function", call_rewards, config, rows.examples)
         if environment is not None and start.knows("rollout.multi_turn"):
-            messages = problems.attempt(rehearse, config, rows.first_of_each)
-    if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.messages or not dry_run):  # else the plan's verdict
+            messages = problems.attempt("rollout.multi_turn", rehearse, config, rows.first_of_each)
+    if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.problems or not dry_run):  # else the plan's verdict
         problems.add(phase_shortages(config, world_size, models, start.device, elsewhere=elsewhere))
     problems.raise_if_any()
     assert models.arch is not None
@@ -161,7 +253,7 @@ def validate(
         report_trials(config, calls or [])
     return Checked(
         models.arch,
-        has_weights,
+        is_complete,
         tokenizer,
         rows.train_prompts,
         [*rows.val_prompts, *rows.task_prompts],
@@ -222,7 +314,7 @@ def _read_tokenizer(config: Config, arch: Architecture | None, problems: Problem
     is_reported = arch is None and config.model.tokenizer_path is None  # the folder is missing
     if is_reported or (elsewhere and not inputs.has_tokenizer(config)):
         return None
-    return problems.attempt(inputs.read_tokenizer, config, arch)
+    return problems.attempt("model.tokenizer_path", inputs.read_tokenizer, config, arch)
 
 
 def check_alone(config: Config) -> Checked:

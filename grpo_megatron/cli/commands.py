@@ -337,9 +337,8 @@ def replay_dump(argv: list[str]) -> int:
 
 def print_plan(config: Config, checked: Checked, world_size: int, args: argparse.Namespace) -> None:
     """Raises ConfigError, after the plan, if the run cannot fit the GPU. Then the resolved config is not written."""
-    from grpo_megatron.planning.page import plan_page
+    from grpo_megatron.planning.page import PAGE_WIDTH, plan_page
     from grpo_megatron.planning.resolved import write_beside_run, write_resolved
-    from grpo_megatron.planning.verdict import PAGE_WIDTH
 
     width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
     page = plan_page(config, checked, world_size, args.gpu, elsewhere=args.world_size is not None, width=width)

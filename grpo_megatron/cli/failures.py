@@ -28,7 +28,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.reading import cut
 
 EXPECTED = {  # module -> exception whose message tells what to do: it is shown without a traceback
-    "grpo_megatron.config.section": "ConfigError",
+    "grpo_megatron.config.problems": "ConfigError",
     "grpo_megatron.parallel.mesh": "RankError",
     "grpo_megatron.storage": "StorageError",
     "grpo_megatron.models.architecture": "UnsupportedModel",

@@ -137,8 +137,7 @@ def _validate(
         awaited("importing libraries", is_shown),
         large_imports(),
     ):  # torch too: now the file is known to be well-formed
-        from grpo_megatron.checks.run_start import RunStart
-        from grpo_megatron.checks.validate import validate
+        from grpo_megatron.checks.validate import RunStart, validate
     device = None if args.gpu is None else args.gpu.usable_bytes
     problems = list(_problems_of_the_start(args, argv, config, world_size))
     return validate(
@@ -153,7 +152,7 @@ def _validate(
 
 def _problems_of_the_start(args: argparse.Namespace, argv: list[str], config: Config, world_size: int) -> Iterator[str]:
     """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
-    from grpo_megatron.checks.scored_rows import trains_scores
+    from grpo_megatron.checks.model_folders import trains_scores
     from grpo_megatron.planning.resolved import resolved_problem
 
     if args.command == "train-reward" and not trains_scores(config):
@@ -174,7 +173,7 @@ def _starts_ranks(args: argparse.Namespace, world_size: int) -> bool:
 
 def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
     """Whether the run is done; then say so. What a resumed run may not change or profile is left to `validate`."""
-    from grpo_megatron.checks.epochs import profile_problems
+    from grpo_megatron.checks.methods import profile_problems
     from grpo_megatron.checks.resume import resume_problems
     from grpo_megatron.training.stopping import is_done
 

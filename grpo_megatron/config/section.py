@@ -1,4 +1,4 @@
-"""Section: the base of all sections, ConfigError, and the types of values with their bounds."""
+"""Section: the base of all sections, and the types of values with their bounds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from grpo_megatron.reading import integer_problem, path_problem, text_problem
-
-
-class ConfigError(ValueError):
-    """A mistake in the user's input. The message names key, value, arithmetic and remedy; the CLI exits with code 2."""
 
 
 class Section(BaseModel):

@@ -18,16 +18,8 @@ from grpo_megatron.data.rows import SHOWN_PROBLEMS, type_name
 from grpo_megatron.reading import cut
 
 
-class FilesError(ConfigError):
-    """One problem per file."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
-
-
 class RowSet:
-    """Raises FilesError with every file that cannot be read; ConfigError without files, or for a file that is named twice."""
+    """Raises ConfigError with every file that cannot be read, without files, or for a file that is named twice."""
 
     def __init__(self, paths: Sequence[Path], source: str) -> None:
         if not paths:
@@ -42,7 +34,7 @@ class RowSet:
             except ConfigError as error:
                 problems.append(str(error))
         if problems:
-            raise FilesError(problems)
+            raise ConfigError(*problems)
         self._ends = list(itertools.accumulate(map(len, self.files)))
 
     def __len__(self) -> int:
@@ -66,7 +58,7 @@ class RowSet:
             raise ConfigError(f"row {self.uid(number)}: {row}") from row
         return row
 
-    def wrong_rows(self, problems: Sequence[tuple[int, str]], checked: int) -> FilesError:
+    def wrong_rows(self, problems: Sequence[tuple[int, str]], checked: int) -> ConfigError:
         """`problems`: (row number, message), in order, among the first `checked` rows."""
         texts = []
         for path, file, end in zip(self.paths, self.files, self._ends, strict=True):
@@ -78,7 +70,7 @@ class RowSet:
                 total = min(len(file), checked - first)
                 of = f"the first {total}" if total < len(file) else f"{total}"
                 texts.append("\n".join([f"data file {str(path)!r}: {len(own)} of {of} rows are wrong:", *lines, *more]))
-        return FilesError(texts)
+        return ConfigError(*texts)
 
     def _locate(self, number: int) -> tuple[int, int]:
         """(file, row in the file)."""

@@ -48,7 +48,7 @@ class Survey(Generic[T]):
         self._problems: list[tuple[int, str]] = []
 
     def run(self) -> Numbers:
-        """The numbers of all rows, in order. Raises FilesError for wrong rows, and what `measure` raises."""
+        """The numbers of all rows, in order. Raises ConfigError for wrong rows, and what `measure` raises."""
         if self._name is None:
             parts = [self._compute(chunk) for chunk in self._counted()]
         else:

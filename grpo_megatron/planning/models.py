@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grpo_megatron.checks.critic import critic_arch, read_critic
-from grpo_megatron.checks.inputs import read_model
-from grpo_megatron.checks.memory import StageParameters, parameters_from_table
-from grpo_megatron.checks.reward_model import read_reward_model, scoring_models
-from grpo_megatron.checks.score_head import read_scored_model
-from grpo_megatron.checks.scored_rows import trains_scores
+from grpo_megatron.checks.model_folders import (
+    critic_arch,
+    read_critic,
+    read_model,
+    read_reward_model,
+    read_scored_model,
+    scoring_models,
+    trains_scores,
+)
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
+from grpo_megatron.memory.parameters import StageParameters, parameters_from_table
 from grpo_megatron.models.architecture import Architecture
 
 Stages = list[StageParameters]

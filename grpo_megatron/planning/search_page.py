@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_megatron.checks.phases import GIB
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.planning.fit import PROPOSED
+from grpo_megatron.memory.phases import GIB
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
-from grpo_megatron.planning.machine import PlannedMachine
 from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.nearest import PlannedLayout
-from grpo_megatron.planning.search import SearchResult, search
-from grpo_megatron.planning.workload import Workload
+from grpo_megatron.planning.search import PROPOSED, PlannedLayout, SearchResult, search
 
 _TOP = 10
 _COLUMNS = ("tp", "pp", "dp", "ep", "engine", "tokens", "recompute", "offload", "share", "at once", "fullest, GiB")

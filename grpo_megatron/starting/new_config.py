@@ -19,13 +19,11 @@ from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.registry import find_modules
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
-from grpo_megatron.planning.machine import PlannedMachine
 from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.nearest import PlannedLayout
-from grpo_megatron.planning.search import search
-from grpo_megatron.planning.workload import Workload
+from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.reading import parse_yaml
 from grpo_megatron.storage.atomic import write_file
 

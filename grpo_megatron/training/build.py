@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.needs import has_kl_loss
-from grpo_megatron.checks.components import resolved_components
+from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config
 from grpo_megatron.data.item_table import rewards_of

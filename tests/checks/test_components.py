@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.components import component_problems, resolved_components, reward_name
-from grpo_megatron.checks.names import reward_name_problems
-from grpo_megatron.checks.reward_call import call_rewards, reward_lines
-from grpo_megatron.checks.reward_columns import column_problems
+from grpo_megatron.checks.names import component_problems, resolved_components, reward_name, reward_name_problems
+from grpo_megatron.checks.reward_call import call_rewards, column_problems, reward_lines
 from grpo_megatron.config import Config
 from grpo_megatron.reading import parse_yaml
 from grpo_megatron.types import Prompt

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.bounds import batch_problems
-from grpo_megatron.checks.critic import critic_problems, read_critic
-from grpo_megatron.checks.dry_run import count_models, describe_run
-from grpo_megatron.checks.learning_rate import schedule_problems
-from grpo_megatron.checks.memory import memory_of_stages
-from grpo_megatron.checks.methods import method_problems
+from grpo_megatron.checks.layout import batch_problems
+from grpo_megatron.checks.methods import method_problems, schedule_problems
+from grpo_megatron.checks.model_folders import check_reward_folder, read_critic
 from grpo_megatron.checks.names import name_problems, reward_name_problems
-from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.checks.resume import refusals
-from grpo_megatron.checks.reward_model import check_reward_folder
+from grpo_megatron.checks.scoring import critic_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
+from grpo_megatron.config.problems import ProblemList
+from grpo_megatron.memory.parameters import memory_of_stages
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.planning.run_page import count_models, describe_run
 from tests import runs
 from tests.checks.test_reward_model import changed
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks import families
-from grpo_megatron.checks.families import family_problems
+from grpo_megatron.checks import layout as families
+from grpo_megatron.checks.layout import family_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.rollout import vllm_process

@@ -22,12 +22,12 @@ from unittest import mock
 import pytest
 
 from grpo_megatron.checks import shortage
-from grpo_megatron.checks.memory import parameters_from_table
 from grpo_megatron.checks.model_folders import ModelFolders
-from grpo_megatron.checks.phases import GIB, RESERVED, Phase, memory_phases, phase_problems
 from grpo_megatron.cli import main
 from grpo_megatron.config import Config
 from grpo_megatron.device import DeviceMemory
+from grpo_megatron.memory.parameters import parameters_from_table
+from grpo_megatron.memory.phases import GIB, RESERVED, Phase, memory_phases, phase_problems
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.training.build import memory_problem

@@ -11,17 +11,13 @@ import pytest
 import yaml
 
 from grpo_megatron.checks import inputs
-from grpo_megatron.checks.problems import ProblemList
-from grpo_megatron.checks.prompt_inputs import read_train_prompts
-from grpo_megatron.checks.reward_model import (
-    check_reward_folder,
-    read_reward_model,
-    reward_model_problems,
-    scoring_models,
-)
+from grpo_megatron.checks.inputs import read_train_prompts
+from grpo_megatron.checks.model_folders import check_reward_folder, read_reward_model, scoring_models
+from grpo_megatron.checks.scoring import reward_model_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.types import BY_MODEL
 from tests import runs

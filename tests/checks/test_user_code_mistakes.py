@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_megatron.checks import shortage
-from grpo_megatron.checks.run_start import RunStart
+from grpo_megatron.checks.validate import RunStart
 from grpo_megatron.cli import main
 from grpo_megatron.storage.lock import LOCK_FILE, FolderLock, lock_holder
 from tests.runs import make_run

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.inputs import only_present
-from grpo_megatron.checks.prompt_inputs import read_train_prompts
+from grpo_megatron.checks.inputs import only_present, read_train_prompts
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.prompts import load_prompts

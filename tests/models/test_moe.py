@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.experts import engine_expert_problems, expert_problems
+from grpo_megatron.checks.layout import engine_expert_problems, expert_problems
 from grpo_megatron.config import MegatronConfig, RolloutConfig
 from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture

@@ -13,14 +13,12 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.planning.fit import fit
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import find_gpu
-from grpo_megatron.planning.machine import PlannedMachine
 from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.plan_warnings import plan_warnings
+from grpo_megatron.planning.page import plan_warnings, verdict_lines
 from grpo_megatron.planning.resolved import resolved_path
-from grpo_megatron.planning.verdict import verdict_lines
-from grpo_megatron.planning.workload import Workload
+from grpo_megatron.planning.search import fit
 from tests.runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]

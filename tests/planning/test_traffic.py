@@ -20,9 +20,9 @@ import pytest
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of, read_architecture
+from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.traffic import border_traffic
-from grpo_megatron.planning.workload import Workload
 from tests import tiny, worlds
 from tests.planning import published, traffic_ranks
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.phases import GIB, memory_phases
 from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.memory.phases import GIB, memory_phases
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.nearest import PlannedLayout
+from grpo_megatron.planning.search import PlannedLayout
 from grpo_megatron.reading import parse_yaml, read_json
 from grpo_megatron.starting.new_config import Machine, NewRun, config_text, parse_init, suggest, write_config
 from tests.runs import make_run

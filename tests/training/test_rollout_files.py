@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.curation import curation_problems
+from grpo_megatron.checks.methods import curation_problems
 from grpo_megatron.config import Config
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from grpo_megatron.checks.epochs import steps_of_epochs
+from grpo_megatron.checks.methods import steps_of_epochs
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.written import WrittenResponse

@@ -2,37 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.checks.critic import critic_arch, critic_lines
-from grpo_megatron.checks.data_plan import counted, data_lines
-from grpo_megatron.checks.engine_cache import engine_cache
 from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.layout import data_parallel_size
 from grpo_megatron.checks.machine import device_lines
-from grpo_megatron.checks.memory import (
+from grpo_megatron.checks.methods import partial_lines, pass_lines, steps_of_epochs
+from grpo_megatron.checks.model_folders import critic_arch
+from grpo_megatron.checks.names import sources_of
+from grpo_megatron.checks.reward_call import reward_lines, trial_lines
+from grpo_megatron.checks.scoring import critic_lines, reward_model_lines
+from grpo_megatron.config import Config, TrainerConfig
+from grpo_megatron.data.sampler import Mixture
+from grpo_megatron.memory.engine import engine_cache
+from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,
     StageParameters,
     count_parameters,
     is_counted_by_megatron,
     memory_of_stages,
 )
-from grpo_megatron.checks.page_rows import fitted_row, named_row, named_rows
-from grpo_megatron.checks.partial import partial_lines
-from grpo_megatron.checks.passes import pass_lines
-from grpo_megatron.checks.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases
-from grpo_megatron.checks.prompt_example import prompt_lines
-from grpo_megatron.checks.reward_call import reward_lines, trial_lines
-from grpo_megatron.checks.reward_model import reward_model_lines
-from grpo_megatron.checks.weight_sync import weight_sync_lines
-from grpo_megatron.config import Config
+from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.planning.traffic import weight_sync_lines
+from grpo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
+
+
+# -- The data of a run in its printed plan: rows, epochs, validations --------------------------------------------------
+
+
+def data_lines(config: Config, checked: Checked) -> Iterator[tuple[str, str]]:
+    """For the plan, (name, text): which rows are read, and how often."""
+    trainer, sft = config.trainer, config.sft
+    if sft.steps:
+        rows = len(checked.supervised_rows)
+        yield ("warmup", f"{_found(rows, 'row')}; {_epochs(sft.steps, sft.train_batch_size, rows)}")
+    if trainer.total_training_steps:
+        rows = len(checked.train_prompts) or len(checked.offline_groups)
+        noun = "row" if config.algorithm.source == "file" else "prompt"
+        tasks = ", ".join(dict.fromkeys(source.data.task for source in sources_of(config)))
+        yield ("training", f"{_found(rows, noun)} of task {tasks}; {_duration(config, rows)}")
+        if isinstance(checked.train_prompts, Mixture):
+            yield from _source_lines(config, checked.train_prompts)
+    if checked.val_prompts:
+        yield ("validation", f"{counted(len(checked.val_prompts), 'prompt')}, {_validation_times(trainer)}")
+    if checked.val_loss_groups:
+        yield ("validation loss", f"{counted(len(checked.val_loss_groups), 'row')}, {_validation_times(trainer)}")
+    yield ("output", str(trainer.output_dir))
+
+
+def _source_lines(config: Config, mixture: Mixture) -> Iterator[tuple[str, str]]:
+    """The share of each source, and how often each of its prompts is seen."""
+    total = sum(source.weight for source in mixture.sources)
+    tasks = {source.name: source.data.task for source in sources_of(config)}
+    trainer, batch = config.trainer, config.data.train_batch_size
+    steps = steps_of_epochs(config, len(mixture)) or trainer.total_training_steps
+    for source in mixture.sources:
+        share, count = source.weight / total, len(source.prompts)
+        drawn = f"{share:.1%} = {batch * share:.1f} per step = {steps * batch * share / count:.2f} epochs"
+        yield f"  {source.name}"[:17], f"{counted(count, 'prompt')} of task {tasks[source.name]}; {drawn}"
+
+
+def _duration(config: Config, rows: int) -> str:
+    """The training steps, and how often each row is seen."""
+    trainer, batch = config.trainer, config.data.train_batch_size
+    if trainer.total_epochs is None:
+        return _epochs(trainer.total_training_steps, batch, rows)
+    steps = steps_of_epochs(config, rows)
+    if steps is None:
+        return f"{trainer.total_epochs} epochs, of unknown length"
+    arithmetic = f"{trainer.total_epochs} x floor({rows:,} / {batch})"
+    return f"trainer.total_epochs: {arithmetic} = {_epochs(steps, batch, rows)}"
+
+
+def _validation_times(trainer: TrainerConfig) -> str:
+    times = []
+    if trainer.val_before_train:
+        times.append("before training")
+    if trainer.test_freq > 0:
+        times.append(f"every {trainer.test_freq} steps")
+    times.append("at the end" if times else "never")
+    return ", ".join(times)
+
+
+def _found(number: int, noun: str) -> str:
+    return counted(number, noun) if number else f"{noun}s NOT FOUND, so not checked,"
+
+
+def _epochs(steps: int, batch_size: int, items: int) -> str:
+    epochs = f" = {steps * batch_size / items:.2f} epochs" if items else ""
+    return f"{steps} steps x {batch_size}{epochs}"
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """1 node, 2 nodes."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+# -- Rows "name   text" of a printed plan: all texts begin in the same column, and long ones go on below it ------------
+
+NAME_WIDTH = 18
+
+
+def named_row(name: str, text: str) -> str:
+    return f"{name:<{NAME_WIDTH}}{text}"
+
+
+def named_rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    return (named_row(name, text) for name, text in pairs)
+
+
+def fitted_row(line: str, width: int) -> list[str]:
+    """The row in lines of at most `width` characters, where its words allow it. A line that is no row stays as it is."""
+    name, text = line[:NAME_WIDTH], line[NAME_WIDTH:]
+    is_row = name[-1:] == " " and text[:1].strip() and (name[0].strip() or not name.strip())
+    if len(line) <= width or not is_row:
+        return [line]
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * NAME_WIDTH, break_on_hyphens=False, break_long_words=False
+    )
+
+
+# -- One prompt of the run as text, for the printed plan: special tokens are shown as the tokenizer writes them --------
+
+MAX_CHARACTERS = 3000  # of a long prompt, both ends
+
+
+def prompt_lines(checked: Checked) -> Iterator[str]:
+    """The prompt on which the reward was called, else the first one of the run. Nothing without prompts or a tokenizer."""
+    prompt = _example(checked)
+    if prompt is None or checked.tokenizer is None:
+        return
+    yield f"{prompt.uid}, {counted(len(prompt.prompt_ids), 'token')}:"
+    text = str(checked.tokenizer.decode(list(prompt.prompt_ids), skip_special_tokens=False))
+    yield from (f"  | {line}".rstrip() for line in _shortened(text).split("\n"))
+
+
+def _example(checked: Checked) -> Prompt | None:
+    called = [trial.prompt for trial in checked.reward_calls[:1]]
+    lists: list[Sequence[Prompt]] = [called, checked.train_prompts, checked.val_prompts]
+    offline = [group[0] for group in checked.offline_groups[:1]]
+    return next((prompts[0] for prompts in [*lists, offline] if prompts), None)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are not shown ...]\n{text[-half:]}"
+
 
 LABEL_WIDTH, CELL_WIDTH = 22, 8  # of the table of phases
 SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam

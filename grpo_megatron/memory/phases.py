@@ -30,15 +30,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference
-from grpo_megatron.checks.activations import (
-    forward_bytes,
-    head_bytes,
-    kept_bytes,
-    recomputes_all,
-    working_bytes,
-)
-from grpo_megatron.checks.memory import DTYPE_BYTES, GRADIENT_BYTES, StageMemory, StageParameters, memory_of_stages
 from grpo_megatron.config import Config
+from grpo_megatron.memory.activations import forward_bytes, head_bytes, kept_bytes, recomputes_all, working_bytes
+from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, StageMemory, StageParameters, memory_of_stages
 from grpo_megatron.models.architecture import Architecture
 
 GIB = 2**30
