@@ -26,10 +26,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-from grpo_megatron.config.section import ConfigError
+from grpo_megatron.config.problems import ConfigError
 from grpo_megatron.reading import ReadError, parse_json, shown
 
-PROGRAM = "grpo-megatron"
+COMMAND_NAME = "grpo-megatron"
 HIDDEN = argparse.SUPPRESS  # as a help text: the option is accepted and not listed
 
 
@@ -46,7 +46,7 @@ class Option:
     metavar: str | None = None
     flags: tuple[str, ...] = ()  # default: --name-of-the-field
     positional: bool = False
-    place: int = 0  # of an argument: one with a lower number comes first
+    place: int = 0  # one with a lower number comes first; those of a base class come first among equals
     group: str | None = None  # heading in --help
     low: float | None = None
     above: float | None = None
@@ -81,10 +81,13 @@ class Options:
 
     def __post_init__(self) -> None:
         for field, kind, _ in declared(type(self)):
-            if isinstance(value := getattr(self, field.name), str) and _inner(kind)[0] is Path:
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, tuple(value))
+            elif isinstance(value, str) and _inner(kind)[0] is Path:
                 object.__setattr__(self, field.name, Path(value))
         if problems := [*_out_of_bounds(self), *self.problems()]:
-            raise ConfigError("\n".join(problems))
+            raise ConfigError(*problems)
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the values, besides their bounds. A command overrides it."""
@@ -110,7 +113,10 @@ def parser_of(kind: type[Options]) -> argparse.ArgumentParser:
     """The argparse parser of a command, with the parsers of its actions."""
     formatter = argparse.RawDescriptionHelpFormatter if "\n" in kind.epilog else argparse.HelpFormatter
     parser = argparse.ArgumentParser(
-        f"{PROGRAM} {kind.program}", description=kind.description, epilog=kind.epilog or None, formatter_class=formatter
+        f"{COMMAND_NAME} {kind.program}",
+        description=kind.description,
+        epilog=kind.epilog or None,
+        formatter_class=formatter,
     )
     if kind.actions:
         actions = parser.add_subparsers(dest="action", required=True, metavar=kind.action_metavar)
@@ -166,7 +172,9 @@ def _add_option(target: Any, field: dataclasses.Field[Any], value: Any, option: 
             keywords["choices"] = choices
     is_sequence = is_sequence and option.read is None
     if is_sequence:
-        keywords |= {"action": "append"} if option.repeated else {"nargs": "+" if is_needed else "*"}
+        keywords |= (
+            {"action": "append"} if option.repeated else {"nargs": "*" if option.positional and not is_needed else "+"}
+        )
     if not option.positional:
         names = option.flags or (flag_of(field, option),)
         target.add_argument(*names, dest=field.name, required=is_needed, **keywords)

@@ -26,15 +26,17 @@ def _bytes(text: str) -> int:
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-Family = Annotated[str | None, Option("your own model family, as model.family names it", "MODULE:FAMILY")]
-HfFolder = Annotated[Path | None, Option("folder with config.json and tokenizer, for a checkpoint without them", "DIR")]
-OutputDtype = Annotated[Dtype | None, Option("default: the dtype of the stored tensors")]
-Force = Annotated[bool, Option("replace an output that this tool has written")]
-NoHashes = Annotated[bool, Option("do not compare the input with its sha256")]
-AllowPickle = Annotated[bool, Option(PICKLE_HELP)]
-Quiet = Annotated[bool, Option("no progress")]
-Parallel = Annotated[int, Option("refuse if this size cannot load it", "N", low=1)]
+_Dtype = Literal["float32", "bfloat16", "float16"]
+_Family = Annotated[str | None, Option("your own model family, as model.family names it", "MODULE:FAMILY")]
+_HfFolder = Annotated[
+    Path | None, Option("folder with config.json and tokenizer, for a checkpoint without them", "DIR")
+]
+_OutputDtype = Annotated[_Dtype | None, Option("default: the dtype of the stored tensors")]
+_Force = Annotated[bool, Option("replace an output that this tool has written")]
+_NoHashes = Annotated[bool, Option("do not compare the input with its sha256")]
+_AllowPickle = Annotated[bool, Option(PICKLE_HELP)]
+_Quiet = Annotated[bool, Option("no progress")]
+_Parallel = Annotated[int, Option("refuse if %(dest)s N cannot load it", "N", low=1)]
 
 
 class ConvertOptions(Options):
@@ -55,15 +57,15 @@ class ToMegatronOptions(ConvertOptions):
     summary = "Hugging Face folder -> Megatron-Core distributed checkpoint"
     source: Annotated[Path, Argument("the folder to read", "HF_DIR")]
     target: Annotated[Path, Argument("the checkpoint to write", "OUT")]
-    allow_pickle: AllowPickle = False
-    dtype: OutputDtype = None
-    force: Force = False
-    no_hashes: NoHashes = False
-    tp: Parallel = 1
-    pp: Parallel = 1
-    ep: Parallel = 1
-    family: Family = None
-    quiet: Quiet = False
+    allow_pickle: _AllowPickle = False
+    dtype: _OutputDtype = None
+    force: _Force = False
+    no_hashes: _NoHashes = False
+    tp: _Parallel = 1
+    pp: _Parallel = 1
+    ep: _Parallel = 1
+    family: _Family = None
+    quiet: _Quiet = False
 
     def run(self) -> int:
         """Convert, unless the model cannot be loaded in the layout."""
@@ -90,12 +92,12 @@ class ToHfOptions(ConvertOptions):
     source: Annotated[Path, Argument("such as outputs/run/checkpoints/step_000020", "CKPT")]
     target: Annotated[Path, Argument("the folder to write", "OUT")]
     shard_size: Annotated[int, Option("of one file (default 5G)", "SIZE", read=_bytes)] = 5 << 30
-    hf: HfFolder = None
-    dtype: OutputDtype = None
-    force: Force = False
-    no_hashes: NoHashes = False
-    family: Family = None
-    quiet: Quiet = False
+    hf: _HfFolder = None
+    dtype: _OutputDtype = None
+    force: _Force = False
+    no_hashes: _NoHashes = False
+    family: _Family = None
+    quiet: _Quiet = False
 
     def run(self) -> int:
         """Convert."""
@@ -121,15 +123,15 @@ class VerifyOptions(ConvertOptions):
     summary = "compare two models, Hugging Face or Megatron, tensor by tensor"
     a: Annotated[Path, Argument("a folder or checkpoint", "A")]
     b: Annotated[Path, Argument("the other one", "B")]
-    allow_pickle: AllowPickle = False
+    allow_pickle: _AllowPickle = False
     no_hashes: Annotated[bool, Option("compare tensors only")] = False
-    dtype: Annotated[Dtype | None, Option("round both to this dtype first (default: compare bits)")] = None
+    dtype: Annotated[_Dtype | None, Option("round both to this dtype first (default: compare bits)")] = None
     tolerance: Annotated[
         float | None, Option("the largest difference of two elements that counts as none", "X", low=0)
     ] = None
-    hf: HfFolder = None
-    family: Family = None
-    quiet: Quiet = False
+    hf: _HfFolder = None
+    family: _Family = None
+    quiet: _Quiet = False
 
     def run(self) -> int:
         """Compare and print the differences; returns 1 if there is one."""
@@ -161,12 +163,12 @@ class InspectOptions(ConvertOptions):
     summary = "print family, sizes, layout, dtype, parameters, hashes of a model"
     source: Annotated[Path, Argument("a folder or checkpoint", "X")]
     hashes: Annotated[bool, Option("read every file and compare its sha256")] = False
-    allow_pickle: AllowPickle = False
-    hf: HfFolder = None
-    tp: Parallel = 1
-    pp: Parallel = 1
-    ep: Parallel = 1
-    family: Family = None
+    allow_pickle: _AllowPickle = False
+    hf: _HfFolder = None
+    tp: _Parallel = 1
+    pp: _Parallel = 1
+    ep: _Parallel = 1
+    family: _Family = None
 
     def run(self) -> int:
         """Print what the model is."""

@@ -58,9 +58,7 @@ spreadsheet. The rows of sft.jsonl and pairs.jsonl are for sft.train_files,
 and for data.train_files with algorithm.source=file.
 """
     groups = ("which responses count", "which problems to keep", "what to write besides pass rates")
-    sources: Annotated[
-        tuple[Path, ...], Argument("trainer.rollout_data_dir, an evaluation's folder, files", "SOURCE")
-    ]
+    sources: Annotated[tuple[Path, ...], Argument("trainer.rollout_data_dir, an evaluation's folder, files", "SOURCE")]
     output: Annotated[Path, Option("a new folder", "OUT")]
     force: Annotated[bool, Option("replace a folder that this command has written")] = False
     right: Annotated[float, counting("lowest score of a right response (default 1)", "SCORE")] = 1.0
@@ -143,12 +141,14 @@ def _write(folder: Path, options: CurateOptions, tally: Tally, band: RateBand, r
     write_file(folder / "pass_rates.csv", outputs.csv_lines(outputs.pass_rate_rows(tally, reader)))
     lines = []
     for path in options.data:
-        rows = outputs.FilteredRows(path, get_task(options.task), tally, band, options.keep_unmeasured)
+        rows = outputs.FilteredRows(path, get_task(options.task or ""), tally, band, options.keep_unmeasured)
         write_file(folder / f"{path.stem}.jsonl", rows.lines())
         lines.append(rows.describe())
     kept = kept_problems(tally, band)
     if options.sft is not None:
-        lines.append(_write_rows(folder / SUPERVISED, outputs.supervised_rows_of(kept, reader, options.sft), kept, tally))
+        lines.append(
+            _write_rows(folder / SUPERVISED, outputs.supervised_rows_of(kept, reader, options.sft), kept, tally)
+        )
     if options.pairs is not None:
         pairs = outputs.preference_rows(kept, reader, options.pairs, options.pairs_per_prompt)
         lines.append(_write_rows(folder / PAIRS, pairs, kept, tally))

@@ -137,14 +137,14 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
 # -- the other actions -------------------------------------------------------------------------------------------------
 
 
-def grade(options: GradeOptions) -> int:
+def grade_rows(options: GradeOptions) -> int:
     """Grade the completions of a file; returns the exit code."""
     counts = grade_file(options.task, options.rows, options.output, options.workers)
     print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
     return 0
 
 
-def compare(options: CompareOptions) -> int:
+def print_comparison(options: CompareOptions) -> int:
     """Print the paired comparison of two results; returns the exit code."""
     a, b = results.read_result(options.a), results.read_result(options.b)
     rows = comparison.compare_results(a, b, any_template=options.any_template)

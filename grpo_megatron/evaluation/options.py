@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from grpo_megatron.config import ENGINE_TEMPERATURES
 from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.trainer import DeviceName
 
 
 def _tasks(text: str) -> tuple[str, ...]:
@@ -33,13 +34,15 @@ class EngineOptions(Options):
     """Layout, numbers and memory of an engine without a training model: options of `evaluate` and of `generate`."""
 
     groups = (PROMPTS, SAMPLING, EXECUTION)
-    seed: Annotated[int, sampling("of the samples (default 0)", "N", low=0)] = 0
+    seed: Annotated[int, sampling("of the samples (default 0)", "N", low=0, place=1)] = 0
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, sampling("default: float32 for a float32 model, else bfloat16")
+        Literal["float32", "bfloat16"] | None, sampling("default: float32 for a float32 model, else bfloat16", place=1)
     ] = None
-    engine_kwargs: Annotated[Mapping[str, Any], sampling("passed to vllm.LLM", "JSON")] = field(default_factory=dict)
+    engine_kwargs: Annotated[Mapping[str, Any], sampling("passed to vllm.LLM", "JSON", place=1)] = field(
+        default_factory=dict
+    )
     tp: Annotated[int, execution("ranks per copy of the model (tensor parallel)", "N", low=1, high=1024)] = 1
-    device: Annotated[Literal["auto", "cpu", "cuda"], execution("auto: GPUs if there are any")] = "auto"
+    device: Annotated[DeviceName, execution("auto: GPUs if there are any")] = "auto"
     max_num_seqs: Annotated[
         int, execution("samples generated at a time, per copy of the model", "N", low=1, high=1_000_000)
     ] = 256
@@ -109,7 +112,9 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     temperature: Annotated[float | None, sampling("default: the task's", "T")] = None
     top_p: Annotated[float | None, TopP("default: the task's")] = None
     max_tokens: Annotated[int | None, MaxTokens("default: the task's")] = None
-    output: Annotated[Path | None, execution("default: outputs/evaluation/NAME OF THE MODEL FOLDER", "OUT")] = None
+    output: Annotated[
+        Path | None, execution("default: outputs/evaluation/NAME OF THE MODEL FOLDER", "OUT", place=-1)
+    ] = None
     dp: Annotated[
         int | None, execution("copies of the model (default 1; under torchrun: ranks / tp)", "N", low=1, high=65_536)
     ] = None

@@ -61,7 +61,7 @@ prompt and stop texts of its config.
     stop: Annotated[
         tuple[str, ...], sampling("a text that ends an answer; may be repeated", "TEXT", repeated=True)
     ] = ()
-    output: Annotated[Path | None, execution("default: standard output", "OUT.jsonl")] = None
+    output: Annotated[Path | None, execution("default: standard output", "OUT.jsonl", place=-1)] = None
     json: Annotated[bool, execution("JSON lines, for one answer too")] = False
     tp: Annotated[int, execution("ranks (tensor parallel)", "N", low=1, high=1024)] = 1
     max_num_seqs: Annotated[int, execution("answers drawn at a time", "N", low=1, high=1_000_000)] = 256

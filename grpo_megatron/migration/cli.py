@@ -25,9 +25,7 @@ class ImportOptions(Options):
     epilog = "grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml"
     trainer: Annotated[Literal["trl", "verl"], Argument("whose config FILE is")]
     file: Annotated[Path, Argument("YAML, JSON, a shell script, or a Python script (TRL)", "FILE")]
-    overrides: Annotated[
-        tuple[str, ...], Argument("settings that were given on its command line", "key=value")
-    ] = ()
+    overrides: Annotated[tuple[str, ...], Argument("settings that were given on its command line", "key=value")] = ()
     output: Annotated[Path | None, Option("write it there instead of printing it", "YAML")] = None
 
 

@@ -57,6 +57,8 @@ class Latent:
 class UnsupportedModel(ValueError):
     """A config.json with a feature that Megatron-Core or this project cannot express. The message names it."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 @dataclass(frozen=True)
 class Yarn:

@@ -39,6 +39,8 @@ from grpo_megatron.types import Batch, WeightBucket
 class TooManySkippedSteps(RuntimeError):
     """More than `actor.max_skipped_steps` updates in a row were skipped."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 class Guard(Protocol):
     def __call__(self, batch: Batch, micro_batches: list[list[int]], sums: MetricSums, norm: float) -> bool:

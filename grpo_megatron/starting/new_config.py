@@ -16,7 +16,6 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.tasks import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.registry import find_modules
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import PlannedMachine, Workload
@@ -25,6 +24,7 @@ from grpo_megatron.planning.layout import FULL_RECOMPUTATION
 from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.reading import parse_yaml
+from grpo_megatron.registry import find_modules
 from grpo_megatron.storage.atomic import write_file
 
 PER_NODE = 8
@@ -42,9 +42,7 @@ class InitOptions(Options):
     reward: Annotated[str | None, Option("your own reward, instead of the task's", "MODULE:FUNCTION")] = None
     cpu: Annotated[bool, Option(f"train on this machine's CPU, on {CPU_RANKS} ranks")] = False
     gpus: Annotated[int, Option(f"GPUs of all nodes (default {PER_NODE})", "N", low=1, high=999_999)] = PER_NODE
-    gpus_per_node: Annotated[
-        int, Option(f"GPUs per node (default {PER_NODE})", "N", low=1, high=999_999)
-    ] = PER_NODE
+    gpus_per_node: Annotated[int, Option(f"GPUs per node (default {PER_NODE})", "N", low=1, high=999_999)] = PER_NODE
     gpu: Annotated[
         str,
         Option(

@@ -40,8 +40,8 @@ class PrepareOptions(Options):
     action_metavar = "WHAT"
     marker: ClassVar[str] = "sft.jsonl"
     out: Annotated[Path, Argument("a new folder", "OUT")]
-    seed: Annotated[int, Option("of what is drawn (default 0)", "N")] = 0
-    force: Annotated[bool, Option("replace OUT if it exists")] = False
+    seed: Annotated[int, Option("of what is drawn (default 0)", "N", place=1)] = 0
+    force: Annotated[bool, Option("replace OUT if it exists", place=1)] = False
 
     def write(self, folder: Path) -> None:
         """Write the files into an existing folder. Raises ConfigError."""
@@ -70,7 +70,7 @@ class FeedbackOptions(DataOptions):
     """`prepare feedback`."""
 
     marker = "pairs.jsonl"
-    summary, write_files = "the reward model examples' jsonl files and tokenizer/", feedback.write_feedback
+    summary, write_files = "the reward model examples' jsonl files and tokenizer/", arithmetic.write_feedback
 
 
 class ProductsOptions(DataOptions):
@@ -93,9 +93,9 @@ class ModelOptions(PrepareOptions):
     config: Annotated[Path | None, Argument("a config.json; or use --preset", "CONFIG_JSON", place=-1)] = None
     preset: Annotated[str, Option("a built-in config instead of a file", choices=("quickstart",))] = ""
     tokenizer: Annotated[Path, Option("folder whose tokenizer files are copied", "DIR")]
-    eos_token: Annotated[
-        str | None, Option("for a tokenizer folder that names none, e.g. '<|im_end|>'", "TOKEN")
-    ] = None
+    eos_token: Annotated[str | None, Option("for a tokenizer folder that names none, e.g. '<|im_end|>'", "TOKEN")] = (
+        None
+    )
     pad_token: Annotated[str | None, Option("the same for padding", "TOKEN")] = None
     std: Annotated[float, Option("standard deviation of every matrix (default 0.05)", "X")] = 0.05
     set: Annotated[tuple[str, ...], Option("change a key of the config", "KEY=VALUE", repeated=True)] = ()
@@ -119,7 +119,7 @@ PrepareOptions.actions = {
 }
 
 
-def prepare(options: PrepareOptions) -> int:
+def prepare_inputs(options: PrepareOptions) -> int:
     """Write the folder; returns the exit code. Raises ConfigError."""
     out = options.out.absolute()
     if out.exists() and not options.force:
@@ -177,8 +177,8 @@ def write_model(out: Path, options: ModelOptions) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into the existing folder `out`.
 
     Every tensor of two or more dimensions is normal(0, std) in float32, drawn from (seed, its name). The others keep
-    their initial values (biases 0, norms 1; Gemma's norms 0, which means 1). config.json is the preset, or the given file, with the overrides, dtype
-    float32 and the special ids of the tokenizer. Raises ConfigError.
+    their initial values (biases 0, norms 1; Gemma's norms 0, which means 1). config.json is the preset, or the given file, with
+    the overrides, dtype float32 and the special ids of the tokenizer. Raises ConfigError.
     """
     import torch
     import transformers

@@ -1,7 +1,7 @@
 """`quickstart` makes data and a model, and returns the run that trains it. `examples` copies the shipped files.
 
-The quickstart writes into outputs/quickstart of the current folder: data/, model/, the config quickstart.yaml, and run/, the run. Data and
-model are made again only for another seed.
+The quickstart writes into outputs/quickstart of the current folder: data/, model/, the config quickstart.yaml, and run/, the
+run. Data and model are made again only for another seed.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Annotated
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.starting.prepare import ArithmeticOptions, ModelOptions, prepare
+from grpo_megatron.starting.prepare import ArithmeticOptions, ModelOptions, prepare_inputs
 from grpo_megatron.storage.atomic import new_folder
 
 # -- the examples and Slurm scripts that come with the package ---------------------------------------------------------
 # In a checkout, grpo_megatron/shipped/ has links to the folders of the root. A wheel has copies of the files.
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 FOLDERS = ("examples", "slurm")
 
 
 def shipped_folder(name: str) -> Path:
     """One of FOLDERS. A copy of the sources that has lost its links has the folder beside the package."""
-    own = PACKAGE / "shipped" / name
-    return own if own.is_dir() else PACKAGE.parent / name
+    own = PACKAGE_FOLDER / "shipped" / name
+    return own if own.is_dir() else PACKAGE_FOLDER.parent / name
 
 
 class ExamplesOptions(Options):
@@ -91,8 +91,8 @@ def _make_inputs(seed: int) -> None:
     for path in QUICKSTART.glob("seed-*"):
         path.unlink()
     data, model = QUICKSTART / "data", QUICKSTART / "model"
-    prepare(ArithmeticOptions(out=data, seed=seed, force=True))
-    prepare(ModelOptions(out=model, preset="quickstart", tokenizer=data / "tokenizer", seed=seed, force=True))
+    prepare_inputs(ArithmeticOptions(out=data, seed=seed, force=True))
+    prepare_inputs(ModelOptions(out=model, preset="quickstart", tokenizer=data / "tokenizer", seed=seed, force=True))
     made.touch()
 
 
