@@ -54,6 +54,27 @@ def without(packages: Iterable[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, these attributes of a module or class of another package have other values.
+
+    Process-wide, like the attributes. Raises AttributeError where `owner` has no such attribute: another version of it.
+    """
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name in values.keys() - own.keys():
+        getattr(owner, name)  # inherited; AttributeError otherwise
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+@contextlib.contextmanager
 def silent_imports() -> Iterator[None]:
     """`large_imports` in a process that has no console of its own: what libraries log would come between others' lines."""
     logging.disable(logging.WARNING)
@@ -75,7 +96,7 @@ def silent_imports() -> Iterator[None]:
 # Megatron-Core runs as if it were not installed. `import grpo_megatron` installs the finder that does this in time.
 
 Version = tuple[int, ...]
-PACKAGE = "transformer_engine"
+TE_PACKAGE = "transformer_engine"
 TE_RANGE: tuple[Version, Version] = (
     (2, 9),
     (2, 12),
@@ -95,12 +116,12 @@ def examine_transformer_engine() -> tuple[Version | None, str | None]:
 
     The reason completes a sentence: "it is not installed", "2.20 is installed", "2.11.0 is installed, but ...".
     """
-    if importlib.util.find_spec(PACKAGE) is None:
+    if importlib.util.find_spec(TE_PACKAGE) is None:
         return None, "it is not installed"
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        installed = version(PACKAGE)
+        installed = version(TE_PACKAGE)
     except PackageNotFoundError:
         installed = "an unknown version"
     parsed = parse_version(installed)
@@ -123,9 +144,9 @@ def examine_transformer_engine() -> tuple[Version | None, str | None]:
 
 
 def _hide_transformer_engine() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in (TE_PACKAGE, f"{TE_PACKAGE}_torch")]:
         del sys.modules[name]
-    sys.modules[PACKAGE] = None  # type: ignore[assignment]
+    sys.modules[TE_PACKAGE] = None  # type: ignore[assignment]
 
 
 class MegatronFinder(MetaPathFinder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_megatron.checks.model_folders import ModelFolders, critic_arch
 from grpo_megatron.config import Config
-from grpo_megatron.config.problems import Problems
+from grpo_megatron.config.problems import Messages, check
 from grpo_megatron.device import device_bytes
 from grpo_megatron.memory.parameters import parameters_from_table
 from grpo_megatron.memory.phases import memory_phases, phase_problems
@@ -16,9 +16,10 @@ SHORTAGE_KEYS = (  # keys and sections that the arithmetic reads
 )
 
 
+@check
 def phase_shortages(
     config: Config, world_size: int, models: ModelFolders, device: float | None = None, *, elsewhere: bool = False
-) -> Problems:
+) -> Messages:
     """The phases of a valid layout that cannot fit a device of `device` bytes. None on the CPU.
 
     `device` None: this rank's GPU; nothing is known of it if the run is for another machine. Not run on a GPU yet.

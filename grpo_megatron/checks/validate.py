@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,11 @@ from grpo_megatron.checks.inputs import read_train_prompts, read_val_prompts
 from grpo_megatron.checks.layout import (
     batch_problems,
     engine_expert_problems,
-    expert_problems,
     family_problems,
-    layout_problems,
     length_problems,
     sampling_problems,
     stop_problems,
+    world_problems,
 )
 from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
 from grpo_megatron.checks.methods import (
@@ -51,9 +50,9 @@ from grpo_megatron.checks.scoring import critic_problems, reward_model_problems,
 from grpo_megatron.checks.shortage import SHORTAGE_KEYS, phase_shortages
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.passthrough import transformer_problems
-from grpo_megatron.config.problems import ProblemList, Problems
+from grpo_megatron.config.problems import Problem, ProblemList, Problems
 from grpo_megatron.data.benchmarks import read_task_prompts
-from grpo_megatron.data.item_table import one_of_each
+from grpo_megatron.data.items import one_of_each
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
@@ -206,7 +205,7 @@ def validate(
     models = ModelFolders.read(config, problems)
     has_layout = problems.add(_layout_problems(config, world_size, models.arch)) and models.are_complete(config)
     others = (problem for arch in models.other_archs for problem in _layout_problems(config, world_size, arch))
-    has_layout &= all(str(problem).startswith("rollout.") for problem in others)  # only the policy is in the engine
+    has_layout &= all(problem.is_of("rollout") for problem in others)  # only the policy is in the engine
     problems.add(_setting_problems(config, models.arch))
     problems.add(reward_model_problems(config, world_size, models.arch, models.rewards))
     problems.add(critic_problems(config, world_size, models.arch, models.critic))
@@ -228,7 +227,8 @@ def validate(
     rows = RunRows()
     if task_problem(config) is None and start.knows("data.task", "data.sources"):  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run)
+        is_launcher = world_size > 1 and "RANK" not in os.environ  # its ranks measure all prompts
+        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run or is_launcher)
 
     has_rewards &= problems.add(column_problems(config, rows.examples))
     problems.add(epoch_problems(config, rows.num_trained))
@@ -237,7 +237,7 @@ def validate(
     if rows.num_trained or config.trainer.total_epochs is None:  # else nobody knows the number of steps
         problems.add(schedule_problems(config))
         problems.add(resume_problems(config) if not elsewhere else [])
-        problems.add(profile_problems(start.profiled, config.trainer.total_training_steps))
+        problems.add(profile_problems(config, start.profiled))
     calls = messages = None
     if rehearsed:
         problems.add(in_use_problems(config) if not dry_run else [])
@@ -274,12 +274,12 @@ def validate(
 
 def _layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:
     """What must hold of a model before its memory can be counted."""
-    megatron = config.actor.megatron
-    yield from layout_problems(config, world_size, arch)
-    on_cpu = config.trainer.device == "cpu"
-    yield from expert_problems(megatron, world_size, arch, on_cpu=on_cpu)
-    yield from engine_expert_problems(config.rollout, arch, on_cpu=on_cpu)
-    yield from transformer_problems(megatron.override_transformer_config)
+    yield from world_problems(config, world_size, arch)
+    yield from engine_expert_problems(config, arch)
+    yield from _about(
+        "actor.megatron.override_transformer_config",
+        transformer_problems(config.actor.megatron.override_transformer_config),
+    )
 
 
 def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
@@ -287,7 +287,7 @@ def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
     yield from family_problems(config, arch)
     yield from batch_problems(config)
     yield from sampling_problems(config)
-    yield from stop_problems(config.rollout, arch)
+    yield from stop_problems(config, arch)
     yield from name_problems(config)
     yield from source_problems(config) if task_problem(config) is None else ()
     yield from score_head_problems(config)
@@ -295,18 +295,23 @@ def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
     yield from sharing_problems(config, arch)
     yield from environment_problems(config)
     yield from output_problems(config)
-    yield from precision_problems(config, arch)
+    yield from _about("actor.megatron.fp8", precision_problems(config, arch))
     if config.draws:
-        yield from engine_problems(config.rollout)
+        yield from _about("rollout.engine", engine_problems(config.rollout))
     yield from length_problems(config, arch)
     yield from inputs.missing_keys(config)
+
+
+def _about(key: str, texts: Iterable[str]) -> Problems:
+    """Problems of rooms that know no keys."""
+    return (Problem(text, (key,)) for text in texts)
 
 
 def _machine_problems(config: Config, world_size: int) -> Problems:
     """What a run needs here, and a plan does not."""
     yield from package_problems(config)
     yield from device_problems(config, world_size)
-    yield from hardware_problems(config)
+    yield from _about("actor.megatron", hardware_problems(config))
 
 
 def _read_tokenizer(config: Config, arch: Architecture | None, problems: ProblemList, elsewhere: bool) -> Any:

@@ -128,7 +128,7 @@ def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
     from grpo_megatron.checks.resume import resume_problems
     from grpo_megatron.training.stopping import is_done
 
-    problems = [*resume_problems(config), *profile_problems(profiled, config.trainer.total_training_steps)]
+    problems = [*resume_problems(config), *profile_problems(config, profiled)]
     if not is_done(config.trainer) or problems:
         return False
     if os.environ.get("RANK", "0") == "0":

@@ -11,7 +11,7 @@ import torch
 from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.hf import HFFolder, write_shards
 from grpo_megatron.convert.layout import RELEASE, tracked_folder, write_tracker
-from grpo_megatron.convert.megatron import FORMAT_FILE, TRAINER_FILE, MegatronFolder, write_chunks
+from grpo_megatron.convert.megatron import FORMAT_FILE, MegatronFolder, write_checkpoint
 from grpo_megatron.convert.output import Progress, check_target, output_folder
 from grpo_megatron.convert.source import Source
 from grpo_megatron.models.architecture import Architecture
@@ -19,7 +19,7 @@ from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.reading import path_problem, read_json, shown, special_file_in
 from grpo_megatron.storage.atomic import is_partial
 from grpo_megatron.storage.manifest import MANIFEST_FILE, write_manifest
-from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER
+from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER, STEP_FILE
 
 # -- The files that are copied with the weights (tokenizer, chat template, generation config, licence); a tokenizer chec
 
@@ -111,7 +111,7 @@ def _model_in(folder: Path) -> Path | None:
         return folder / EXPORT_FOLDER
     for pattern in ("checkpoints/step_*", "**/step_*"):
         steps = sorted(step.parent.parent for step in folder.glob(f"{pattern}/state/{FORMAT_FILE}"))
-        if steps := [step for step in steps if (step / TRAINER_FILE).exists()]:
+        if steps := [step for step in steps if (step / STEP_FILE).exists()]:
             return steps[-1]
     return None
 
@@ -147,7 +147,7 @@ def open_source(
 def _part_hint(path: Path) -> str:
     """For the folder of a critic or a reward model that a checkpoint does not have."""
     step = path.parent
-    if path.name not in PART_FOLDERS or not (step / TRAINER_FILE).exists():
+    if path.name not in PART_FOLDERS or not (step / STEP_FILE).exists():
         return ""
     found = [step, *(step / name for name in PART_FOLDERS if (step / name).is_dir())]
     return f": its run saved no {path.name}; name {' or '.join(repr(str(folder)) for folder in found)}"
@@ -214,7 +214,7 @@ def to_megatron(
         with model.checked(check_hashes):
             with Progress("to-megatron", total, quiet) as progress:
                 (folder / RELEASE).mkdir()
-                hashes = write_chunks(model, folder / RELEASE, wanted, progress)
+                hashes = write_checkpoint(model, folder / RELEASE, wanted, progress)
             write_tracker(folder)
             _copy_config(model, folder / "hf", wanted)
         write_manifest(folder, "megatron", {f"{RELEASE}/{name}": sha256 for name, sha256 in hashes.items()})

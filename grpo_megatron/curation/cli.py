@@ -20,7 +20,6 @@ from grpo_megatron.curation.tally import (
     ProblemTally,
     ResponseReader,
     Tally,
-    read_responses,
     source_files,
     tally_responses,
 )
@@ -102,10 +101,10 @@ def curate(options: CurateOptions) -> int:
     _check_output(options)
     if options.task is not None:
         get_task(options.task)
-    files = source_files(list(options.sources))
+    reader = ResponseReader(source_files(list(options.sources)))
     keep = max(options.sft or 0, options.pairs_per_prompt)
     rules = CountingRules(options.right, options.drop_truncated, options.first_step, options.last_step, keep)
-    tally = tally_responses(read_responses(files), rules)
+    tally = tally_responses(reader.all(), rules)
     if not tally.problems:
         raise ConfigError(
             f"no response is counted: {tally.left_out} are left out by --drop-truncated, --first-step or --last-step, or"
@@ -116,7 +115,7 @@ def curate(options: CurateOptions) -> int:
     )
     try:
         with new_folder(options.output) as folder:
-            written = _write(folder, options, tally, band, ResponseReader(files))
+            written = _write(folder, options, tally, band, reader)
             summary = "\n".join([describe_tally(tally, band), *([""] if written else []), *written])
             write_file(folder / "summary.txt", summary + "\n")
     except OSError as error:

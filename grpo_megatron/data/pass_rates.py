@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, SamplingConfig
-from grpo_megatron.data.questions import problem_digest
-from grpo_megatron.data.row_prompt import RowPrompt
-from grpo_megatron.data.rows import missing_field, read_question, read_rows, text_field, type_name
+from grpo_megatron.data.fields import missing_field, problem_digest, read_question, text_field, type_name
+from grpo_megatron.data.prompts import RowPrompt
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.row_file import open_rows
-from grpo_megatron.data.rows import Question, type_name
+from grpo_megatron.data.fields import Question, type_name
+from grpo_megatron.data.rows import open_rows
 from grpo_megatron.data.task import RowFormat, Task
 from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_regular, shown
 from grpo_megatron.registry import import_function, no_exit

@@ -26,6 +26,7 @@ from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
+SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam
 
 
 @dataclass(frozen=True)

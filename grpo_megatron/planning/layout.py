@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from grpo_megatron.checks.layout import FIRST, LAST, divisors, expert_problems, layout_problems
+from grpo_megatron.checks.layout import FIRST, LAST, divisors, world_problems
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.memory.activations import recomputes_all
 from grpo_megatron.models.architecture import Architecture, engine_split_problems, split_problems
@@ -191,10 +191,8 @@ def _pipelines(num_layers: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _is_valid(config: Config, arch: Architecture, world_size: int) -> bool:
-    on_cpu = config.trainer.device == "cpu"
     problems = itertools.chain(
-        layout_problems(config, world_size, arch),
-        expert_problems(config.actor.megatron, world_size, arch, on_cpu=on_cpu),
+        world_problems(config, world_size, arch),
         precision_problems(config, arch),
     )
     return next(problems, None) is None

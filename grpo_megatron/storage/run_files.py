@@ -52,6 +52,7 @@ OWNER_FILE = "run.json"
 
 
 def rollout_file(folder: Path, step: int) -> Path:
+    """The file with the samples of a step."""
     return folder / f"step_{step:06d}.jsonl"
 
 
@@ -152,6 +153,7 @@ BEGAN = "GRPO_MEGATRON_START"  # in the environment of ranks: the start's Unix t
 
 
 def starts_path() -> Path:
+    """The file with the times of the last starts."""
     return Path(cache_folder()) / STARTS_FILE
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.memory.parameters import DTYPE_BYTES, SAVED_OPTIMIZER_BYTES
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import Policy
@@ -95,8 +96,6 @@ class PendingSave:
 
 
 DAMAGED = ".damaged"
-OPTIMIZER_BYTES = 12  # per parameter, in float32: the weight and Adam's two moments
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 log = logging.getLogger(__name__)
 
 
@@ -284,7 +283,7 @@ class Checkpoints:
 
 def checkpoint_bytes(arch: Architecture, dtype: str) -> int:
     """The size of a policy's checkpoint with optimizer: 14 bytes per parameter in bfloat16. A reward model or critic is extra."""
-    return sum(map(math.prod, hf_shapes(arch).values())) * (WEIGHT_BYTES[dtype] + OPTIMIZER_BYTES)
+    return sum(map(math.prod, hf_shapes(arch).values())) * (DTYPE_BYTES[dtype] + SAVED_OPTIMIZER_BYTES)
 
 
 def run_state(path: Path) -> dict[str, Any]:

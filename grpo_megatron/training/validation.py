@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +12,20 @@ from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig
+from grpo_megatron.algo.scores import Calibration, calibration, calibration_table
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.summary import Summary
-from grpo_megatron.parallel.exchange import exchange, gather_groups
-from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.parallel.exchange import exchange, gather_groups, gather_rows
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import is_declined
+from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.training.beside.references import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch, Prompt, Sample
@@ -47,6 +49,8 @@ class ValidationRow:
 
 
 class Validator:
+    """Validates with `prompts`, as `rollout.val_kwargs` says. `generator` None: the run has no engine and must not call `run`."""
+
     def __init__(
         self,
         generator: Generator | None,
@@ -54,12 +58,11 @@ class Validator:
         data: DataConfig,
         rollout: RolloutConfig,
         mesh: Mesh,
-        output_dir: Path,
-        num_logged_samples: int,
+        trainer: TrainerConfig,
     ) -> None:
         self.generator, self.prompts, self.mesh = generator, list(prompts), mesh
         self.max_tokens, self.val = data.max_response_length, rollout.val_kwargs
-        self.output_dir, self.num_logged_samples = output_dir, num_logged_samples
+        self.output_dir, self.num_logged_samples = trainer.output_dir, trainer.num_logged_samples
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
         """Draw, grade, and return the `val-core/...` and `val-aux/...` metrics, the same on every rank. Collective."""
@@ -287,3 +290,73 @@ def _divided(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
         / weight
         for name in names
     }
+
+
+# -- How far the probabilities of a scalar head can be trusted ---------------------------------------------------------
+
+CALIBRATION_FILE = "calibration.txt"
+
+
+class ScoreValidation(ValidationLoss):
+    """What ValidationLoss reports of a trained scalar head, and its calibration.
+
+        val/ece/FILE, val/brier/FILE    over held-out pairs, or over held-out steps (algo/scores.py)
+        val/step_accuracy/FILE          of steps; that of pairs, val/pair_accuracy/FILE, is reported by the loss
+
+    `calibration.txt` in the output folder has the newest table of confidence against accuracy, per file.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.tables: dict[str, str] = {}
+
+    def _also(self, file: str, batch: Batch, logprobs: Tensor) -> dict[str, float]:
+        mesh = self.policy.mesh
+        local = {
+            row: list(zip(logprobs[i][mask].tolist(), batch.advantages[i][mask].tolist(), strict=True))
+            for i, (row, mask) in enumerate(zip(batch.rows, batch.loss_mask, strict=True))
+        }
+        scored = gather_rows(local, mesh)
+        predictions = _of_pairs(scored) if self.is_paired else _of_steps(scored)
+        result = calibration([odds for odds, _ in predictions], [label for _, label in predictions])
+        self.tables[file] = _described(file, result, "pairs" if self.is_paired else "steps")
+        text, target = "\n".join(self.tables.values()), self.output_dir / CALIBRATION_FILE
+        on_first_rank(mesh, f"cannot write {target}", lambda: write_file(target, text))
+        found = {"ece": result.ece, "brier": result.brier}
+        return found if self.is_paired else {**found, "step_accuracy": result.accuracy}
+
+
+Scored = dict[int, list[tuple[float, float]]]  # table row -> (score, advantage) of its scored tokens
+
+
+def _of_pairs(scored: Scored) -> list[tuple[float, bool]]:
+    """(log-odds that the chosen response is better, True), by pair. The rows of a pair are neighbours in the table."""
+    rows = sorted(scored)
+    pairs = zip(rows[0::2], rows[1::2], strict=True)
+    margins = []
+    for first, second in pairs:
+        ((score, label),), ((other, opposite),) = scored[first], scored[second]
+        assert label == -opposite, f"rows {first} and {second} are no pair"
+        margins.append((score - other if label > 0 else other - score, True))
+    return margins
+
+
+def _of_steps(scored: Scored) -> list[tuple[float, bool]]:
+    """(log-odds that the step is right, whether it is), by row and step."""
+    return [(score, label > 0) for row in sorted(scored) for score, label in scored[row]]
+
+
+def _described(file: str, result: Calibration, what: str) -> str:
+    head = (
+        f"{file}: {result.count:,} {what}, accuracy {result.accuracy:.4f}, log loss {result.log_loss:.4f}, Brier"
+        f" {result.brier:.4f}, expected calibration error {result.ece:.4f}"
+    )
+    return f"{head}\n{calibration_table(result)}\n"
+
+
+def build_validation_loss(
+    config: Config, checked: Checked, policy: Policy, references: References, cadence: Cadence
+) -> ValidationLoss:
+    """The loss of held-out rows; with a scalar head, its calibration too."""
+    kind = ValidationLoss if checked.scored_folder is None else ScoreValidation
+    return kind(checked.val_loss_groups, config, policy, references, cadence)

@@ -23,7 +23,7 @@ from grpo_megatron.observability.progress import StepProgress, awaited, duration
 from grpo_megatron.observability.sinks import JsonlSink, ReportSink
 from grpo_megatron.pages.run_folder import METRICS_FILE
 from grpo_megatron.storage import run_files
-from tests.report.material import group, make_run, sample
+from tests.pages.material import group, make_run, sample
 
 
 class Clock:

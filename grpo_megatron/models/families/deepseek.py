@@ -30,6 +30,7 @@ ROUTERS = {  # model_type -> (scoring_func, topk_method): values that vLLM reads
 
 
 def architecture_from(config: dict[str, Any]) -> Architecture:
+    """The architecture of a config.json. Raises UnsupportedModel."""
     family = config["model_type"]
     for key, values in SUPPORTED_VALUES.items():
         if config.get(key) not in values:
@@ -128,4 +129,5 @@ def _routing(config: dict[str, Any]) -> Routing:
 
 
 def weight_table(arch: Architecture) -> list[WeightRow]:
+    """The table of latent attention, dense MLPs and experts."""
     return latent_table(arch)

@@ -67,9 +67,11 @@ class SafetensorsFolder:
         self._stack.close()
 
     def has(self, name: str) -> bool:
+        """Whether the folder has the tensor."""
         return name in self._owner
 
     def slice(self, name: str) -> Any:
+        """The tensor, of which only what is sliced will be read."""
         return self._owner[name].get_slice(name)
 
     def check(

@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from grpo_megatron.cli.main import main
+from grpo_megatron.pages.kit import visible
 from grpo_megatron.pages.run_folder import MAX_BUCKETS, RunFolder
 from grpo_megatron.pages.run_page import appended_step, render_report
 from tests.browser import DESKTOP, PHONE, WIDTHS, Browser
-from tests.report.material import HOSTILE, event, group, make_run, metrics_of, sample
+from tests.pages.material import HOSTILE, event, group, make_run, metrics_of, sample
 
 EVENTS = [
     event("started", 0),
@@ -94,7 +95,7 @@ def test_guards_that_are_on_are_reference_lines(tmp_path: Path) -> None:
 def test_a_text_cannot_leave_its_script_element(run: Path) -> None:
     page = render_report([opened(run)])
     assert page.count("</script>") == page.count("<script") == 2 and "<img" not in page
-    assert data_of(page)["runs"][0]["samples"][0]["groups"][0]["prompt"] == HOSTILE.replace("\ud800", "?")
+    assert data_of(page)["runs"][0]["samples"][0]["groups"][0]["prompt"] == visible(HOSTILE)
     assert "default-src 'none'" in page
     assert set(re.findall(r"https?://[\w.]+", page)) == {
         "http://www.w3.org",

@@ -11,7 +11,7 @@ import yaml
 
 HOSTILE = (
     "</script><script>document.title='taken'</script><img src=https://example.com/x onerror=\"document.title='taken'\">"
-    " <!-- @DATA@ \x1b[31m\x00 \u202eback\u202c \u2028 \ud800 &lt;b&gt; "
+    " <!-- {{ data }} \x1b[31m\x00 \u202eback\u202c \u2028 \ud800 &lt;b&gt; "
 ) + "long" * 60
 
 

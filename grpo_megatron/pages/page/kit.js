@@ -1,4 +1,4 @@
-// Curves and stacks as SVG, drawn at the width that they have on the screen, so that their text keeps its size on a phone.
+// What all pages are made of. All texts enter as text nodes. Curves and stacks are SVG, drawn at the width that they have on the screen, so that their text keeps its size on a phone.
 // The legend under a figure shows the values at the pointer, or else the last ones; a click on a name hides its curve.
 "use strict";
 const SVG = "http://www.w3.org/2000/svg";
@@ -7,6 +7,16 @@ const COLOURS = ["#3b78c2", "#e08214", "#2e9e68", "#7132da", "#7a4f01", "#56b4e9
 const make = (name, className, text) => { const made = document.createElement(name); if (className) made.className = className; if (text !== undefined) made.textContent = text; return made; };
 const draw = (name, attributes, text) => { const made = document.createElementNS(SVG, name); for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value); if (text !== undefined) made.textContent = text; return made; };
 const isNumber = (value) => typeof value === "number";
+
+const option = (value, text) => { const made = make("option", "", text); made.value = value; return made; };
+const choice = (label, options, changed) => { const made = make("label", "choice", label), select = make("select"); select.append(...options.map(([value, text]) => option(value, text))); select.addEventListener("change", changed); made.append(select); return [made, select]; };
+const scrolled = (inner) => { const made = make("div", "scroll"); made.append(inner); return made; };
+function table(head, rows) {
+  const made = make("table"), top = make("tr");
+  top.append(...head.map((cell) => make("th", "", cell)));
+  made.append(top, ...rows.map((row) => { const line = make("tr"); line.append(...row.map((cell) => { if (cell instanceof Node) { const made = make("td"); made.append(cell); return made; } return make("td", "", cell); })); return line; }));
+  return made;
+}
 
 function short(value, digits = 4) {
   if (!isNumber(value)) return "\u2013";
@@ -174,47 +184,37 @@ function panelFigure(panel, runs) {
 }
 const stepText = (run, step) => (run.width > 1 ? `${step.toLocaleString("en")} to ${(step + run.width - 1).toLocaleString("en")}` : step.toLocaleString("en"));
 
-// Seconds per phase, stacked. What no phase covers is "other". Each phase is that of the slowest rank, so that their sum may
-// be more than the step. A phase has one colour, also in two runs.
-const phaseColours = new Map();
-function phaseTable(run) {
-  const mean = (values) => { const found = values.filter(isNumber); return found.length ? found.reduce((a, b) => a + b, 0) / found.length : 0; };
-  const whole = run.metrics["timing_s/step"]?.y ?? [], places = run.steps.map((step, place) => place).filter((place) => isNumber(whole[place]));
-  const phases = run.phases.map((name) => ({ name: name.replace("timing_s/", ""), y: run.metrics[name].y }));
-  const covered = (place) => phases.reduce((sum, phase) => sum + (phase.y[place] ?? 0), 0);
-  phases.push({ name: "other", y: run.steps.map((step, place) => (isNumber(whole[place]) ? Math.max(0, whole[place] - covered(place)) : null)) });
-  for (const phase of phases) phase.mean = mean(places.map((place) => phase.y[place] ?? 0));
-  phases.sort((a, b) => (a.name === "other") - (b.name === "other") || b.mean - a.mean);
-  for (const phase of phases) {
-    if (phase.name !== "other" && !phaseColours.has(phase.name)) phaseColours.set(phase.name, COLOURS[phaseColours.size % COLOURS.length]);
-    phase.colour = phaseColours.get(phase.name) ?? "#9aa0a6";
-  }
-  return { phases: phases.filter((phase) => phase.mean > 0), places, whole: phases.reduce((sum, phase) => sum + phase.mean, 0) };
-}
-function stackFigure(run, title) {
-  const { phases, places } = phaseTable(run);
-  if (!places.length) return null;
-  const steps = places.map((place) => run.steps[place]);
+// Layers stacked over intervals of an axis: `starts` of the intervals, their `size`, and of each layer `y`, one number per
+// interval. `where(place)` and `value(layer, place)` are texts of the legend; the place is null where there is no pointer.
+function stackFigure(title, unit, starts, size, layers, where, value) {
   function paint(width, state) {
-    const shown = phases.filter((phase) => !state.hidden.has(phase.name)), totals = places.map((place) => shown.reduce((sum, phase) => sum + (phase.y[place] ?? 0), 0));
-    const flat = plane(width, 230, [...steps, steps[steps.length - 1] + run.width], 0, Math.max(...totals, 1e-9) * 1.04, false), { svg, x, y } = flat;
-    let below = places.map(() => 0);
-    for (const phase of shown) {
-      const above = below.map((value, number) => value + (phase.y[places[number]] ?? 0)), top = [], low = [];
-      steps.forEach((step, number) => {
-        const ends = [x(step), x(steps[number + 1] ?? step + run.width)];
-        for (const end of ends) { top.push([end, y(above[number])]); low.push([end, y(below[number])]); }
+    const shown = layers.filter((layer) => !state.hidden.has(layer.name)), totals = starts.map((_, place) => shown.reduce((sum, layer) => sum + layer.y[place], 0));
+    const flat = plane(width, 230, [...starts, starts[starts.length - 1] + size], 0, Math.max(...totals, 1e-9) * 1.04, false), { svg, x, y } = flat;
+    let below = starts.map(() => 0);
+    for (const layer of shown) {
+      const above = below.map((value, place) => value + layer.y[place]), top = [], low = [];
+      starts.forEach((start, place) => {
+        for (const end of [x(start), x(starts[place + 1] ?? start + size)]) { top.push([end, y(above[place])]); low.push([end, y(below[place])]); }
       });
-      svg.append(draw("path", { fill: phase.colour, d: `${pathOf(top)}${pathOf(low.reverse()).replace("M", "L")}Z` }));
+      svg.append(draw("path", { style: `fill: ${layer.colour}`, d: `${pathOf(top)}${pathOf(low.reverse()).replace("M", "L")}Z` }));
       below = above;
     }
     flat.finish();
     return {
-      svg, last: null, where: (place) => (place === null ? "mean" : `step ${stepText(run, steps[place])}`),
-      nearest: (position) => { let best = 0; steps.forEach((step, number) => { if (x(step) <= position) best = number; }); return best; },
-      lines: (place) => phases.map((phase) => [phase.name, phase.name, phase.colour, seconds(place === null ? phase.mean : phase.y[places[place]] ?? 0)]),
-      mark: (place) => flat.pointer.setAttribute("d", place === null ? "" : `M${x(steps[place] + run.width / 2).toFixed(1)} ${flat.top}V${flat.height - flat.bottom}`),
+      svg, last: null, where,
+      nearest: (position) => { let best = 0; starts.forEach((start, place) => { if (x(start) <= position) best = place; }); return best; },
+      lines: (place) => layers.map((layer) => [layer.name, layer.name, layer.colour, value(layer, place)]),
+      mark: (place) => flat.pointer.setAttribute("d", place === null ? "" : `M${x(starts[place] + size / 2).toFixed(1)} ${flat.top}V${flat.height - flat.bottom}`),
     };
   }
-  return figure(title, "seconds per step", "", paint);
+  return figure(title, unit, "", paint);
 }
+
+function markWide() { // says so where a table can be scrolled sideways: phones show no scrollbar
+  for (const box of document.querySelectorAll(".scroll")) {
+    const hint = box.nextElementSibling?.classList.contains("scroll-hint") ? box.nextElementSibling : null, isWide = box.scrollWidth > box.clientWidth + 1;
+    if (isWide && !hint) { box.after(make("p", "scroll-hint", "\u2194 the table is wider: scroll it sideways")); box.tabIndex = 0; }
+    if (!isWide) hint?.remove();
+  }
+}
+window.addEventListener("resize", markWide);

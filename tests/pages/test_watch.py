@@ -15,7 +15,7 @@ import pytest
 from grpo_megatron.pages.run_folder import RunFolder
 from grpo_megatron.report.cli import WatchOptions, watch
 from grpo_megatron.report.watch import sparkline, watch_lines
-from tests.report.material import HOSTILE, event, group, make_run, sample
+from tests.pages.material import HOSTILE, event, group, make_run, sample
 
 WORDS = "first second third"
 

@@ -1,4 +1,4 @@
-// The page of one run, or of two: facts, curves, time, samples, config, events. All texts enter as text nodes.
+// The page of one run, or of two: facts, curves, time, samples, config, events.
 (() => {
   const { runs, panels, constants, live } = JSON.parse(document.getElementById("data").textContent);
   for (const appended of document.querySelectorAll("script.step")) {
@@ -7,18 +7,7 @@
     if (row) extend(runs[0], row);
   }
   const main = document.getElementById("main"), places = document.getElementById("places"), two = runs.length > 1;
-  const STEERING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
-  const visible = (text) => String(text).replace(STEERING, (character) => `<U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}>`);
   const clock = (time) => new Date(1000 * time).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
-  const option = (value, text) => { const made = make("option", "", text); made.value = value; return made; };
-  const choice = (label, options, changed) => { const made = make("label", "choice", label), select = make("select"); select.append(...options.map(([value, text]) => option(value, text))); select.addEventListener("change", changed); made.append(select); return [made, select]; };
-  const scrolled = (inner) => { const made = make("div", "scroll"); made.append(inner); return made; };
-  function table(head, rows) {
-    const made = make("table"), top = make("tr");
-    top.append(...head.map((cell) => make("th", "", cell)));
-    made.append(top, ...rows.map((row) => { const line = make("tr"); line.append(...row.map((cell) => { if (cell instanceof Node) { const made = make("td"); made.append(cell); return made; } return make("td", "", cell); })); return line; }));
-    return made;
-  }
   function section(title, note) {
     const made = make("section"), id = title.toLowerCase().replace(/[^a-z]+/g, "-"), link = make("a", "", title);
     made.id = id; link.href = `#${id}`; places.append(link);
@@ -53,19 +42,19 @@
   const STATES = { running: "calm", done: "right", stopped: "mark", stalled: "wrong", failed: "wrong" };
   function head() {
     const top = document.getElementById("top");
-    top.append(make("h1", "", runs.map((run) => visible(run.name)).join(" and ")));
+    top.append(make("h1", "", runs.map((run) => run.name).join(" and ")));
     for (const [which, run] of runs.entries()) {
       const line = make("p", "small"), badge = make("span", `badge ${STATES[run.state]}`, run.state);
-      if (two) { const swatch = make("span", "swatch"); swatch.style.setProperty("--colour", COLOURS[which]); line.append(swatch, make("b", "", visible(run.name)), " "); }
+      if (two) { const swatch = make("span", "swatch"); swatch.style.setProperty("--colour", COLOURS[which]); line.append(swatch, make("b", "", run.name), " "); }
       const written = make("span");
-      line.append(badge, ` ${visible(run.folder)}, `, written);
+      line.append(badge, ` ${run.folder}, `, written);
       top.append(line);
       const show = () => showAge(run, badge, written);
       show();
       if (live && run.state === "running") setInterval(show, 10000);
       if (live && Number(run.settings["sft.steps"])) { const link = make("a", "", "the supervised warm-up"); link.href = "sft/report.html"; line.append("; ", link, " has a page of its own"); }
     }
-    if (two) top.append(scrolled(table(["", ...runs.map((run) => visible(run.name))], facts(runs[0]).map(([label], row) => [label, ...runs.map((run) => facts(run)[row][1])]))));
+    if (two) top.append(scrolled(table(["", ...runs.map((run) => run.name)], facts(runs[0]).map(([label], row) => [label, ...runs.map((run) => facts(run)[row][1])]))));
     else {
       const tiles = make("dl", "tiles");
       for (const [label, value] of facts(runs[0])) { const tile = make("div"); tile.append(make("dt", "", label), make("dd", "", value)); tiles.append(tile); }
@@ -123,7 +112,7 @@
       }
       if (fixed.length) {
         const details = make("details");
-        details.append(make("summary", "", `${fixed.length} metrics that have never changed`), scrolled(table(["metric", ...(two ? runs.map((run) => visible(run.name)) : ["value"])], fixed.map(([metric, values]) => [metric, ...values.map((value) => short(value))]))));
+        details.append(make("summary", "", `${fixed.length} metrics that have never changed`), scrolled(table(["metric", ...(two ? runs.map((run) => run.name) : ["value"])], fixed.map(([metric, values]) => [metric, ...values.map((value) => short(value))]))));
         made.append(details);
       }
     }
@@ -135,8 +124,32 @@
   }
 
   // -- time ----------------------------------------------------------------------------------------------------------
+  // Seconds per phase, stacked. What no phase covers is "other". Each phase is that of the slowest rank, so that their sum may
+  // be more than the step. A phase has one colour, also in two runs.
+  const phaseColours = new Map();
+  function phaseTable(run) {
+    const mean = (values) => { const found = values.filter(isNumber); return found.length ? found.reduce((a, b) => a + b, 0) / found.length : 0; };
+    const whole = run.metrics["timing_s/step"]?.y ?? [], places = run.steps.map((step, place) => place).filter((place) => isNumber(whole[place]));
+    const phases = run.phases.map((name) => ({ name: name.replace("timing_s/", ""), y: run.metrics[name].y }));
+    const covered = (place) => phases.reduce((sum, phase) => sum + (phase.y[place] ?? 0), 0);
+    phases.push({ name: "other", y: run.steps.map((step, place) => (isNumber(whole[place]) ? Math.max(0, whole[place] - covered(place)) : null)) });
+    for (const phase of phases) phase.mean = mean(places.map((place) => phase.y[place] ?? 0));
+    phases.sort((a, b) => (a.name === "other") - (b.name === "other") || b.mean - a.mean);
+    for (const phase of phases) {
+      if (phase.name !== "other" && !phaseColours.has(phase.name)) phaseColours.set(phase.name, COLOURS[phaseColours.size % COLOURS.length]);
+      phase.colour = phaseColours.get(phase.name) ?? "#9aa0a6";
+    }
+    return { phases: phases.filter((phase) => phase.mean > 0), places, whole: phases.reduce((sum, phase) => sum + phase.mean, 0) };
+  }
+  function phaseFigure(run, title) {
+    const { phases, places } = phaseTable(run);
+    if (!places.length) return null;
+    const layers = phases.map((phase) => ({ ...phase, y: places.map((place) => phase.y[place] ?? 0) })), starts = places.map((place) => run.steps[place]);
+    return stackFigure(title, "seconds per step", starts, run.width, layers, (place) => (place === null ? "mean" : `step ${stepText(run, starts[place])}`),
+      (layer, place) => seconds(place === null ? layer.mean : layer.y[place]));
+  }
   function time() {
-    const drawn = runs.map((run) => [run, stackFigure(run, two ? visible(run.name) : "Phases of a step")]).filter(([, made]) => made);
+    const drawn = runs.map((run) => [run, phaseFigure(run, two ? run.name : "Phases of a step")]).filter(([, made]) => made);
     if (!drawn.length) return;
     const made = section("Where the time goes", "Seconds of the slowest rank. A phase that grows alone is the one to look at; `train --profile` shows what a phase waits for.");
     const both = make("div", two ? "grid" : "");
@@ -148,7 +161,7 @@
         inner.style.width = `${(100 * phase.mean) / whole}%`; inner.style.background = phase.colour; bar.append(inner);
         return [phase.name, seconds(phase.mean), `${((100 * phase.mean) / whole).toFixed(1)} %`, bar];
       });
-      if (two) made.append(make("h3", "", visible(run.name)));
+      if (two) made.append(make("h3", "", run.name));
       made.append(scrolled(table(["phase", "per step", "share", ""], rows)));
     }
   }
@@ -162,7 +175,7 @@
     const form = make("form", "choices"), shown = make("div"), pickers = {};
     const picked = () => withSamples[Number(pickers.run?.value ?? 0)];
     const add = (key, label, options, changed) => { const [box, select] = choice(label, options, changed); pickers[key] = select; form.append(box); };
-    if (withSamples.length > 1) add("run", "Run", withSamples.map((run, number) => [number, visible(run.name)]), fill);
+    if (withSamples.length > 1) add("run", "Run", withSamples.map((run, number) => [number, run.name]), fill);
     add("step", "Step", [], fillGroups); add("group", "Prompt", [], show); add("colour", "Colour of the tokens", COLOURINGS, show);
     form.addEventListener("submit", (event) => event.preventDefault());
     made.append(form, shown);
@@ -173,7 +186,7 @@
     }
     function fillGroups() {
       const groups = picked().samples[Number(pickers.step.value)].groups;
-      pickers.group.replaceChildren(...groups.map((group, number) => option(number, `${number + 1} of ${groups.length}: ${visible(group.uid || group.prompt).slice(0, 50)}`)));
+      pickers.group.replaceChildren(...groups.map((group, number) => option(number, `${number + 1} of ${groups.length}: ${(group.uid || group.prompt).slice(0, 50)}`)));
       show();
     }
     function show() {
@@ -186,8 +199,8 @@
     const gaps = group.samples.flatMap((sample) => sample.pieces.map((piece) => piece[2]).filter(isNumber)).map(Math.abs), largest = Math.max(...gaps);
     const prompt = make("details", "prompt"), cards = make("div", "cards"), readout = make("p", "soft small readout", "Point at a token to read its log-probabilities.");
     prompt.open = true;
-    prompt.append(make("summary", "", `Prompt${group.source ? ` of ${visible(group.source)}` : ""}`), make("div", "text", visible(group.prompt)));
-    if (group.answer) prompt.append(make("h3", "", "Reference answer"), make("div", "text", visible(group.answer)));
+    prompt.append(make("summary", "", `Prompt${group.source ? ` of ${group.source}` : ""}`), make("div", "text", group.prompt));
+    if (group.answer) prompt.append(make("h3", "", "Reference answer"), make("div", "text", group.answer));
     const best = Math.max(...group.samples.map((sample) => sample.reward ?? -Infinity));
     cards.append(...group.samples.map((sample) => card(sample, colouring, best)));
     const token = (event) => event.target.closest?.("[data-read]");
@@ -211,20 +224,20 @@
     if (isNumber(sample.score) && sample.score !== sample.reward) head.append(make("span", "small", `before penalties ${short(sample.score)}`));
     head.append(make("span", "small", sample.advantage === null ? "not trained on" : `advantage ${short(sample.advantage)}`), make("span", "small soft", `${sample.tokens.toLocaleString("en")} tokens`));
     if (sample.finish_reason === "length") head.append(make("span", "badge mark", "cut off"));
-    if (sample.status && sample.status !== "ok") head.append(make("span", "badge mark", visible(sample.status)));
+    if (sample.status && sample.status !== "ok") head.append(make("span", "badge mark", sample.status));
     sample.pieces.forEach(([piece, engine, gap], number) => {
-      const token = make("span", engine === null ? "token context" : "token", visible(piece));
+      const token = make("span", engine === null ? "token context" : "token", piece);
       if (engine !== null) {
-        token.dataset.read = `\u201c${visible(piece)}\u201d: ${sample.drawn ? "engine" : "policy"} ${short(engine)} (p = ${short(Math.exp(engine))})` + (isNumber(gap) ? `, policy ${short(engine + gap)}, difference ${short(gap)}` : "");
+        token.dataset.read = `\u201c${piece}\u201d: ${sample.drawn ? "engine" : "policy"} ${short(engine)} (p = ${short(Math.exp(engine))})` + (isNumber(gap) ? `, policy ${short(engine + gap)}, difference ${short(gap)}` : "");
         token.style.background = colouring === "gap" ? gapColour(gap) : colouring === "surprise" ? surpriseColour(engine) : "none";
       }
       text.append(token);
       if (sample.cut && number + 1 === sample.cut_at) text.append(make("span", "soft", ` [${sample.cut.toLocaleString("en")} more tokens] `));
     });
     made.append(head, text);
-    if (sample.failure) made.append(make("p", "small wrong", visible(sample.failure)));
+    if (sample.failure) made.append(make("p", "small wrong", sample.failure));
     const metrics = Object.entries(sample.metrics ?? {});
-    if (metrics.length) made.append(make("p", "soft small", metrics.map(([name, value]) => `${visible(name)} ${short(value)}`).join(", ")));
+    if (metrics.length) made.append(make("p", "soft small", metrics.map(([name, value]) => `${name} ${short(value)}`).join(", ")));
     return made;
   }
 
@@ -237,16 +250,16 @@
     form.addEventListener("submit", (event) => event.preventDefault());
     let only = null;
     if (two) { const box = make("label", "check"); only = make("input"); only.type = "checkbox"; only.checked = true; only.addEventListener("change", show); box.append(only, " only what differs"); form.append(box); }
-    const value = (run, key) => visible(run.settings[key] ?? "\u2013");
+    const value = (run, key) => (run.settings[key] ?? "\u2013");
     function show() {
       const wanted = filter.value.trim().toLowerCase();
       const kept = keys.filter((key) => (!only?.checked || runs[0].settings[key] !== runs[1].settings[key]) && (!wanted || [key, ...runs.map((run) => value(run, key))].some((text) => text.toLowerCase().includes(wanted))));
-      rows.replaceChildren(kept.length ? scrolled(table(["key", ...(two ? runs.map((run) => visible(run.name)) : ["value"])], kept.map((key) => [key, ...runs.map((run) => value(run, key))]))) : make("p", "soft", only?.checked && !wanted ? "The configs are equal." : "No key matches."));
+      rows.replaceChildren(kept.length ? scrolled(table(["key", ...(two ? runs.map((run) => run.name) : ["value"])], kept.map((key) => [key, ...runs.map((run) => value(run, key))]))) : make("p", "soft", only?.checked && !wanted ? "The configs are equal." : "No key matches."));
     }
     filter.addEventListener("input", show);
     for (const run of runs) for (const attempt of run.attempts) {
-      made.append(make("h3", "", `${two ? `${visible(run.name)}: ` : ""}attempt ${attempt.number}`));
-      made.append(attempt.changes.length ? scrolled(table(["key", "first attempt", "this attempt"], attempt.changes.map((row) => row.map(visible)))) : make("p", "soft small", "the same config as the first attempt"));
+      made.append(make("h3", "", `${two ? `${run.name}: ` : ""}attempt ${attempt.number}`));
+      made.append(attempt.changes.length ? scrolled(table(["key", "first attempt", "this attempt"], attempt.changes.map((row) => row))) : make("p", "soft small", "the same config as the first attempt"));
     }
     const details = make("details"); details.open = two;
     details.append(make("summary", "", two ? "Both configs" : `All ${keys.length} keys${runs[0].attempts.length ? " of the first attempt" : ""}`), form, rows);
@@ -258,14 +271,14 @@
     if (!runs.some((run) => run.events.length)) return;
     const made = section("Events");
     for (const run of runs) {
-      if (two) made.append(make("h3", "", visible(run.name)));
+      if (two) made.append(make("h3", "", run.name));
       if (run.numEvents > run.events.length) made.append(make("p", "soft small", `the last ${run.events.length} of ${run.numEvents}`));
       const list = make("ol", "events");
       for (const event of run.events) {
         const line = make("li"), head = make("div", "head");
         head.append(make("span", `badge ${KINDS[event.kind]}`, event.kind), make("span", "small", event.step === null ? "" : `step ${event.step.toLocaleString("en")}`), make("span", "small soft", clock(event.time)));
         line.append(head);
-        if (event.text) line.append(make("div", "text small", visible(event.text)));
+        if (event.text) line.append(make("div", "text small", event.text));
         list.append(line);
       }
       made.append(list);
@@ -277,4 +290,5 @@
   curves();
   config();
   events();
+  markWide();
 })();

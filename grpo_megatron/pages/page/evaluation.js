@@ -1,16 +1,12 @@
-// The list of problems: filters, search, pages. Texts enter the page as text nodes; formulas are copies of the MathML
-// elements in the template "formulas", which evaluation/formulas.py has written.
-"use strict";
+// The figures of the tasks, and the list of problems: filters, search, pages.
 (() => {
   const PER_PAGE = 20, CHECK = "\u2713", CROSS = "\u2717";
   const $ = (id) => document.getElementById(id);
-  const tasks = JSON.parse($("data").textContent), formulas = $("formulas").content.children;
-  const make = (name, className, text) => { const made = document.createElement(name); if (className) made.className = className; if (text !== undefined) made.textContent = text; return made; };
+  const tasks = JSON.parse($("data").textContent);
   const VERDICTS = { all: "all problems", texts: "those with texts on this page", "greedy-right": "greedy answer right", "greedy-wrong": "greedy answer wrong", mixed: "sampled answers mixed",
     never: "never right", always: "always right", format: "a format error", truncated: "a truncated answer", failed: "a grader failure" };
   let page = 0, shown = [];
 
-  function option(value, text) { const made = make("option", "", text); made.value = value; return made; }
   function fillLabels(id, values) {
     $(`${id}-label`).hidden = values.length < 2;
     $(id).replaceChildren(option("", "all"), ...values.map((value) => option(value, value)));
@@ -40,17 +36,7 @@
   function contains(task, row, wanted) {
     if (`${$("task").value}/${row[0]}` === wanted) return true;
     const texts = row[6];
-    return texts !== null && [texts.question, texts.answer, ...texts.samples.flatMap((sample) => [...(sample.turns ? sample.turns.map((turn) => turn[1]) : [sample.text]), sample.prediction ?? []])].some((text) => plain(text).toLowerCase().includes(wanted));
-  }
-  // a text is a list of pieces: a string, [TeX, number of its MathML or null], or {drawing}
-  const plain = (text) => text.map((piece) => (typeof piece === "string" ? piece : Array.isArray(piece) ? piece[0] : piece.drawing)).join("");
-  function render(target, text) {
-    for (const piece of text) {
-      if (typeof piece === "string") target.append(piece);
-      else if (!Array.isArray(piece)) target.append(make("span", "drawing", piece.drawing));
-      else target.append(piece[1] === null ? make("code", "tex", piece[0]) : document.importNode(formulas[piece[1]], true));
-    }
-    return target;
+    return texts !== null && [texts.question, texts.answer, ...texts.samples.flatMap((sample) => [...(sample.turns ? sample.turns.map((turn) => turn[1]) : [sample.text]), sample.prediction ?? ""])].some((text) => text.toLowerCase().includes(wanted));
   }
   function show() {
     const task = tasks[$("task").value], pages = Math.max(1, Math.ceil(shown.length / PER_PAGE));
@@ -73,7 +59,7 @@
     if (flags & 4) head.append(make("span", "badge mark", "grader failed"));
     if (subject !== null) head.append(make("span", "soft small", task.subjects[subject]));
     if (level !== null) head.append(make("span", "soft small", task.levels[level]));
-    head.append(make("span", "teaser", texts ? plain(texts.question).slice(0, 160) : "(texts in samples/)"));
+    head.append(make("span", "teaser", texts ? texts.question.slice(0, 160) : "(texts in samples/)"));
     made.append(head);
     made.addEventListener("toggle", () => { if (made.open && made.childNodes.length === 1) made.append(inside(texts, number)); });
     return made;
@@ -81,8 +67,8 @@
   function inside(texts, number) {
     const made = make("div", "inside");
     if (texts === null) { made.append(make("p", "note", `The texts of this problem are on line ${number + 1} of samples/${$("task").value}.jsonl.`)); return made; }
-    made.append(make("h3", "", "Question"), render(make("div", "text"), texts.question));
-    made.append(make("h3", "", "Reference answer"), render(make("div", "text"), texts.answer));
+    made.append(make("h3", "", "Question"), make("div", "text", texts.question));
+    made.append(make("h3", "", "Reference answer"), make("div", "text", texts.answer));
     made.append(make("h3", "", texts.samples.length < texts.numSamples ? `Completions (${texts.samples.length} of ${texts.numSamples})` : "Completions"));
     for (const sample of texts.samples) made.append(completion(sample));
     return made;
@@ -90,17 +76,16 @@
   function completion(sample) {
     const made = make("div", sample.right ? "sample right" : "sample"), head = make("div", "head");
     head.append(make("b", "", sample.right ? `${CHECK} right` : `${CROSS} wrong`), make("span", "", sample.index < 0 ? "greedy" : `sample ${sample.index}`));
-    const prediction = make("span", "text");
-    prediction.append("prediction: ");
-    if (sample.prediction === null) prediction.append(make("i", "", "none found")); else render(prediction, sample.prediction);
+    const prediction = make("span", "text", "prediction: ");
+    prediction.append(sample.prediction ?? make("i", "", "none found"));
     head.append(prediction, make("span", "soft", `${sample.tokens.toLocaleString("en")} tokens`));
     for (const [bit, name] of [[1, "format error"], [2, "truncated"], [4, "grader failed"]]) if (sample.flags & bit) head.append(make("span", "badge mark", name));
     if (sample.status !== "ok") head.append(make("span", "badge mark", sample.status));
     made.append(head);
-    if (!sample.turns) made.append(render(make("div", "text"), sample.text));
+    if (!sample.turns) made.append(make("div", "text", sample.text));
     for (const [kind, text] of sample.turns ?? []) {
       const turn = make("div", `turn ${kind}`);
-      turn.append(make("div", "role", kind), render(make("div", "text"), text));
+      turn.append(make("div", "role", kind), make("div", "text", text));
       made.append(turn);
     }
     if (sample.cut) made.append(make("p", "note small", `${sample.cut.toLocaleString("en")} more characters in samples/.`));
@@ -115,16 +100,19 @@
   $("filters").addEventListener("submit", (event) => event.preventDefault());
   $("previous").addEventListener("click", () => { page -= 1; show(); });
   $("next").addEventListener("click", () => { page += 1; show(); });
+  // right and wrong per bin of tokens; problems per number of right answers, of which 0 is drawn as wrong
+  document.querySelectorAll(".charts").forEach((charts, number) => {
+    const { histogram, counts } = Object.values(tasks)[number], colours = { right: "var(--right)", wrong: "var(--wrong)" };
+    const layer = (name, y) => ({ name, y, colour: colours[name] }), total = (made) => made.y.reduce((sum, value) => sum + value, 0);
+    const value = (made, place) => (place === null ? total(made) : made.y[place]).toLocaleString("en");
+    const starts = histogram.right.map((_, place) => place * histogram.size);
+    charts.append(stackFigure("Tokens per completion", "completions", starts, histogram.size, [layer("right", histogram.right), layer("wrong", histogram.wrong)],
+      (place) => (place === null ? "all" : histogram.size > 1 ? `${starts[place]} to ${starts[place] + histogram.size - 1}` : `${starts[place]}`), value));
+    if (counts) charts.append(stackFigure("Right answers of a problem", "problems", counts.map((_, right) => right), 1, [layer("right", counts.map((count, right) => (right ? count : 0))), layer("wrong", counts.map((count, right) => (right ? 0 : count)))],
+      (place) => (place === null ? "all" : `${place} of ${counts.length - 1}`), value));
+  });
   chooseTask();
-  function markWide() { // says so where a table can be scrolled sideways: phones show no scrollbar
-    for (const box of document.querySelectorAll(".scroll")) {
-      const hint = box.nextElementSibling?.classList.contains("scroll-hint") ? box.nextElementSibling : null, isWide = box.scrollWidth > box.clientWidth + 1;
-      if (isWide && !hint) { box.after(make("p", "scroll-hint", "\u2194 the table is wider: scroll it sideways")); box.tabIndex = 0; }
-      if (!isWide) hint?.remove();
-    }
-  }
   markWide();
-  window.addEventListener("resize", markWide);
   const wanted = location.hash.match(/^#open=(\d+)$/); // #open=3 opens the first 3 problems: to print, or to test
   if (wanted) [...document.querySelectorAll(".problem")].slice(0, Number(wanted[1])).forEach((made) => { made.open = true; });
 })();
