@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_megatron.config.section import Count, Section, Seed
+from grpo_megatron.config.section import Count, Fixed, Section, Seed
 
 # The temperatures that vLLM accepts besides 0 (greedy). It silently raises a lower one, and refuses a higher one.
 ENGINE_TEMPERATURES = (0.01, 2.0)
@@ -41,7 +41,7 @@ class MultiTurnConfig(Section):
 class PartialConfig(Section):
     """Responses may take several steps (sampling/partial.py). over_sample = 1: every step waits for all its responses."""
 
-    over_sample: float = Field(1.0, ge=1, le=2)  # prompts in progress, relative to those of a batch
+    over_sample: Fixed[float] = Field(1.0, ge=1, le=2)  # prompts in progress, relative to those of a batch
     max_staleness: int = Field(2, ge=1)  # a group is trained on at most so many steps after its first token
     chunk_tokens: int = Field(512, ge=1)  # responses stop for a later step at multiples of it
 
