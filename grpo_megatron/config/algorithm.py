@@ -62,9 +62,8 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrection = RolloutCorrection()
     # Where responses come from: the policy, the model that the run starts from, or data.train_files.
     source: Fixed[Literal["policy", "initial", "file"]] = "policy"
-    iteration_steps: Fixed[int | None] = Field(
-        None, ge=1
-    )  # iterative GRPO: steps per outer iteration; null: one iteration
+    # iterative GRPO: steps per outer iteration; null: one iteration
+    iteration_steps: Fixed[int | None] = Field(None, ge=1)
     filter_groups: FilterGroups = FilterGroups()
     dupo: bool = False  # replace groups of equal rewards by copies of the other groups
     mask_truncated_samples: bool = False  # responses cut at the limit: out of the loss, in their group's statistics
@@ -101,9 +100,8 @@ class RewardComponent(Section):
 
 class RewardConfig(Section):
     function: str | None = None  # a registered reward, or module:function; null: the task's own
-    components: list[
-        RewardComponent
-    ] = []  # the reward is their weighted sum (rewards/composite.py); not with `function`
+    # the reward is their weighted sum (rewards/composite.py); not with `function`
+    components: list[RewardComponent] = []
     num_workers: Processes = 1  # processes per engine
     timeout_s: Seconds = 10.0  # wall-clock seconds per sample; then its worker is killed
     max_failed_ratio: float = Field(0.5, ge=0, le=1)  # the run stops if a larger share of a draw has no reward

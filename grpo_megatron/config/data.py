@@ -32,9 +32,8 @@ class DataSource(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")  # in metrics and uids
     files: Files  # to train on, as data.train_files
     val_files: Files = []  # as data.val_files
-    weight: float | None = Field(
-        None, gt=0, le=1e9
-    )  # its share of the prompts, relative to the others; null: its number of rows
+    # its share of the prompts, relative to the others; null: its number of rows
+    weight: float | None = Field(None, gt=0, le=1e9)
     task: str | None = None  # null: data.task
     reward: str | None = None  # null: reward.function or reward.components; else the task's
     system_prompt: str | None = None  # null: data.system_prompt

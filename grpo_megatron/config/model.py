@@ -26,9 +26,8 @@ class OptimConfig(Section):
     eps: float = Field(1e-8, ge=1e-30, le=1)
     clip_grad: float = Field(1.0, gt=0)  # largest L2 norm of the whole gradient
     lr_warmup_steps: Schedule[int] = Field(0, ge=0)
-    lr_decay_style: Schedule[Literal["constant", "linear", "cosine", "WSD"]] = (
-        "constant"  # WSD: constant, then linear decay
-    )
+    # WSD: constant, then linear decay
+    lr_decay_style: Schedule[Literal["constant", "linear", "cosine", "WSD"]] = "constant"
     lr_wsd_decay_steps: Schedule[int | None] = Field(None, ge=1)  # WSD needs it: optimizer steps of the linear decay
     min_lr: Schedule[float] = Field(0.0, ge=0, le=1)  # the rate that a decay ends with
 
@@ -71,20 +70,17 @@ class MegatronConfig(Section):
 
 
 class ActorConfig(Section):
-    ppo_mini_batch_size: Schedule[int | None] = Field(
-        None, ge=1
-    )  # prompts per optimizer step; null: data.train_batch_size
+    # prompts per optimizer step; null: data.train_batch_size
+    ppo_mini_batch_size: Schedule[int | None] = Field(None, ge=1)
     ppo_epochs: Schedule[int] = Field(1, ge=1, le=1000)  # passes over each step's batch
     ppo_max_token_len_per_gpu: int = Field(16384, ge=1)  # most tokens in one packed micro-batch
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)  # most sequences in one micro-batch; null: no bound
-    share_prompts: bool = (
-        False  # compute a prompt once for all of its responses in a micro-batch, where this is cheaper
-    )
+    # compute a prompt once for all of its responses in a micro-batch, where this is cheaper
+    share_prompts: bool = False
     loss_mode: str = "vanilla"  # a registered policy loss, or module:function
     loss_agg_mode: str = "token-mean"  # the weight of each token in the loss: a registered name, or module:function
-    loss_scale_factor: float | None = Field(
-        None, ge=1e-3, le=1e12
-    )  # L of seq-mean-token-sum-norm; null: data.max_response_length
+    # L of seq-mean-token-sum-norm; null: data.max_response_length
+    loss_scale_factor: float | None = Field(None, ge=1e-3, le=1e12)
     clip_ratio_low: float = Field(0.2, ge=0)  # ratios below 1 - this are clipped
     clip_ratio_high: float = Field(0.2, ge=0)  # ratios above 1 + this are clipped
     clip_ratio_c: float | None = Field(3.0, gt=1)  # dual clip: bound of the ratio at negative advantages; null: off
@@ -115,9 +111,8 @@ class ActorConfig(Section):
 
 
 class RefConfig(Section):
-    path: Fixed[Path | None] = (
-        None  # null: the model that GRPO starts from (model.path, after the warmup if there is one)
-    )
+    # null: the model that GRPO starts from (model.path, after the warmup if there is one)
+    path: Fixed[Path | None] = None
 
 
 # -- The section `critic`: the value model of PPO. Only estimators that read values have one (`algorithm.adv_estimator:
@@ -131,16 +126,14 @@ class CriticConfig(Section):
     path: Fixed[Path | None] = None
     ppo_mini_batch_size: Schedule[int | None] = Field(None, ge=1)  # prompts per optimizer step; null: the actor's
     ppo_epochs: Schedule[int | None] = Field(None, ge=1, le=1000)  # passes over each step's batch; null: the actor's
-    cliprange_value: float | None = Field(
-        0.5, gt=0
-    )  # a value moves at most this far in one step's updates; null: no bound
+    # a value moves at most this far in one step's updates; null: no bound
+    cliprange_value: float | None = Field(0.5, gt=0)
     loss_agg_mode: str = "token-mean"  # the weight of each token in the value loss: a name as in actor.loss_agg_mode
     lam: float | None = Field(None, ge=0, le=1)  # lambda of the value's targets; null: algorithm.lam (VC-PPO has 1)
     # VAPO: lambda of a response's advantages is 1 - 1 / (lam_alpha * its loss tokens); null: algorithm.lam for all
     lam_alpha: float | None = Field(None, gt=0, le=1e4)
-    pretrain_steps: Schedule[int] = Field(
-        0, ge=0
-    )  # the first steps train only the critic, on returns (lambda 1); VC-PPO
+    # the first steps train only the critic, on returns (lambda 1); VC-PPO
+    pretrain_steps: Schedule[int] = Field(0, ge=0)
     offload: bool = False  # weights, gradients and optimizer are on the host while the critic is not used
     optim: OptimConfig = OptimConfig(lr=1e-5)
 

@@ -71,9 +71,8 @@ class RolloutConfig(Section):
     sync: Literal["full", "delta"] = "full"  # delta: after a full sync, only elements whose bits have changed are sent
     delta_full_every: int = Field(50, ge=1)  # every so many syncs is full all the same
     delta_max_density: float = Field(0.1, gt=0, le=1)  # a sync is full if a larger share of the elements has changed
-    probe_tolerance: float | None = Field(
-        None, gt=0
-    )  # mean |logprob difference| after a sync; null: training/colocation.py
+    # mean |logprob difference| after a sync; null: training/colocation.py
+    probe_tolerance: float | None = Field(None, gt=0)
     engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors
     val_kwargs: ValKwargs = ValKwargs()
     stop: list[str] = []  # texts that end a response (or a turn); the token that completes one stays in it

@@ -44,9 +44,8 @@ class GuardsConfig(Section):
     kl: Band = Band()  # as actor/kl_loss; needs actor.use_kl_loss
     response_length: Band = Band()  # tokens, the mean of the training step
     rollout_gap: Band = Band()  # mean |old - rollout log-probability|, as training/rollout_logp_diff_mean
-    max_dumps: int = Field(
-        3, ge=0
-    )  # batches written to output_dir/dumps, with the weights, each time the run is started
+    # batches written to output_dir/dumps, with the weights, each time the run is started
+    max_dumps: int = Field(3, ge=0)
 
 
 class TrainerConfig(Section):
@@ -70,9 +69,8 @@ class TrainerConfig(Section):
     # metrics.jsonl and report.html are written in any case
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow"]] = ["console", "jsonl"]
     project_name: str = Field("grpo_megatron", min_length=1, max_length=128)  # of wandb, swanlab and mlflow
-    experiment_name: str | None = Field(
-        None, min_length=1, max_length=128
-    )  # the run's name there; null: output_dir's name
+    # the run's name there; null: output_dir's name
+    experiment_name: str | None = Field(None, min_length=1, max_length=128)
     tags: list[str] = []  # of wandb, swanlab and mlflow
     num_logged_samples: int = Field(4, ge=0)  # completions written as text per validation
     rollout_data_dir: Path | None = None  # every training sample, one .jsonl file per step; null: they are not written
