@@ -25,10 +25,10 @@ from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.storage.run_files import add_event, steps_of
 from grpo_megatron.training.beside.references import WARMUP_FOLDER
-from grpo_megatron.training.build import build_loss, build_report
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
+from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.report import record_update
+from grpo_megatron.training.report import build_report, record_update
 from grpo_megatron.training.stopping import Cadence, Stopping
 from grpo_megatron.types import Prompt
 
