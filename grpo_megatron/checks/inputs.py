@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.model_folders import trains_scores
@@ -19,14 +17,11 @@ from grpo_megatron.checks.names import SourceFiles, reward_name, sources_of
 from grpo_megatron.config import Config, ConfigError, SamplingConfig
 from grpo_megatron.config.problems import Messages, Problem, ProblemList, check, keys_of
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.dataset_folder import is_there
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
-from grpo_megatron.data.row_set import RowSet
-from grpo_megatron.data.rows import read_rows
+from grpo_megatron.data.rows import RowSet, is_there, read_rows
 from grpo_megatron.data.sampler import Mixture, SourcePrompts
 from grpo_megatron.data.scored import PAIR_ROWS, STEP_ROWS, load_pairs, load_steps, read_pairs, read_steps
-from grpo_megatron.data.survey import Survey
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import (
@@ -112,8 +107,8 @@ def _read_prompts(
 def check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:
     """Raise one ConfigError for all files that cannot be read or have wrong rows."""
     with named_key(key):
-        rows = RowSet(files, "rows")
-        Survey(rows, parse, lambda parsed: np.zeros((len(parsed), 1), np.int32), None).run()
+        for _ in RowSet(files).parsed(parse):
+            pass
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
 from grpo_megatron.config.problems import Messages, check, marked
-from grpo_megatron.data.item_table import one_of_each
-from grpo_megatron.data.reward_item import reward_item
+from grpo_megatron.data.items import one_of_each
+from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.reading import cut, shown
 from grpo_megatron.rewards import check_reward
@@ -209,7 +209,7 @@ def _problem(trial: RewardTrial) -> str:
     )
 
 
-# -- Whether the rows have what the reward functions name (rewards/signature.py) ---------------------------------------
+# -- Whether the rows have what the reward functions name (rewards/reward.py)--- ---------------------------------------
 
 
 @check

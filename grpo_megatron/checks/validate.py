@@ -51,7 +51,7 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import Problem, ProblemList, Problems
 from grpo_megatron.data.benchmarks import read_task_prompts
-from grpo_megatron.data.item_table import one_of_each
+from grpo_megatron.data.items import one_of_each
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
@@ -241,7 +241,8 @@ def validate(
     rows = RunRows()
     if task_problem(config) is None and start.knows("data.task", "data.sources"):  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run)
+        is_launcher = world_size > 1 and "RANK" not in os.environ  # its ranks measure all prompts
+        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run or is_launcher)
 
     has_rewards &= problems.add(column_problems(config, rows.examples))
     problems.add(epoch_problems(config, rows.num_trained))

@@ -313,8 +313,7 @@ def replay_dump(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     with large_imports():
-        from grpo_megatron.training.dump import read_dump
-        from grpo_megatron.training.replay import TOLERANCE, replay
+        from grpo_megatron.training.dump import TOLERANCE, read_dump, recompute
 
     dump = read_dump(args.dump)
     incident = dump.incident
@@ -322,11 +321,13 @@ def replay_dump(argv: list[str]) -> int:
     for text in incident.problems.values():
         print(f"  {text}")
     tolerance = TOLERANCE[dump.config.model.dtype] if args.tolerance is None else args.tolerance
-    compared = replay(dump)
+    compared = recompute(dump)
     width = max(len(row.name) for row in compared)
     print(f"{'':{width}}  {'recorded':>14}  {'replayed':>14}  {'difference':>10}")
     for row in compared:
-        print(f"{row.name:{width}}  {row.recorded:14.8g}  {row.replayed:14.8g}  {row.replayed - row.recorded:10.1e}")
+        print(
+            f"{row.name:{width}}  {row.recorded:14.8g}  {row.recomputed:14.8g}  {row.recomputed - row.recorded:10.1e}"
+        )
     is_same = compared[0].is_equal(tolerance)
     print(f"the loss is {'that of the run' if is_same else 'another one'} (tolerance {tolerance:g})")
     return 0 if is_same else 1

@@ -26,7 +26,7 @@ class MultiTurnConfig(Section):
     environment: str | None = None  # a registered environment, or module:Class (environments/environment.py)
     kwargs: dict[str, Any] = {}  # keyword arguments of the environment's class
     tools: list[str] = []  # environment=tools: registered tools, or module:function
-    format: str = "hermes"  # how the model writes a tool call (environments/calls.py)
+    format: str = "hermes"  # how the model writes a tool call (environments/tool_environment.py)
     max_assistant_turns: int = Field(8, ge=1)  # a trajectory ends after so many
     max_parallel_calls: int = Field(4, ge=1)  # tool calls of one turn that are answered; the others get an error
     max_tool_response_length: int = Field(256, ge=1)  # tokens of one message of an observation; longer ones are cut

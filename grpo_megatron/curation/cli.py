@@ -20,7 +20,6 @@ from grpo_megatron.curation.tally import (
     ProblemTally,
     ResponseReader,
     Tally,
-    read_responses,
     source_files,
     tally_responses,
 )
@@ -52,10 +51,10 @@ def main(argv: list[str]) -> int:
     """Raises ConfigError for the user's mistakes."""
     args = _parse(argv)
     _check(args)
-    files = source_files(args.sources)
+    reader = ResponseReader(source_files(args.sources))
     keep = max(args.sft or 0, args.pairs_per_prompt)
     rules = CountingRules(args.right, args.drop_truncated, args.first_step, args.last_step, keep)
-    tally = tally_responses(read_responses(files), rules)
+    tally = tally_responses(reader.all(), rules)
     if not tally.problems:
         raise ConfigError(
             f"no response is counted: {tally.left_out} are left out by --drop-truncated, --first-step or --last-step, or"
@@ -64,7 +63,7 @@ def main(argv: list[str]) -> int:
     band = RateBand(args.min_rate, args.max_rate, args.drop_all_right, args.drop_all_wrong, args.min_samples)
     try:
         with new_folder(args.output) as folder:
-            written = _write(folder, args, tally, band, ResponseReader(files))
+            written = _write(folder, args, tally, band, reader)
             summary = "\n".join([describe_tally(tally, band), *([""] if written else []), *written])
             write_file(folder / "summary.txt", summary + "\n")
     except OSError as error:

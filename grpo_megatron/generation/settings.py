@@ -11,9 +11,10 @@ from typing import Any
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.conversion import EXPORT_FOLDER
 from grpo_megatron.convert.source import Source
+from grpo_megatron.data.fields import Question, read_question
 from grpo_megatron.data.prompts import render_prompt
 from grpo_megatron.data.rendering import encode_prompts
-from grpo_megatron.data.rows import Question, read_question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens

@@ -20,7 +20,7 @@ CLEAR, HIDE, SHOW = "\x1b[H\x1b[J", "\x1b[?25l", "\x1b[?25h"  # the screen; the 
 
 
 def report_main(argv: Sequence[str]) -> int:
-    """`grpo-megatron report RUN [RUN2] --output FILE`."""
+    """Run `grpo-megatron report RUN [RUN2] --output FILE`; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="grpo-megatron report", description="Write the page of a run, or of two runs beside each other."
     )
@@ -40,7 +40,7 @@ def report_main(argv: Sequence[str]) -> int:
 
 
 def watch_main(argv: Sequence[str], stdin: TextIO | None = None, stdout: TextIO | None = None) -> int:
-    """`grpo-megatron watch RUN`. Ends with the run, or on q and Enter."""
+    """Run `grpo-megatron watch RUN`, which ends with the run, or on q and Enter; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="grpo-megatron watch",
         description="Show a run in the terminal, from its files. Ctrl-C, or q and Enter, end it.",

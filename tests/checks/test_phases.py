@@ -29,7 +29,7 @@ from grpo_megatron.memory.parameters import RunModels, parameters_from_table
 from grpo_megatron.memory.phases import GIB, RESERVED, Phase, memory_phases, phase_problems
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.training.build import memory_problem
+from grpo_megatron.training.colocation import memory_problem
 from tests import worlds
 from tests.runs import make_run
 
