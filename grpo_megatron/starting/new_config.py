@@ -16,12 +16,12 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.tasks import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
-from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.reading import parse_yaml
 from grpo_megatron.registry import find_modules
@@ -73,7 +73,7 @@ class Machine:
 def suggest(config: Config, arch: Architecture, machine: Machine) -> PlannedLayout:
     """For GPUs. Raises ConfigError if no layout fits."""
     assert machine.gpu is not None
-    models = PlannedModels(arch)
+    models = RunModels(arch)
     planned = PlannedMachine(machine.gpu, machine.ranks, machine.per_node)
     found = search(config, models, Workload.of(config, models), planned).found
     if not found:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.checks.model_folders import read_models
+from grpo_megatron.cli.commands import COMMANDS
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import parse
@@ -15,7 +17,6 @@ from grpo_megatron.memory.phases import GIB, memory_phases
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.search import PlannedLayout
 from grpo_megatron.reading import parse_yaml, read_json
 from grpo_megatron.starting.new_config import InitOptions, Machine, NewRun, config_text, suggest, write_config
@@ -114,7 +115,7 @@ def test_a_70b_model_gets_a_layout_that_fits() -> None:
     planned, config = suggested(Machine(8, 8, find_gpu("h100-80")))
     assert Layout.of(config) == planned.layout and planned.fit.fits
     assert planned.layout.tp <= 8 <= planned.layout.tp * planned.layout.pp
-    phases = memory_phases(config, PlannedModels.read(config).arch, 64, *PlannedModels.read(config).stages(config))
+    phases = memory_phases(config, read_models(config).arch, 64, *read_models(config).stages(config))
     assert all(phase.fits(79.11 * GIB) for phase in phases)
 
 
