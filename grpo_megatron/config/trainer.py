@@ -10,6 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from grpo_megatron.config.section import Fixed, Frequency, Processes, Schedule, Seconds, Section, Seed
 
+DeviceName = Literal["auto", "cpu", "cuda"]
+
 
 class Band(Section):
     """A range that a number of every optimizer step should be in. Both bounds null: the guard is off."""
@@ -78,7 +80,7 @@ class TrainerConfig(Section):
     rollout_data_dir: Path | None = None  # every training sample, one .jsonl file per step; null: they are not written
     nnodes: int = Field(1, ge=1, le=65536)
     n_gpus_per_node: Processes = 8  # ranks per node, on CPU too
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees one
+    device: DeviceName = "auto"  # auto: cuda if torch sees one
     seed: Fixed[Seed] = 42  # of everything in training that is neither data.seed's nor rollout.seed's
     timeout_s: Seconds = 1800.0  # seconds after which a collective fails
     stall_timeout_s: Seconds | None = 35.0  # then a rank that is silent or idle ends the run; null: never

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.device import Device
+from grpo_megatron.evaluation.options import EngineOptions
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
@@ -99,18 +99,6 @@ OPTION_OF_KEY = {
 }
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Layout and memory of the engine. They are not part of the identity of a run."""
-
-    tp: int = 1
-    device: str = "auto"
-    batch_size: int = 2048  # requests between two writes of the ledger
-    max_num_seqs: int = 256
-    kv_cache_gib: int = 1
-    gpu_memory_utilization: float = 0.9
-
-
 def load_engine(
     source: Source,
     mesh: Mesh,
@@ -120,19 +108,17 @@ def load_engine(
     dtype: str,
     max_model_len: int,
     eos_token_ids: Sequence[int],
-    seed: int,
-    engine_kwargs: Mapping[str, Any],
 ) -> RolloutEngine:
     """Build the engine with the model's weights. Collective. Raises RankError when the weights cannot be read."""
     rollout = RolloutConfig(
-        seed=seed % 2**31,
+        seed=options.seed % 2**31,
         tensor_model_parallel_size=options.tp,
         gpu_memory_utilization=options.gpu_memory_utilization,
         engine_options={"kv_cache_gib": options.kv_cache_gib},
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=max(8192, options.max_num_seqs),
         free_cache_engine=False,  # no training model needs the memory
-        engine_kwargs=dict(engine_kwargs),
+        engine_kwargs=dict(options.engine_kwargs),
     )
     engine = build_engine(
         rollout,

@@ -64,7 +64,7 @@ class GradedProblem:
 
 def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPool) -> list[GradedProblem]:
     """Grade every sample of the ledger. Raises ConfigError when some are missing."""
-    found = Ledger(settings.options.output, selected.name).read()
+    found = Ledger(settings.options.folder, selected.name).read()
     keys = selected.keys()
     missing = [key for key in keys if key not in found]
     if missing:
@@ -218,7 +218,7 @@ def whole_result(settings: EvaluationSettings, tasks: dict[str, dict[str, Any]])
         "format": RESULT_FORMAT,
         "model": {"path": str(settings.options.model), **identity["model"]},
         "seed": settings.options.seed,
-        "engine_kwargs": settings.options.engine_kwargs,
+        "engine_kwargs": dict(settings.options.engine_kwargs),
         "versions": {"python": platform.python_version(), **_versions()},
         "tasks": tasks,
     }

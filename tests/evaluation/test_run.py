@@ -26,7 +26,8 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import to_megatron
 from grpo_megatron.evaluation.engine import engine_dtype, open_model, stream_weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
-from grpo_megatron.evaluation.settings import Options, prepare
+from grpo_megatron.evaluation.options import EvaluateOptions
+from grpo_megatron.evaluation.settings import prepare
 from tests.evaluation.drawing_ranks import draw_all, generate_over_ranks, options
 from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
 from tests.worlds import run as run_ranks
@@ -151,12 +152,12 @@ def command(folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
 def fill_ledger(folder: Path, output: Path, share: float, **changes: Any) -> None:
     """A complete ledger in which about `share` of the answers are right."""
     settings = prepare(
-        Options(
+        EvaluateOptions(
             model=folder / "model", data=folder / "data", output=output, tasks=["gsm8k", "math"], samples=2, max_tokens=12,
             **changes,
         )
     )  # fmt: skip
-    run_folder = settings.options.output
+    run_folder = settings.options.folder
     run_folder.mkdir()
     write_identity(run_folder, settings.identity())
     for selected in settings.selected:
