@@ -140,7 +140,8 @@ def special_file_in(folder: Path) -> str | None:
     return None
 
 
-# -- JSON. Python's parser takes duplicate keys silently, raises RecursionError, and refuses long integers without a pla
+# -- JSON --------------------------------------------------------------------------------------------------------------
+# Python's parser takes duplicate keys silently, raises RecursionError, and refuses long integers without a place.
 
 MAX_JSON = 1 << 29  # bytes; the largest tokenizers have some 40 MB
 
@@ -182,10 +183,11 @@ def _integer(digits: str) -> int:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)  # json.loads would make one for each text
 
 
-# -- JSON of rows. msgspec parses a line five times as fast as `parse_json` (measured), which decides in all unclear cases.
-# msgspec is less strict in three things: it keeps the last of two equal keys, reads integers of any length, and has another
-# limit of nesting. So its value is taken only if it has one key for each `:` of the line that can follow a key, no integer
-# beyond 64 bits, and at most SURE_LEVELS levels. `parse_json` reads all other lines, and those that msgspec refuses.
+# -- Lines of JSON, read by msgspec where it is as strict --------------------------------------------------------------
+# msgspec parses a line five times as fast as `parse_json` (measured), but it is less strict in three things: it keeps the
+# last of two equal keys, reads integers of any length, and has another limit of nesting. So its value is taken only if it has
+# one key for each `:` of the line that can follow a key, no integer beyond 64 bits, and at most SURE_LEVELS levels.
+# `parse_json` reads all other lines, and those that msgspec refuses.
 
 SURE_LEVELS = 64  # of a value that msgspec's result is taken for; data have fewer than ten
 BEHIND_KEYS = (b'":', b" :", b"\t:", b"\r:", b"\n:")  # how the `:` behind a key can be written

@@ -16,11 +16,25 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 F = TypeVar("F")
+
+
+def find_modules(config: Path) -> None:
+    """Look for the user's modules in the current folder, and beside the config, too. What is found today stays what is found.
+
+    `python -m grpo_megatron` looks in the current folder first, the command `grpo-megatron` nowhere of the user's own.
+    Reward workers and environments get the same path from this process.
+    """
+    for folder in (os.getcwd(), str(config.parent.absolute())):
+        if folder not in sys.path and not ("" in sys.path and folder == os.getcwd()):
+            sys.path.append(folder)
 
 
 def import_function(path: str) -> object:

@@ -74,9 +74,9 @@ class Journey:
 
 def count(engine: str) -> Journey:
     """Run the quickstart's config in the current folder."""
-    from grpo_megatron.starting.quickstart import quickstart_arguments
+    from grpo_megatron.starting.quickstart import QuickstartOptions, prepare_quickstart
 
-    _, config_file, *overrides = quickstart_arguments([*PLAIN, f"rollout.engine={engine}"])
+    _, config_file, *overrides = prepare_quickstart(QuickstartOptions(overrides=(*PLAIN, f"rollout.engine={engine}")))
     journey = Journey()
     with journey.span("run"):
         with journey.span("check"):

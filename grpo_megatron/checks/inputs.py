@@ -193,7 +193,7 @@ def missing_keys(config: Config) -> Messages:
     trainer = config.trainer
     data = config.data
     if trainer.total_training_steps and not data.train_files and not data.sources:
-        yield (f"{k.trainer.total_training_steps} needs prompts; set data.train_files")
+        yield (f"{k.trainer.total_training_steps} needs prompts; set {k.data.train_files:key}")
     if (trainer.val_before_train or trainer.test_freq > 0) and not (
         data.has_prompts_to_validate or data.val_loss_files
     ):

@@ -1,6 +1,6 @@
 """What a resumed run changes: the differences between its config and the checkpoint's, and whether each may be made.
 
-The classes of the keys are in resume_classes.py. Keys that the checkpoint's config lacks are of a newer program version, and
+The class of a key is part of its type in config/. Keys that the checkpoint's config lacks are of a newer program version, and
 are not compared.
 """
 
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.checks.resume_classes import FIXED, RESUME_CLASSES, SCHEDULE, ResumeClass
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.keys import config_keys
 from grpo_megatron.config.problems import Messages, check, keys_of, marked
+from grpo_megatron.config.section import ResumeClass
 from grpo_megatron.storage.run_files import on_disk, saved_config, steps_of
 
+RESUME_CLASSES = {key.name: key.resume for key in config_keys(Config)}
 LONGEST_VALUE = 80  # characters of a value in a message
 REMEDY = (
     "put the old value back; or start a new run from these weights: `grpo-megatron convert to-hf` makes a model folder"
@@ -107,7 +109,7 @@ def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Mess
             f"{marked('algorithm.adv_estimator')} {estimators[0]} -> {estimators[1]}: {checkpoint} has no critic; put the"
             " old value back, or start a new run"
         )
-    fixed = [d for d in differences(saved, config.model_dump(mode="json")) if d.resume_class == FIXED]
+    fixed = [d for d in differences(saved, config.model_dump(mode="json")) if d.resume_class == "fixed"]
     for difference in fixed:
         remedy = f"; {REMEDY}" if difference is fixed[-1] else ""
         yield f"{difference:marked}: cannot change when a run resumes, here from {checkpoint}{remedy}"
@@ -116,6 +118,6 @@ def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Mess
 def announcement(changed: list[Difference], updates_done: int, total_updates: int) -> str:
     """Lines for the console: each applied difference, and where the policy is in a rebuilt schedule."""
     lines = ["changed since the checkpoint:", *(f"  {difference}" for difference in changed)]
-    if any(d.resume_class == SCHEDULE and not d.key.startswith(("reward_model.", "critic.")) for d in changed):
+    if any(d.resume_class == "schedule" and not d.key.startswith(("reward_model.", "critic.")) for d in changed):
         lines.append(f"  the policy's learning-rate schedule continues after update {updates_done} of {total_updates}")
     return "\n".join(lines)

@@ -209,7 +209,7 @@ def _problem(trial: RewardTrial) -> str:
     )
 
 
-# -- Whether the rows have what the reward functions name (rewards/signature.py) ---------------------------------------
+# -- Whether the rows have what the reward functions name (rewards/reward.py)--- ---------------------------------------
 
 
 @check

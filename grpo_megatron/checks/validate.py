@@ -36,7 +36,7 @@ from grpo_megatron.checks.methods import (
     sharing_problems,
     with_total_steps,
 )
-from grpo_megatron.checks.model_folders import MAIN, OTHERS, ModelFolders, has_weights
+from grpo_megatron.checks.model_folders import MAIN, OTHERS, ModelFolders, critic_arch, has_weights
 from grpo_megatron.checks.names import (
     name_problems,
     reward_name_problems,
@@ -47,7 +47,6 @@ from grpo_megatron.checks.names import (
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, examples_of, report_trials
 from grpo_megatron.checks.scoring import critic_problems, reward_model_problems, score_head_problems
-from grpo_megatron.checks.shortage import SHORTAGE_KEYS, phase_shortages
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import Problem, ProblemList, Problems
@@ -56,6 +55,8 @@ from grpo_megatron.data.items import one_of_each
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
+from grpo_megatron.memory.parameters import RunModels
+from grpo_megatron.memory.phases import phase_shortages
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.models.layers.precision import hardware_problems, precision_problems
@@ -141,6 +142,13 @@ def _concerns(wrong: str, key: str) -> bool:
     return is_part or bool(difflib.get_close_matches(wrong, [key], cutoff=0.8))
 
 
+SHORTAGE_KEYS = (  # keys and sections that the arithmetic of memory reads
+    *("model", "actor", "ref", "critic", "reward_model", "reward_models", "rollout", "algorithm"),
+    *("data.max_prompt_length", "data.max_response_length", "data.train_files", "data.val_files"),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device"),
+)
+
+
 @dataclass(frozen=True)
 class Checked:
     """What validation has read, for the trainer to use. A list is empty if the config does not ask for its items."""
@@ -175,6 +183,12 @@ class Checked:
     def all_reward_folders(self) -> list[RewardFolder]:
         """The one of reward_model.path first."""
         return [*filter(None, [self.reward_folder]), *self.reward_folders.values()]
+
+    def models(self, config: Config) -> RunModels:
+        """The models of the run."""
+        rewards = tuple(folder.arch for folder in self.all_reward_folders)
+        critic = critic_arch(config, self.arch, self.critic_folder)
+        return RunModels(self.arch, rewards, critic, has_head=self.scored_folder is None)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -246,7 +260,8 @@ def validate(
         if environment is not None and start.knows("rollout.multi_turn"):
             messages = problems.attempt("rollout.multi_turn", rehearse, config, rows.first_of_each)
     if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.problems or not dry_run):  # else the plan's verdict
-        problems.add(phase_shortages(config, world_size, models, start.device, elsewhere=elsewhere))
+        known = models.models(config)
+        problems.add(phase_shortages(config, world_size, known, start.device, elsewhere=elsewhere), "actor.megatron")
     problems.raise_if_any()
     assert models.arch is not None
     if not dry_run:

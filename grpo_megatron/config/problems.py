@@ -62,6 +62,8 @@ Messages = Iterator[Problem | str]  # what it yields before `check` has made pro
 class ConfigError(ValueError):
     """Mistakes in the user's input: `problems`. Each names key, value, arithmetic and remedy; the CLI exits with code 2."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
     def __init__(self, *problems: Problem | str) -> None:
         self.problems = [given if isinstance(given, Problem) else Problem(given) for given in problems]
         super().__init__("\n".join(problem.text for problem in self.problems))

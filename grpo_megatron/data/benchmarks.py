@@ -154,7 +154,7 @@ def _read_example(task: Task, fewshot: Fewshot, row: dict[str, Any]) -> Example:
     return Example(question, solution)
 
 
-# -- Validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
+# -- validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
 # The prompts are rendered as those of training: chat or plain text, with `data.system_prompt` if it is set. The samples
 # are drawn as `rollout.val_kwargs` says, within `data.max_response_length`, and reported as
 # `val-core/<task>/acc/mean@n`. Few-shot examples and stop texts belong to the scripted evaluation.

@@ -124,8 +124,9 @@ def _weight(measured: Measured, name: str) -> float:
     return PROMPT_WEIGHTS[name](measured.rate)
 
 
-# -- Wilson's interval of a share (1927, JASA 22:209), at 95 %: the shares p from which the observed one is z of their o
-# standard errors sqrt(p (1 - p) / n) away. It has a width at 0 and at 100 %, too.
+# -- Wilson's interval of a share (1927, JASA 22:209), at 95 % ---------------------------------------------------------
+# The shares p from which the observed one is z of their own standard errors sqrt(p (1 - p) / n) away. It has a width at 0 and
+# at 100 %, too.
 
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 

@@ -1,9 +1,9 @@
 """Prompts: rows of a task's files -> prompts, through the tokenizer's chat template or as plain text.
 
-All rows are checked before the run, and the numbers of those whose prompts fit are held. A prompt
-is made when it is read: every rank knows all prompts of a step by uid, reward and answer, and only the ranks that draw the
-responses render and tokenise it (150 us, measured with GSM8K). Rows with responses are rendered in the same way (written.py),
-so the supervised warmup sees the same prompts.
+All rows are checked before the run, and the numbers of those whose prompts fit are held. A prompt is made when it is read.
+Every rank knows all prompts of a step by uid, reward and answer. Only the ranks that draw the responses render and tokenise
+them (150 us, measured with GSM8K). Rows with responses are rendered in the same way (written.py), so the supervised warmup sees
+the same prompts.
 """
 
 from __future__ import annotations

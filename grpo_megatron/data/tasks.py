@@ -182,7 +182,7 @@ def _source_sha256(module_name: str) -> str:
     return hashlib.sha256(Path(path).read_bytes() if path else module_name.encode()).hexdigest()
 
 
-# -- Recognises the form of data files where `data.task` is not set: verl's rows, TRL's rows, or those of the default ta
+# -- The form of data files where `data.task` is not set: verl's rows, TRL's, or others --------------------------------
 
 FORMS = {"verl": "reward_model.ground_truth", "trl": "prompt, and no question"}  # task -> what its rows are known by
 

@@ -138,7 +138,7 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
     return messages
 
 
-# -- Written groups: rows with responses -> prompts and responses as token ids, for supervised training, pairs and scala
+# -- Written groups: rows with responses as token ids, for supervised training, pairs and scalar heads -----------------
 # As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
 
 SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpo_megatron.algo.needs import needs_reference
 from grpo_megatron.checks.layout import stage_layers
@@ -40,6 +40,9 @@ class StageParameters:
     @property
     def total(self) -> int:
         return self.dense + self.experts
+
+
+Stages = list[StageParameters]  # of a model
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,43 @@ def parameters_from_table(
 
 def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
     return sum(math.prod(row.local_shape(arch, tp)) for row in rows)
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """The models of a run: the policy, all reward models (that of `reward_model.path` first), and the critic if there is one.
+
+    `has_head`: the policy has an output head; a model that learns to score has none.
+    """
+
+    arch: Architecture
+    reward_archs: tuple[Architecture, ...] = ()
+    critic: Architecture | None = None
+    has_head: bool = True
+    _known: dict[tuple[object, ...], Stages] = field(default_factory=dict, repr=False, compare=False)
+
+    def stages(self, config: Config) -> tuple[Stages, list[Stages], Stages | None]:
+        """Parameters of every stage of the policy, of each reward model, of the critic. The layout must be valid."""
+        critic = None if self.critic is None else self._stages(self.critic, config, has_head=False)
+        rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
+        return self._stages(self.arch, config, has_head=self.has_head), rewards, critic
+
+    def counted_stages(self, config: Config, world_size: int) -> tuple[Stages, list[Stages], Stages | None]:
+        """The same as Megatron-Core builds them, where it is installed. Slower: one layout takes up to a second."""
+        critic = None
+        if self.critic is not None:
+            critic = count_parameters(self.critic, config, world_size, is_reward_model=True)
+        rewards = [count_parameters(arch, config, world_size, is_reward_model=True) for arch in self.reward_archs]
+        return count_parameters(self.arch, config, world_size, is_reward_model=not self.has_head), rewards, critic
+
+    def _stages(self, arch: Architecture, config: Config, *, has_head: bool) -> Stages:
+        megatron = config.actor.megatron
+        layers = str(sorted(megatron.override_transformer_config.items()))
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size)
+        if key not in self._known:
+            self._known[key] = parameters_from_table(arch, megatron, has_output_head=has_head)
+        return self._known[key]
 
 
 def memory_of_stages(

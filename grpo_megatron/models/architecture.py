@@ -13,6 +13,8 @@ from grpo_megatron.reading import shown
 class UnsupportedModel(ValueError):
     """A config.json with a feature that Megatron-Core or this project cannot express. The message names it."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 @dataclass(frozen=True)
 class Yarn:

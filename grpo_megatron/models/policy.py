@@ -40,6 +40,8 @@ from grpo_megatron.types import Batch, WeightBucket
 class TooManySkippedSteps(RuntimeError):
     """More than `actor.max_skipped_steps` updates in a row were skipped."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 class Guard(Protocol):
     """Decides over an optimizer step (training/guards.py)."""

@@ -13,13 +13,12 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference, reasons_for_old_pass
 from grpo_megatron.config import Config
 from grpo_megatron.memory.engine import kv_token_bytes
-from grpo_megatron.memory.parameters import DTYPE_BYTES
+from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import flops_per_pass, model_shape
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.gpus import Gpu
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.models import PlannedModels
 
 # -- PlannedMachine: GPUs on nodes, and the seconds that bytes need between them ---------------------------------------
 
@@ -78,7 +77,7 @@ class Workload:
         return self.samples * self.sample_tokens
 
     @classmethod
-    def of(cls, config: Config, models: PlannedModels, response_tokens: float | None = None) -> Workload:
+    def of(cls, config: Config, models: RunModels, response_tokens: float | None = None) -> Workload:
         """Of a step of `config`. Unknown lengths: the prompt is half of its maximum, and the response too by default."""
         actor, algorithm, data = config.actor, config.algorithm, config.data
         n = config.rollout.n

@@ -22,7 +22,7 @@ from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.layout import data_parallel_size
 from grpo_megatron.checks.machine import device_lines
 from grpo_megatron.checks.methods import steps_of_epochs
-from grpo_megatron.checks.model_folders import critic_arch, has_critic
+from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.checks.names import sources_of
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.config import (
@@ -36,7 +36,6 @@ from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,
     SAVED_OPTIMIZER_BYTES,
     StageParameters,
-    count_parameters,
     is_counted_by_megatron,
     memory_of_stages,
 )
@@ -185,7 +184,7 @@ def describe_run(
     `device_gib`: the memory of one device in GiB, to say which phases fit it. `width`: characters of a line, apart from
     tables and the prompt.
     """
-    models = count_models(config, checked, world_size)
+    models = checked.models(config).counted_stages(config, world_size)
     source = "by the weight table: Megatron-Core is not installed here"
     if is_counted_by_megatron():
         source = "parameters counted in Megatron-Core's own modules"
@@ -320,19 +319,6 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
     reward_models = reward_model_lines(config, checked.reward_folder, checked.reward_folders)
     yield from (named_row("reward model", text) for text in reward_models)
     yield from (named_row("critic", text) for text in critic_lines(config, checked.critic_folder))
-
-
-def count_models(
-    config: Config, checked: Checked, world_size: int
-) -> tuple[list[StageParameters], list[list[StageParameters]], list[StageParameters] | None]:
-    """Parameters of every stage of the policy, of each reward model (that of `reward_model.path` first), of the critic."""
-    reward_models = [
-        count_parameters(folder.arch, config, world_size, is_reward_model=True) for folder in checked.all_reward_folders
-    ]
-    own = critic_arch(config, checked.arch, checked.critic_folder)
-    critic = None if own is None else count_parameters(own, config, world_size, is_reward_model=True)
-    is_scored = checked.scored_folder is not None
-    return count_parameters(checked.arch, config, world_size, is_reward_model=is_scored), reward_models, critic
 
 
 def _memory_lines(

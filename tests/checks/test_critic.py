@@ -19,7 +19,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.memory.parameters import memory_of_stages
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.planning.run_page import count_models, describe_run
+from grpo_megatron.planning.run_page import describe_run
 from tests import runs
 from tests.checks.test_reward_model import changed
 
@@ -171,7 +171,7 @@ def test_the_plan_counts_the_critic(run: Path) -> None:
         " alone before step 1"
     )
     assert row in " ".join(plan.split())  # it is wrapped
-    policy, _, critic = count_models(config, checked, 2)
+    policy, _, critic = checked.models(config).counted_stages(config, 2)
     assert critic is not None and critic[0].total == policy[0].total - checked.arch.padded_vocab_size(1) * 64
     (memory,) = memory_of_stages(config, 2, policy, [], critic)
     assert memory.critic_weights == 4 * critic[0].total and memory.critic == (4 + 4 + 8 / 2) * critic[0].total

@@ -142,7 +142,7 @@ def test_weights_that_are_none(weights: list[float]) -> None:
         integer_weights(weights)
 
 
-# -- Sources are drawn by weight: exactly in the long run, within one draw per source in every stretch, by the cursor a
+# -- Sources are drawn by weight, and by the cursor alone --------------------------------------------------------------
 
 
 def sampler(sizes: list[int], weights: list[float], **options: Any) -> MixedSampler:

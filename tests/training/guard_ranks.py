@@ -127,11 +127,11 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
 
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.cli.commands import replay_dump
+    from grpo_megatron.cli.inspecting import ReplayOptions, replay_dump
 
     results = []
     for dump in dumps:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            code = replay_dump([str(dump)])
+            code = replay_dump(ReplayOptions(dump=dump))
         results.append((code, out.getvalue()))
     return results
