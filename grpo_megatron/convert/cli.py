@@ -163,6 +163,7 @@ def _verify(a: Source, b: Source, args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run `grpo-megatron convert`. Returns the exit code."""
     parser = argparse.ArgumentParser(
         "grpo-megatron convert",
         description="Hugging Face <-> Megatron-Core checkpoints, on a CPU, in bounded memory.",

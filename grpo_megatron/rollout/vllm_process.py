@@ -29,7 +29,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 
@@ -426,13 +425,20 @@ def inside(device: Device) -> Iterator[None]:
             yield
 
 
-def ending(device: Device) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def ending(device: Device) -> Iterator[None]:
     """Around the shutdown of an engine.
 
-    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing else
-    needs the memory, so frozen objects stay frozen there.
+    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing else needs the
+    memory, so frozen objects stay frozen there.
     """
-    return contextlib.nullcontext() if device.is_cuda else mock.patch.object(gc, "unfreeze", lambda: None)
+    unfreeze = gc.unfreeze
+    if not device.is_cuda:
+        gc.unfreeze = lambda: None
+    try:
+        yield
+    finally:
+        gc.unfreeze = unfreeze
 
 
 def _remove_own_leftovers(mesh: Mesh) -> None:
