@@ -16,14 +16,19 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.importing import Version, examine_transformer_engine, leave_megatron_uncompiled, parse_version
+from grpo_megatron.importing import (
+    Version,
+    examine_transformer_engine,
+    leave_megatron_uncompiled,
+    parse_version,
+    replaced,
+)
 
 leave_megatron_uncompiled(torch.version.cuda)
 
@@ -237,10 +242,10 @@ def _plain_optimizers() -> Iterator[None]:
     flags: dict[str, Any] = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"), False)
     plain: dict[str, Any] = {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True}
     with (
-        mock.patch.multiple(optimizer, **plain),
-        mock.patch.multiple(distrib_optimizer, Adam=torch.optim.Adam, **flags),
-        mock.patch.multiple(clip_grads, l2_norm_impl=utils.local_multi_tensor_l2_norm, **scale),
-        mock.patch.multiple(base, **scale),
+        replaced(optimizer, **plain),
+        replaced(distrib_optimizer, Adam=torch.optim.Adam, **flags),
+        replaced(clip_grads, l2_norm_impl=utils.local_multi_tensor_l2_norm, **scale),
+        replaced(base, **scale),
     ):
         yield
 
@@ -289,13 +294,13 @@ def _megatron_on_cpu() -> Iterator[None]:
     _depth += 1
     try:
         with (
-            mock.patch.multiple(torch.cuda, **cuda),
+            replaced(torch.cuda, **cuda),
             _plain_optimizers(),
-            mock.patch.multiple(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
-            mock.patch.multiple(megatron_random, _get_cuda_rng_state=get_rng, _set_cuda_rng_state=set_rng),
-            mock.patch.object(moe_utils, "te_general_gemm", None),  # with Transformer Engine: a CUDA kernel
-            mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", to_host),
-            mock.patch.object(torch.autograd, "_engine_run_backward", backward),
+            replaced(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
+            replaced(megatron_random, _get_cuda_rng_state=get_rng, _set_cuda_rng_state=set_rng),
+            replaced(moe_utils, te_general_gemm=None),  # with Transformer Engine: a CUDA kernel
+            replaced(token_dispatcher, maybe_move_tensor_to_cpu=to_host),
+            replaced(torch.autograd, _engine_run_backward=backward),
             _CudaToCpu(),
         ):
             yield

@@ -54,6 +54,27 @@ def without(packages: Iterable[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, these attributes of a module or class of another package have other values.
+
+    Process-wide, like the attributes. Raises AttributeError where `owner` has no such attribute: another version of it.
+    """
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name in values.keys() - own.keys():
+        getattr(owner, name)  # inherited; AttributeError otherwise
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+@contextlib.contextmanager
 def silent_imports() -> Iterator[None]:
     """`large_imports` in a process that has no console of its own: what libraries log would come between others' lines."""
     logging.disable(logging.WARNING)
@@ -63,19 +84,6 @@ def silent_imports() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Inside, attributes of another library's module or class have these values."""
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 # -- Transformer Engine ------------------------------------------------------------------------------------------------

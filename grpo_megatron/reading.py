@@ -1,12 +1,8 @@
 """Careful reading of files that users write: a bounded size, regular files only, and messages of bounded length.
 
-bounds.py      what a message may show of a value, and the limits on paths and integers
-regular.py     bytes and lines of a regular file
-json_text.py   JSON
-yaml_text.py   YAML: plain data, without duplicate keys
-
-All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller puts the file's name
-first. Standard library and PyYAML only.
+What a message may show of a value; limits on paths and integers; bytes and lines of a regular file; JSON, lines of JSON and
+YAML, without duplicate keys. All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller
+puts the file's name first.
 """
 
 from __future__ import annotations
@@ -15,9 +11,9 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import msgspec
 import yaml
@@ -107,18 +103,16 @@ def read_text(path: Path | str, max_bytes: int) -> str:
         raise ReadError(f"is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def lines_of(path: Path | str, max_bytes: int) -> Iterator[bytes | ReadError]:
-    """Every line without its newline, or why it cannot be read: it is longer than `max_bytes`. Raises OSError, ReadError."""
-    check_regular(path)
-    with open(path, "rb") as file:
-        while line := file.readline(max_bytes + 1):
-            if len(line) <= max_bytes or line.endswith(b"\n"):
-                yield line.removesuffix(b"\n")
-                continue
-            length = len(line)
-            while not line.endswith(b"\n") and (line := file.readline(max_bytes)):
-                length += len(line)
-            yield ReadError(f"has {length:,} bytes; at most {max_bytes:,} are read")
+def lines_of(file: IO[bytes], max_bytes: int) -> Iterator[bytes | ReadError]:
+    """Every line of an open file without its newline, or why it cannot be read: it is longer than `max_bytes`."""
+    while line := file.readline(max_bytes + 1):
+        if len(line) <= max_bytes or line.endswith(b"\n"):
+            yield line.removesuffix(b"\n")
+            continue
+        length = len(line)
+        while not line.endswith(b"\n") and (line := file.readline(max_bytes)):
+            length += len(line)
+        yield ReadError(f"has {length:,} bytes; at most {max_bytes:,} are read")
 
 
 def check_regular(path: Path | str) -> None:
@@ -146,7 +140,8 @@ def special_file_in(folder: Path) -> str | None:
     return None
 
 
-# -- JSON. Python's parser takes duplicate keys silently, raises RecursionError, and refuses long integers without a pla
+# -- JSON --------------------------------------------------------------------------------------------------------------
+# Python's parser takes duplicate keys silently, raises RecursionError, and refuses long integers without a place.
 
 MAX_JSON = 1 << 29  # bytes; the largest tokenizers have some 40 MB
 
@@ -188,10 +183,11 @@ def _integer(digits: str) -> int:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)  # json.loads would make one for each text
 
 
-# -- Lines of JSON. msgspec parses a line five times as fast as `parse_json` (measured), which decides in all unclear ca
-# msgspec is less strict than `parse_json` in three things: it keeps the last of two equal keys, reads integers of any length,
-# and has another limit of nesting. So its value is taken only if it has one key for each `:` of the line that can follow a key,
-# no integer beyond 64 bits, and at most SURE_LEVELS levels. `parse_json` reads all other lines, and those that msgspec refuses.
+# -- Lines of JSON, read by msgspec where it is as strict --------------------------------------------------------------
+# msgspec parses a line five times as fast as `parse_json` (measured), but it is less strict in three things: it keeps the
+# last of two equal keys, reads integers of any length, and has another limit of nesting. So its value is taken only if it has
+# one key for each `:` of the line that can follow a key, no integer beyond 64 bits, and at most SURE_LEVELS levels.
+# `parse_json` reads all other lines, and those that msgspec refuses.
 
 SURE_LEVELS = 64  # of a value that msgspec's result is taken for; data have fewer than ten
 BEHIND_KEYS = (b'":', b" :", b"\t:", b"\r:", b"\n:")  # how the `:` behind a key can be written
@@ -200,16 +196,16 @@ UNSURE = 1 << 62  # more keys than a line can have
 _decode = msgspec.json.Decoder().decode
 
 
-def parse_lines(lines: Sequence[bytes]) -> Iterator[Any]:
-    """The value of each line, or a ReadError. It is returned, not raised, so that the lines after it are read too."""
-    values: Sequence[Any]
+def parse_json_line(line: bytes) -> Any:
+    """The JSON value of a line, as `parse_json` gives it. A ReadError is returned, not raised: later lines are read too."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value = _decode(line)
+        if _is_sure(line, value):
+            return value
     try:
-        values = list(map(_decode, lines))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        yield from map(parsed_line, lines)
-        return
-    for line, value in zip(lines, values, strict=True):
-        yield value if _is_sure(line, value) else parsed_line(line)
+        return parse_json(line)
+    except ReadError as error:
+        return error
 
 
 def _is_sure(line: bytes, value: Any) -> bool:
@@ -233,14 +229,6 @@ def _count_keys(value: Any, level: int = 0) -> int:
         if type(item) is not str:
             count += _count_keys(item, level + 1)
     return count
-
-
-def parsed_line(line: bytes) -> Any:
-    """As `parse_lines` for one line, by `parse_json`."""
-    try:
-        return parse_json(line)
-    except ReadError as error:
-        return error
 
 
 # -- YAML as plain data: tables, lists, texts, numbers, true, false and null -------------------------------------------

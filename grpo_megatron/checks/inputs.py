@@ -10,23 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.model_folders import trains_scores
 from grpo_megatron.checks.names import SourceFiles, reward_name, sources_of
-from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
-from grpo_megatron.config.problems import Problem, ProblemList, Problems
+from grpo_megatron.config import Config, ConfigError, SamplingConfig
+from grpo_megatron.config.problems import Findings, Problem, ProblemList, check, keys_of
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.dataset_folder import is_there
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
-from grpo_megatron.data.row_set import RowSet
-from grpo_megatron.data.rows import read_rows
+from grpo_megatron.data.rows import RowSet, is_there, read_rows
 from grpo_megatron.data.sampler import Mixture, SourcePrompts
 from grpo_megatron.data.scored import PAIR_ROWS, STEP_ROWS, load_pairs, load_steps, read_pairs, read_steps
-from grpo_megatron.data.survey import Survey
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import (
@@ -40,10 +35,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_config
 from grpo_megatron.types import BY_MODEL, Prompt
 
-# -- The data sets of a run: `data.train_files` and `data.val_files`, or each of `data.sources`, with their tasks and re
-
-
-# -- Reads the prompts of a run, to train on and to validate with. Every failure is a ConfigError that names the key ---
+# -- The prompts to train on and to validate with ----------------------------------------------------------------------
 
 
 def read_train_prompts(
@@ -112,8 +104,8 @@ def _read_prompts(
 def check_rows(key: str, files: Sequence[Path], parse: Callable[[dict[str, Any]], object]) -> None:
     """Raise one ConfigError for all files that cannot be read or have wrong rows."""
     with named_key(key):
-        rows = RowSet(files, "rows")
-        Survey(rows, parse, lambda parsed: np.zeros((len(parsed), 1), np.int32), None).run()
+        for _ in RowSet(files).parsed(parse):
+            pass
 
 
 @contextlib.contextmanager
@@ -126,7 +118,7 @@ def named_key(key: str) -> Iterator[None]:
         raise ConfigError(*(Problem(f"{key}: {problem}", (section,)) for problem in error.problems)) from error
 
 
-# -- Reads the rows of a run that trains a scalar head (algo/score_losses.py). Every failure is a ConfigError ----------
+# -- The rows of a run that trains a scalar head -----------------------------------------------------------------------
 
 
 def read_scored_groups(
@@ -191,22 +183,23 @@ def only_present(config: Config) -> Config:
     return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft.model_copy(update=warmup)})
 
 
-def missing_keys(config: Config) -> Problems:
+@check
+def missing_keys(config: Config) -> Findings:
     """The keys of the data that this run needs are set."""
+    k = keys_of(config)
     trainer = config.trainer
     data = config.data
     if trainer.total_training_steps and not data.train_files and not data.sources:
-        yield f"trainer.total_training_steps={trainer.total_training_steps} needs prompts; set data.train_files"
+        yield (f"{k.trainer.total_training_steps} needs prompts; set {k.data.train_files:key}")
     if (trainer.val_before_train or trainer.test_freq > 0) and not (
         data.has_prompts_to_validate or data.val_loss_files
     ):
         yield (
-            f"trainer.val_before_train={str(trainer.val_before_train).lower()}, trainer.test_freq={trainer.test_freq}:"
-            " validation needs data.val_files; set it (or data.val_tasks, or data.val_loss_files), or val_before_train=false and"
-            " test_freq=-1"
+            f"{k.trainer.val_before_train}, {k.trainer.test_freq}: validation needs {k.data.val_files:key}; set"
+            " it (or data.val_tasks, or data.val_loss_files), or val_before_train=false and test_freq=-1"
         )
     if config.sft.steps and not config.sft.train_files:
-        yield f"sft.steps={config.sft.steps} needs rows to learn from; set sft.train_files, or sft.steps=0"
+        yield (f"{k.sft.steps} needs rows to learn from; set sft.train_files, or sft.steps=0")
 
 
 def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
@@ -214,29 +207,31 @@ def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
     path, data = config.model.tokenizer_path or config.model.path, config.data
     tokenizer = load_tokenizer(path, data)
     problems = ProblemList()
-    problems.add(_tokenizer_problems(tokenizer, path, data, arch))
+    problems.add(_tokenizer_problems(config, tokenizer, path, arch))
     problems.raise_if_any()
     return tokenizer
 
 
-def _tokenizer_problems(tokenizer: Any, path: Path, data: DataConfig, arch: Architecture | None) -> Problems:
+@check
+def _tokenizer_problems(config: Config, tokenizer: Any, path: Path, arch: Architecture | None) -> Findings:
+    k, data = keys_of(config), config.data
     size = max(len(tokenizer), tokenizer.eos_token_id + 1)
     if arch is not None and size > arch.vocab_size:
         yield (
             f"the tokenizer in {str(path)!r} has {size} tokens and the model's embedding {arch.vocab_size} rows"
-            f" (vocab_size of config.json): ids from {arch.vocab_size} on have none; set model.tokenizer_path to the"
-            " model's own tokenizer"
+            f" (vocab_size of config.json): ids from {arch.vocab_size} on have none; set"
+            f" {k.model.tokenizer_path:key} to the model's own tokenizer"
         )
     if data.apply_chat_template and tokenizer.chat_template is None:
         yield (
-            "data.apply_chat_template=true, but the tokenizer has no chat template; set data.chat_template to a Jinja"
-            " file (ChatML: examples/templates/chatml.jinja), or data.apply_chat_template=false to take texts as they"
-            " are"
+            f"{k.data.apply_chat_template}, but the tokenizer has no chat template; set data.chat_template to a"
+            " Jinja file (ChatML: examples/templates/chatml.jinja), or data.apply_chat_template=false to take"
+            " texts as they are"
         )
     if data.system_prompt is not None and not data.apply_chat_template:
         yield (
-            f"data.system_prompt={data.system_prompt[:40]!r} needs a chat template, and data.apply_chat_template is"
-            " false; unset one of them"
+            f"{k.data.system_prompt!r} needs a chat template, and {k.data.apply_chat_template:key} is false;"
+            " unset one of them"
         )
 
 

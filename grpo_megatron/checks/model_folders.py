@@ -13,6 +13,7 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import reads_reference
 from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringModel
 from grpo_megatron.config.problems import ProblemList
+from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
@@ -171,6 +172,12 @@ class ModelFolders:
         folders = [*self.rewards.values(), *filter(None, [self.critic])]
         return [folder.arch for folder in folders]
 
+    def models(self, config: Config) -> RunModels:
+        """What the folders describe. All of them could be read."""
+        assert self.arch is not None
+        rewards = tuple(folder.arch for folder in self.rewards.values())
+        return RunModels(self.arch, rewards, critic_arch(config, self.arch, self.critic), has_head=self.scored is None)
+
     def are_complete(self, config: Config) -> bool:
         """Whether every folder that the config names could be read."""
         has_critic = self.critic is not None or config.critic.path is None
@@ -189,3 +196,11 @@ class ModelFolders:
             problems.attempt(f"{key}.path", check_reward_folder, folder, key)
         if self.critic is not None:
             problems.attempt("critic.path", check_reward_folder, self.critic, "critic")
+
+
+def read_models(config: Config) -> RunModels:
+    """The models of a run, from each folder's config.json. Raises ConfigError."""
+    problems = ProblemList()
+    folders = ModelFolders.read(config, problems)
+    problems.raise_if_any()
+    return folders.models(config)

@@ -16,13 +16,13 @@ from grpo_megatron.algo.token_weights import token_weightings
 from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.config import Config, DataConfig, RewardComponent, RewardConfig, SamplingConfig
-from grpo_megatron.config.problems import Problems
+from grpo_megatron.config.problems import Findings, check, keys_of, marked
 from grpo_megatron.data.tasks import FORMS, get_task, recognised_task
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward, rewards
 from grpo_megatron.rewards.composite import COMPOSITE
 
-# -- `reward.components`: the functions that they stand for, and what is wrong with them before a run starts -----------
+# -- `reward.components` -----------------------------------------------------------------------------------------------
 
 ACCURACY = "accuracy"  # the name of a component that is the task's own reward
 TAKEN = ("acc", "score", "steps", "ok", "timeout")  # names of other metrics, and entries of a result
@@ -51,26 +51,28 @@ def _component_function(part: RewardComponent, of_the_task: str | None) -> str:
     return part.function or (of_the_task or "" if part.name == ACCURACY else part.name)
 
 
-def component_problems(config: Config) -> Problems:
+@check
+def component_problems(config: Config) -> Findings:
     """Names, functions, weights and gates of the components. The task is known to be usable."""
+    k = keys_of(config)
     reward = config.reward
     if not reward.components:
         return
     if reward.function is not None:
         yield (
-            f"reward.function={reward.function!r} beside reward.components: a run has one or the other; write it as a"
+            f"{k.reward.function!r} beside {k.reward.components:key}: a run has one or the other; write it as a"
             f" component, {{name: NAME, function: {reward.function}}}, or leave the components out"
         )
     if reward.kwargs:
-        yield "reward.kwargs has no effect on reward.components; set the kwargs of each component"
+        yield (f"{k.reward.kwargs:key} has no effect on {k.reward.components:key}; set the kwargs of each component")
     if len(reward.components) > MAX_COMPONENTS:
-        yield f"reward.components has {len(reward.components)} entries; at most {MAX_COMPONENTS} are accepted"
+        yield (f"{k.reward.components:key} has {len(reward.components)} entries; at most {MAX_COMPONENTS} are accepted")
         return
     if not any(part.weight for part in reward.components):
-        yield "reward.components: all weights are 0, and the reward would be 0 for every sample; set one"
+        yield (f"{k.reward.components:key}: all weights are 0, and the reward would be 0 for every sample; set one")
     names = [part.name for part in reward.components]
     for number, part in enumerate(reward.components):
-        key = f"reward.components[{number}] ({part.name})"
+        key = f"{k.reward.components:key}[{number}] ({part.name})"
         if part.name in TAKEN:
             yield f"{key}: the name is taken by another metric; choose another one"
         if part.name in names[:number]:
@@ -83,7 +85,7 @@ def component_problems(config: Config) -> Problems:
 def _function_problems(part: RewardComponent, config: Config) -> Iterator[str]:
     name = _component_function(part, _own_reward(config))
     if not name:
-        yield f"it is the task's own reward, and data.task={config.data.task!r} has none; set its function"
+        yield f"it is the task's own reward, and {keys_of(config).data.task!r} has none; set its function"
     elif name == COMPOSITE:
         yield "a sum of components cannot be a component; list its components here"
     else:
@@ -107,8 +109,8 @@ def judge_problems(name: str, kwargs: Mapping[str, Any], reward: RewardConfig) -
     limit = kwargs.get("timeout_s", 8.0)
     if name == "judge" and isinstance(limit, int | float) and limit >= reward.timeout_s:
         yield (
-            f"the judge's timeout_s={limit:g} is not below reward.timeout_s={reward.timeout_s:g}, after which its worker is"
-            f" killed; set reward.timeout_s={limit * 1.25:g}"
+            f"the judge's timeout_s={limit:g} is not below {marked('reward.timeout_s')}={reward.timeout_s:g}, after which its"
+            f" worker is killed; set reward.timeout_s={limit * 1.25:g}"
         )
 
 
@@ -134,11 +136,11 @@ def _circles(gates: Mapping[str, str]) -> Iterator[str]:
             path.append(gates[path[-1]])
             if path[-1] in path[:-1]:
                 circle = path[path.index(path[-1]) :]
-                yield f"reward.components: the gates {' -> '.join(circle)} wait for each other; remove one of them"
+                yield f"{marked('reward.components')}: the gates {' -> '.join(circle)} wait for each other; remove one of them"
                 break
 
 
-# -- Whether a function of the user's own can be called as the program will call it: from its signature, without a call
+# -- Names of functions; a user's own is judged by its signature, without a call ---------------------------------------
 
 CALLED_WITH = {  # kind of a registry -> the arguments, which are given by position
     "policy loss": ("inputs: LossInputs", "config: ActorConfig"),
@@ -164,7 +166,8 @@ def signature_problem(function: Any, kind: str) -> str | None:
     return None
 
 
-def name_problems(config: Config) -> Problems:
+@check
+def name_problems(config: Config) -> Findings:
     """Estimator, loss, aggregation and KL penalties."""
     actor = config.actor
     registries: list[tuple[str, str, Registry[Any]]] = [
@@ -182,17 +185,19 @@ def name_problems(config: Config) -> Problems:
         try:
             function = registry.get(name)
             if not callable(function):
-                yield f"{key}={name!r} is not a function; set the name of one"
+                yield f"{marked(key)}={name!r} is not a function; set the name of one"
             elif problem := signature_problem(function, registry.kind):
-                yield f"{key}={name!r}: {problem}; change its parameters"
+                yield f"{marked(key)}={name!r}: {problem}; change its parameters"
         except ValueError as error:
-            yield f"{key}: {error}"
+            yield f"{marked(key)}: {error}"
         except Exception as error:  # whatever the user's module raises while it is imported
-            yield f"{key}={name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
+            yield f"{marked(key)}={name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
 
 
-def reward_name_problems(config: Config) -> Problems:
+@check
+def reward_name_problems(config: Config) -> Findings:
     """Task and reward."""
+    k = keys_of(config)
     if problem := task_problem(config):
         yield problem
         return
@@ -204,14 +209,14 @@ def reward_name_problems(config: Config) -> Problems:
     named = [pair for source in sources_of(config) for pair in reward_names_of(source, config.reward.function)]
     for key, name in dict.fromkeys(named):
         if name == COMPOSITE:
-            yield f"{key}={name!r} is the sum of reward.components; set those, and leave reward.function out"
+            yield (f"{key}={name!r} is the sum of {k.reward.components:key}; set those, and leave reward.function out")
             continue
         try:
             check_reward(name, config.reward.kwargs)
         except ValueError as error:
-            yield f"{key}: {error}{' (reward.kwargs)' if config.reward.kwargs else ''}"
+            yield (f"{key}: {error}{f' ({k.reward.kwargs:key})' if config.reward.kwargs else ''}")
         yield from (
-            f"reward.kwargs: {problem}" for problem in judge_problems(name, config.reward.kwargs, config.reward)
+            f"{k.reward.kwargs:key}: {problem}" for problem in judge_problems(name, config.reward.kwargs, config.reward)
         )
 
 
@@ -221,7 +226,7 @@ def task_problem(config: Config) -> str | None:
 
 
 def _problem_of_task(config: Config, source: SourceFiles) -> str | None:
-    key = "data.task" if source.name is None else f"{source.key}: task"
+    key = marked("data.task") if source.name is None else f"{source.key}: task"
     name = source.data.task
     try:
         task = get_task(name)
@@ -265,7 +270,7 @@ def sources_of(config: Config) -> list[SourceFiles]:
     for number, source in enumerate(data.sources):
         task, system = source.task or data.task, source.system_prompt
         own = data.model_copy(update={"task": task, **({} if system is None else {"system_prompt": system})})
-        key = f"data.sources[{number}] ({source.name})"
+        key = f"{marked('data.sources')}[{number}] ({source.name})"
         found.append(SourceFiles(key, source.name, own, source.files, source.val_files, source.reward, source.weight))
     if data.train_files or data.val_files or not found:
         found.append(SourceFiles("data", None, data, data.train_files, data.val_files, None, None))
@@ -296,35 +301,40 @@ def _announce(key: str, files: Sequence[Path], task: str) -> None:
     logger.warning("%s is not set: %s has rows in %s's form (%s), so it is %r", key, files[0], task, FORMS[task], task)
 
 
-def source_problems(config: Config) -> Problems:
+@check
+def source_problems(config: Config) -> Findings:
     """What `data.sources` excludes, and names that are given twice."""
+    k = keys_of(config)
     data = config.data
     if not data.sources:
         return
     if data.train_files:
-        yield "data.sources beside data.train_files: a run has one or the other; add the files as a source"
+        yield (
+            f"{k.data.sources:key} beside {k.data.train_files:key}: a run has one or the other; add the files as"
+            " a source"
+        )
     if config.algorithm.source == "file":
         yield (
-            "data.sources have weights for drawing prompts, and algorithm.source=file reads responses in order; set"
-            " data.train_files"
+            f"{k.data.sources:key} have weights for drawing prompts, and {k.algorithm.source} reads responses in"
+            " order; set data.train_files"
         )
     if data.sampling != SamplingConfig():
         yield (
-            "data.sampling draws single prompts by their pass rates, and data.sources draw by the source's weight; set one"
-            " of them"
+            f"data.sampling draws single prompts by their pass rates, and {k.data.sources:key} draw by the"
+            " source's weight; set one of them"
         )
     names = [source.name for source in data.sources]
     for number, source in enumerate(data.sources):
-        key = f"data.sources[{number}] ({source.name})"
+        key = f"{k.data.sources:key}[{number}] ({source.name})"
         if source.name in names[:number]:
             yield f"{key}: the name is given twice; choose another one"
         if not source.files:
-            yield f"{key} has no files to train on; set its files, or name its val_files in data.val_files"
+            yield (f"{key} has no files to train on; set its files, or name its val_files in {k.data.val_files:key}")
     accuracy = [part for part in config.reward.components if part.name == "accuracy" and part.function is None]
     if accuracy and len({get_task(source.data.task).reward for source in sources_of(config)}) > 1:
         yield (
-            "reward.components: accuracy is the task's own reward, and data.sources have tasks with different ones; set its"
-            " function, or set reward in each source"
+            f"{k.reward.components:key}: accuracy is the task's own reward, and {k.data.sources:key} have tasks"
+            " with different ones; set its function, or set reward in each source"
         )
 
 
@@ -336,6 +346,6 @@ def reward_names_of(source: SourceFiles, override: str | None) -> Iterator[tuple
     if source.reward:
         yield f"{source.key}.reward", source.reward
     elif override is not None:
-        yield "reward.function", override
+        yield marked("reward.function"), override
     else:
-        yield from (("reward.function", name) for name in get_task(source.data.task).reward_names or [""])
+        yield from ((marked("reward.function"), name) for name in get_task(source.data.task).reward_names or [""])

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
-from grpo_megatron.config.problems import Problems
-from grpo_megatron.data.item_table import one_of_each
-from grpo_megatron.data.reward_item import reward_item
+from grpo_megatron.config.problems import Findings, check, marked
+from grpo_megatron.data.items import one_of_each
+from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.reading import cut, shown
 from grpo_megatron.rewards import check_reward
@@ -209,10 +209,11 @@ def _problem(trial: RewardTrial) -> str:
     )
 
 
-# -- Whether the rows have what the reward functions name (rewards/signature.py) ---------------------------------------
+# -- Columns of the rows that the reward functions name ----------------------------------------------------------------
 
 
-def column_problems(config: Config, prompts: Sequence[Prompt]) -> Problems:
+@check
+def column_problems(config: Config, prompts: Sequence[Prompt]) -> Findings:
     """Parameters of reward functions that nothing gives, told by the first prompt of each reward."""
     first: dict[str, Prompt] = {}
     for prompt in prompts:
@@ -233,7 +234,7 @@ def column_problems(config: Config, prompts: Sequence[Prompt]) -> Problems:
 def _functions(config: Config, name: str) -> Iterator[tuple[str, str, Kwargs]]:
     """(key, name, kwargs) of each function that a reward calls."""
     if name != COMPOSITE:
-        yield "reward.function", name, config.reward.kwargs
+        yield marked("reward.function"), name, config.reward.kwargs
         return
     for number, part in enumerate(resolved_components(config)):
-        yield f"reward.components[{number}] ({part['name']})", part["function"], part["kwargs"]
+        yield f"{marked('reward.components')}[{number}] ({part['name']})", part["function"], part["kwargs"]

@@ -1,79 +1,74 @@
-"""Checks of the critic: the section `critic` and `trainer.critic_warmup` against the method, and its folder."""
+"""Models that score: the critic, the reward models, and a policy that learns to score. Their keys against the rest of a config.
+
+A model beside the policy reads the policy's tokens in its layout: lengths, layout and vocabulary must fit.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.checks.layout import expert_problems, layout_problems
+from grpo_megatron.checks.layout import world_problems
 from grpo_megatron.checks.model_folders import CRITIC_PATH, MAIN, OTHERS, has_critic, scoring_models, trains_scores
-from grpo_megatron.config import AlgorithmConfig, Config, CriticConfig, RewardModelConfig, ScoringModel
-from grpo_megatron.config.problems import Problems
+from grpo_megatron.config import AlgorithmConfig, Config, CriticConfig, RewardModelConfig, Section
+from grpo_megatron.config.problems import Findings, check, keys_of, marked
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.reading import read_json
 from grpo_megatron.rewards.reward import rewards
 
-# -- A model with a scalar head: how its folder is read. One beside the policy (a reward model, the critic) reads the sa
-# tokens: its length, layout and vocabulary.
+METRIC_NAMES = (
+    *("score", "step_score", "steps", "agreement", "pairs", "loss", "accuracy", "margin", "grad_norm", "rule_reward"),
+)
+_DEFAULTS: dict[str, Section] = {"critic": CriticConfig(), MAIN: RewardModelConfig()}
 
 
-def second_model_problems(
+def _changed(section: Section, name: str) -> list[str]:
+    """The keys of `critic` or `reward_model` that do not have their defaults."""
+    return [key for key in type(section).model_fields if getattr(section, key) != getattr(_DEFAULTS[name], key)]
+
+
+@check
+def _second_model_problems(
     config: Config, world_size: int, arch: Architecture | None, folder: RewardFolder, key: str
-) -> Problems:
-    """The folder that the config's `key` names, against the policy's layout, lengths and tokens.
-
-    `arch`, the policy's, is None if it cannot be read.
-    """
-    yield from _second_length_problems(config, folder, key)
-    yield from _second_layout_problems(config, world_size, arch, folder, key)
-    if arch is not None:
-        yield from _vocabulary_problems(config.model.tokenizer_path or config.model.path, arch, folder, key)
-
-
-def _second_length_problems(config: Config, folder: RewardFolder, key: str) -> Problems:
+) -> Findings:
+    """The folder that `key` names, against the policy's lengths, layout and tokens. `arch`, the policy's: None if unknown."""
+    k, named = keys_of(config), f"{marked(key)}={str(folder.path)!r}"
     total = config.data.max_prompt_length + config.data.max_response_length
-    both = f"data.max_prompt_length + data.max_response_length = {total}"
     for what in ("max_position_embeddings", "sliding_window"):
         limit = getattr(folder.arch, what)
         if limit is not None and total > limit:
-            yield f"{both} exceed the {what} {limit} of {key}={str(folder.path)!r}; lower one of them"
+            yield (
+                f"{k.data.max_prompt_length:key} + {k.data.max_response_length:key} = {total} exceed the {what} {limit} of"
+                f" {named}; lower one of them"
+            )
+    reported = {problem.text for problem in world_problems(config, world_size, arch)}  # for the policy
+    for problem in world_problems(config, world_size, folder.arch):
+        if problem.text not in reported and not problem.is_of("rollout"):
+            yield f"{named} is cut in the policy's layout: {problem}"
+    if arch is not None:
+        yield from _vocabulary_problems(config.model.tokenizer_path or config.model.path, arch, folder, named)
 
 
-def _second_layout_problems(
-    config: Config, world_size: int, arch: Architecture | None, folder: RewardFolder, key: str
-) -> Problems:
-    """The model has the policy's layout. A problem that the policy has too is reported for the policy."""
-
-    def problems_of(model: Architecture | None) -> Problems:
-        yield from layout_problems(config, world_size, model)
-        yield from expert_problems(config.actor.megatron, world_size, model, on_cpu=config.trainer.device == "cpu")
-
-    reported = set(problems_of(arch))
-    for problem in problems_of(folder.arch):
-        if problem not in reported and not str(problem).startswith("rollout."):
-            yield f"{key}={str(folder.path)!r} is cut in the policy's layout: {problem}"
-
-
-def _vocabulary_problems(policy_folder: Path, arch: Architecture, folder: RewardFolder, key: str) -> Problems:
+@check
+def _vocabulary_problems(policy_folder: Path, arch: Architecture, folder: RewardFolder, named: str) -> Findings:
     """The model reads the policy's token ids unchanged, so both must have the same vocabulary."""
     policy, other = _vocabulary(policy_folder), _vocabulary(folder.path)
     if policy is None or other is None:
         if folder.arch.vocab_size != arch.vocab_size:
             yield (
-                f"{key}={str(folder.path)!r} has {folder.arch.vocab_size} tokens and the policy {arch.vocab_size}, and one"
-                " of them has no tokenizer.json to tell whether they are the same; put the tokenizer into both folders"
+                f"{named} has {folder.arch.vocab_size} tokens and the policy {arch.vocab_size}, and one of them has no"
+                " tokenizer.json to tell whether they are the same; put the tokenizer into both folders"
             )
         return
     for token, token_id in policy.items():
         if other.get(token) != token_id:
             yield (
-                f"{key}={str(folder.path)!r} has another tokenizer than the policy: token {token!r} is {token_id} to the"
-                f" policy and {other.get(token, 'unknown')} to it; take a model of the policy's family"
+                f"{named} has another tokenizer than the policy: token {token!r} is {token_id} to the policy and"
+                f" {other.get(token, 'unknown')} to it; take a model of the policy's family"
             )
             return
 
@@ -90,146 +85,65 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         return None
 
 
-_DEFAULT_CRITIC: dict[str, Any] = CriticConfig().model_dump() | {"optim": CriticConfig().optim}
+# -- The critic --------------------------------------------------------------------------------------------------------
 
 
+@check
 def critic_problems(
     config: Config, world_size: int, arch: Architecture | None, folder: RewardFolder | None
-) -> Problems:
+) -> Findings:
     """The keys of the critic against the rest of the config. `folder`: of `critic.path`, if it is set and can be read."""
-    if not has_critic(config.algorithm):
-        yield from _unused_keys(config)
+    k, algorithm, critic = keys_of(config), config.algorithm, config.critic
+    has_lambda = algorithm.lam != AlgorithmConfig().lam
+    if not has_critic(algorithm):
+        unused = [f"critic.{key}" for key in _changed(critic, "critic")]
+        unused += ["trainer.critic_warmup"] if config.trainer.critic_warmup else []
+        unused += ["algorithm.lam"] if has_lambda else []
+        if unused:
+            yield (
+                f"{marked(unused[0])} has no effect: {k.algorithm.adv_estimator!r} needs no critic; set"
+                f" adv_estimator={' or '.join(advantage_estimators.names_with(needs_values=True))}, or leave it out"
+            )
         return
     if folder is not None:
-        yield from second_model_problems(config, world_size, arch, folder, CRITIC_PATH)
-    yield from _lambda_problems(config)
-    yield from _schedule_problems(config)
-    correction = config.algorithm.rollout_correction
-    if correction.rollout_rs == "off_policy":
+        yield from _second_model_problems(config, world_size, arch, folder, CRITIC_PATH)
+    if critic.lam_alpha is not None and has_lambda:
         yield (
-            "algorithm.rollout_correction.rollout_rs=off_policy drops responses of negative advantage, and"
-            f" algorithm.adv_estimator={config.algorithm.adv_estimator!r} computes advantages per token, after the"
-            " correction; set rollout_rs=token, sequence or geometric"
+            f"{k.critic.lam_alpha} gives each response a lambda by its length, and {k.algorithm.lam} gives all the same;"
+            " set one of them (critic.lam is that of the value's targets)"
         )
-
-
-def _unused_keys(config: Config) -> Problems:
-    estimator = config.algorithm.adv_estimator
-    changed = [
-        f"critic.{key}" for key in CriticConfig.model_fields if getattr(config.critic, key) != _DEFAULT_CRITIC[key]
-    ]
-    if config.trainer.critic_warmup:
-        changed.append("trainer.critic_warmup")
-    if config.algorithm.lam != AlgorithmConfig().lam:
-        changed.append("algorithm.lam")
-    if changed:
-        yield (
-            f"{changed[0]} has no effect: algorithm.adv_estimator={estimator!r} needs no critic; set"
-            f" adv_estimator={' or '.join(advantage_estimators.names_with(needs_values=True))}, or leave it out"
-        )
-
-
-def _lambda_problems(config: Config) -> Problems:
-    alpha, lam = config.critic.lam_alpha, config.algorithm.lam
-    if alpha is not None and lam != AlgorithmConfig().lam:
-        yield (
-            f"critic.lam_alpha={alpha:g} gives each response a lambda by its length, and algorithm.lam={lam:g} gives all"
-            " the same; set one of them (critic.lam is that of the value's targets)"
-        )
-
-
-def _schedule_problems(config: Config) -> Problems:
     total = config.trainer.total_training_steps
-    for key, steps in (
-        ("trainer.critic_warmup", config.trainer.critic_warmup),
-        ("critic.pretrain_steps", config.critic.pretrain_steps),
+    for named, steps in (
+        (f"{k.trainer.critic_warmup}", config.trainer.critic_warmup),
+        (f"{k.critic.pretrain_steps}", critic.pretrain_steps),
     ):
         if steps >= total > 0:
             yield (
-                f"{key}={steps} leaves no step of trainer.total_training_steps={total} to train the policy; set it to"
+                f"{named} leaves no step of {k.trainer.total_training_steps} to train the policy; set it to"
                 f" {total - 1} or less"
             )
+    if algorithm.rollout_correction.rollout_rs == "off_policy":
+        yield (
+            f"{k.algorithm.rollout_correction.rollout_rs} drops responses of negative advantage, and"
+            f" {k.algorithm.adv_estimator!r} computes advantages per token, after the correction; set"
+            " rollout_rs=token, sequence or geometric"
+        )
 
 
-def critic_lines(config: Config, folder: RewardFolder | None) -> Iterator[str]:
-    """The plan's line about the critic; none without one."""
-    if not has_critic(config.algorithm):
-        return
-    section, only = config.critic, config.critic_only_steps
-    parts = ["the model that the policy starts from" if folder is None else str(folder.path)]
-    if folder is None or not folder.has_head:
-        parts.append("new head")
-    parts.append(f"gamma {config.algorithm.gamma:g}, lambda {_shown_lambda(config)}")
-    updates = section.num_updates(1, config.actor, config.data.train_batch_size)
-    parts.append(f"{updates} updates per step")
-    if only:
-        parts.append(f"trained alone before step {only}")
-    yield ", ".join(parts)
+# -- Reward models -----------------------------------------------------------------------------------------------------
 
 
-def _shown_lambda(config: Config) -> str:
-    """Of the policy's advantages, and of the value's targets where that differs."""
-    alpha, lam = config.critic.lam_alpha, config.algorithm.lam
-    of_policy = f"{lam:g}" if alpha is None else f"1 - 1 / ({alpha:g} x length)"
-    targets = lam if config.critic.lam is None else config.critic.lam
-    return of_policy if alpha is None and targets == lam else f"{of_policy} (targets {targets:g})"
-
-
-# -- Checks of `reward_model` and `reward_models`: the folders, their layout and tokens, and when they give rewards ----
-
-KEY = f"{MAIN}.path"
-DRAWN_GROUPS = ("filter_groups.enable", "replay.ratio")  # options that compare the rewards of drawn groups
-METRIC_NAMES = (
-    "score",
-    "step_score",
-    "steps",
-    "agreement",
-    "pairs",
-    "loss",
-    "accuracy",
-    "margin",
-    "grad_norm",
-    "rule_reward",
-)
-
-
+@check
 def reward_model_problems(
     config: Config, world_size: int, arch: Architecture | None, folders: Mapping[str, RewardFolder]
-) -> Problems:
+) -> Findings:
     """The sections against the rest of the config. `arch`, the policy's, is None if it cannot be read.
 
     `folders`: those of `scoring_models` that can be read, by key.
     """
-    section = config.reward_model
-    yield from _name_problems(config)
-    if section.path is None:
-        changed = [key for key in RewardModelConfig.model_fields if getattr(section, key) != _DEFAULT[key]]
-        used = {"combine"} if config.reward_models else set()
-        if policy_losses.facts(config.actor.loss_mode).scores == "step":
-            used |= {"step_separator", "kind"}
-        changed = [key for key in changed if key not in used]
-        if changed:
-            yield f"reward_model.{changed[0]} has no effect without a reward model; set {KEY}, or leave it out"
-    if not scoring_models(config):
-        return
-    yield from _estimator_problems(config)
-    yield from _rule_problems(config)
-    if MAIN in folders:
-        yield from _iteration_problems(config, folders[MAIN])
-    for key, folder in folders.items():
-        if key != MAIN and not folder.has_head:
-            yield f"{_untrained(f'{key}.path', folder)}; set it to a folder with a trained head"
-        if key == MAIN:
-            yield from _pair_problems(config)
-        yield from second_model_problems(config, world_size, arch, folder, f"{key}.path")
-
-
-_DEFAULT: dict[str, Any] = RewardModelConfig().model_dump() | {"optim": RewardModelConfig().optim}
-
-
-def _name_problems(config: Config) -> Problems:
+    k, section = keys_of(config), config.reward_model
     for name, model in config.reward_models.items():
-        key = f"{OTHERS}{name}"
+        key = marked(f"{OTHERS}{name}")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in METRIC_NAMES:
             yield (
                 f"{key}: the name is part of metric names (reward_model/{name}/score/mean); use letters, digits, - and _,"
@@ -237,138 +151,151 @@ def _name_problems(config: Config) -> Problems:
             )
         if model.path is None:
             yield f"{key}.path is not set; set it to the folder of a reward model, or leave the model out"
+    if section.path is None:
+        used = {"combine"} if config.reward_models else set()
+        if policy_losses.facts(config.actor.loss_mode).scores == "step":
+            used |= {"step_separator", "kind"}
+        if unused := [key for key in _changed(section, MAIN) if key not in used]:
+            yield (
+                f"{marked(f'reward_model.{unused[0]}')} has no effect without a reward model; set"
+                f" {k.reward_model.path:key}, or leave it out"
+            )
+    if not scoring_models(config):
+        return
+    yield from _estimator_problems(config)
+    for name, is_on in (
+        ("filter_groups.enable", config.algorithm.filter_groups.enable),
+        ("replay.ratio", config.algorithm.replay.ratio > 0),
+    ):
+        if is_on and not config.has_rule:  # nothing is known of a group when it is drawn
+            yield (
+                f"{marked(f'algorithm.{name}')} compares rewards while responses are drawn, and the reward models score"
+                f" them later; set {k.reward.function:key}, whose reward is then compared, or switch it off"
+            )
+    if MAIN in folders:
+        yield from _iteration_problems(config, folders[MAIN])
+    for key, folder in folders.items():
+        if key != MAIN and not folder.has_head:
+            yield f"{_untrained(f'{key}.path', folder)}; set it to a folder with a trained head"
+        yield from _second_model_problems(config, world_size, arch, folder, f"{key}.path")
 
 
-def _estimator_problems(config: Config) -> Problems:
+@check
+def _estimator_problems(config: Config) -> Findings:
     """The rest of the algorithm against models that give one reward per response, or per step."""
+    k = keys_of(config)
     estimator, models = config.algorithm.adv_estimator, scoring_models(config)
     has_steps = any(model.kind == "process" for model in models.values())
     if estimator == "remax":
         yield (
-            "algorithm.adv_estimator='remax' needs the reward of a greedy response, and a reward model scores only the"
-            " drawn responses; set another estimator, or leave the reward models out"
+            f"{k.algorithm.adv_estimator!r} needs the reward of a greedy response, and a reward model scores only"
+            " the drawn responses; set another estimator, or leave the reward models out"
         )
     function = config.reward.function or ""
     rule_steps = config.reward_model.combine == "add" and (":" in function or rewards.facts(function).gives_steps)
     if estimator == "grpo_process" and not has_steps and not rule_steps:
         yield (
-            "algorithm.adv_estimator='grpo_process' needs rewards of single steps, and an outcome reward model scores each"
-            " response as a whole; set reward_model.kind=process with such a model, or another estimator"
+            f"{k.algorithm.adv_estimator!r} needs rewards of single steps, and an outcome reward model scores"
+            " each response as a whole; set reward_model.kind=process with such a model, or another estimator"
         )
     if has_steps and config.rollout.multi_turn.environment is not None:
         yield (
-            f"rollout.multi_turn.environment={config.rollout.multi_turn.environment!r}: a process reward model scores the steps"
-            " of one answer, and here observations are between them; use kind=outcome"
+            f"{k.rollout.multi_turn.environment!r}: a process reward model scores the steps of one answer, and"
+            " here observations are between them; use kind=outcome"
         )
     learns = config.algorithm.iteration_steps is not None and MAIN in models
     if learns and config.rollout.n == 1:
-        yield f"rollout.n=1: {KEY} learns from pairs of one prompt's samples; set rollout.n=2 or more"
+        yield (
+            f"{k.rollout.n}: {k.reward_model.path:key} learns from pairs of one prompt's samples; set rollout.n=2"
+            " or more"
+        )
     if learns and models[MAIN].kind == "process":
         yield (
-            "reward_model.kind=process with algorithm.iteration_steps: it would learn from pairs of whole responses, which is"
-            " for kind=outcome; leave iteration_steps out, or put it into reward_models, where it is frozen"
+            f"{k.reward_model.kind} with {k.algorithm.iteration_steps:key}: it would learn from pairs of whole"
+            " responses, which is for kind=outcome; leave iteration_steps out, or put it into reward_models,"
+            " where it is frozen"
         )
-
-
-def _rule_problems(config: Config) -> Problems:
-    """Without a reward function, nothing is known of a group when it is drawn."""
-    if config.has_rule:
-        return
-    for name in DRAWN_GROUPS:
-        section, _, leaf = name.partition(".")
-        if getattr(getattr(config.algorithm, section), leaf):
-            yield (
-                f"algorithm.{name} compares rewards while responses are drawn, and the reward models score them later; set"
-                " reward.function, whose reward is then compared, or switch it off"
-            )
 
 
 def _untrained(key: str, folder: RewardFolder) -> str:
-    return f"{key}={str(folder.path)!r} is a language model, whose new head scores every response 0 until trained"
+    return (
+        f"{marked(key)}={str(folder.path)!r} is a language model, whose new head scores every response 0 until trained"
+    )
 
 
-def _iteration_problems(config: Config, folder: RewardFolder) -> Problems:
+@check
+def _iteration_problems(config: Config, folder: RewardFolder) -> Findings:
     """A new head must be trained before it gives rewards, and some step must use it."""
+    k = keys_of(config)
     start, steps = config.reward_model.start_iteration, config.algorithm.iteration_steps
     total = config.trainer.total_training_steps
-    untrained = _untrained(KEY, folder)
+    untrained = _untrained("reward_model.path", folder)
     if steps is None:
         if not folder.has_head:
-            yield f"{untrained}; set algorithm.iteration_steps, or a folder with a trained head"
+            yield (f"{untrained}; set {k.algorithm.iteration_steps:key}, or a folder with a trained head")
         if start:
-            yield f"reward_model.start_iteration={start} counts outer iterations; set algorithm.iteration_steps"
+            yield (f"{k.reward_model.start_iteration} counts outer iterations; set algorithm.iteration_steps")
         return
     if not folder.has_head and start == 0:
-        yield f"{untrained}; set reward_model.start_iteration=1 (the reward function alone rewards the first iteration)"
+        yield (
+            f"{untrained}; set {k.reward_model.start_iteration:key}=1 (the reward function alone rewards the"
+            " first iteration)"
+        )
     if total and start * steps >= total:
         yield (
-            f"reward_model.start_iteration={start} x algorithm.iteration_steps={steps} = {start * steps} steps leave"
-            f" none of trainer.total_training_steps={total} to the reward model; lower one, or train longer"
+            f"{k.reward_model.start_iteration} x {k.algorithm.iteration_steps} = {start * steps} steps leave none"
+            f" of {k.trainer.total_training_steps} to the reward model; lower one, or train longer"
         )
-
-
-def _pair_problems(config: Config) -> Problems:
-    cap, total = config.actor.ppo_max_token_len_per_gpu, config.data.max_prompt_length + config.data.max_response_length
-    if config.algorithm.iteration_steps is not None and cap < 2 * total:
+    length = config.data.max_prompt_length + config.data.max_response_length
+    if config.actor.ppo_max_token_len_per_gpu < 2 * length:
         yield (
-            f"actor.ppo_max_token_len_per_gpu={cap} is less than a pair of full sequences, 2 x {total} (a pair is never"
-            f" split); set it to {2 * total} or more"
+            f"{k.actor.ppo_max_token_len_per_gpu} is less than a pair of full sequences, 2 x {length} (a pair is"
+            f" never split); set it to {2 * length} or more"
         )
 
 
-def reward_model_lines(config: Config, main: RewardFolder | None, others: Mapping[str, RewardFolder]) -> Iterator[str]:
-    """One line of the plan per model."""
-    if main is not None:
-        learns = config.algorithm.iteration_steps is not None
-        yield _description(main, config.reward_model, learns=learns)
-    for name, folder in others.items():
-        yield f"{name}: {_description(folder, config.reward_models[name], learns=False)}"
+# -- A policy that learns to score: a reward model from pairs, or a process reward model from step labels --------------
 
 
-def _description(folder: RewardFolder, model: ScoringModel, *, learns: bool) -> str:
-    parts = [f"{folder.path}: {folder.arch.num_parameters():,} parameters", "learns" if learns else "frozen"]
-    if folder.kind == "process":
-        parts.append(f"scores steps, which end with {model.step_separator!r}")
-    if model.coefficient != 1:
-        parts.append(f"x {model.coefficient:g}")
-    return ", ".join(parts)
-
-
-# -- Checks of a run that trains a scalar head: a reward model from pairs, or a process reward model from step labels --
-
-
-def score_head_problems(config: Config) -> Problems:
+@check
+def score_head_problems(config: Config) -> Findings:
     """The loss of a scalar head against the rest of the config."""
+    k = keys_of(config)
     actor, algorithm, data = config.actor, config.algorithm, config.data
     facts, estimator = policy_losses.facts(actor.loss_mode), advantage_estimators.facts(algorithm.adv_estimator)
     if estimator.scores and estimator.scores != facts.scores:
         losses = " or ".join(policy_losses.names_with(scores=estimator.scores))
         yield (
-            f"algorithm.adv_estimator={algorithm.adv_estimator} labels what a scalar head scores, and actor.loss_mode="
-            f"{actor.loss_mode} does not read it; set loss_mode={losses}, or another estimator"
+            f"{k.algorithm.adv_estimator} labels what a scalar head scores, and {k.actor.loss_mode} does not read"
+            f" it; set loss_mode={losses}, or another estimator"
         )
     if not trains_scores(config):
         return
-    key = f"actor.loss_mode={actor.loss_mode} trains a model that scores, without a head over the vocabulary"
+    key = f"{k.actor.loss_mode} trains a model that scores, without a head over the vocabulary"
     if estimator.scores != facts.scores:
         estimators = " or ".join(advantage_estimators.names_with(scores=facts.scores))
-        yield f"{key}: algorithm.adv_estimator={algorithm.adv_estimator} has no labels for it; set {estimators}"
+        yield (f"{key}: {k.algorithm.adv_estimator} has no labels for it; set {estimators}")
     if algorithm.source != "file":
-        yield f"{key}: it draws no responses; set algorithm.source=file, with rows in data.train_files"
+        yield (f"{key}: it draws no responses; set {k.algorithm.source:key}=file, with rows in data.train_files")
     if data.val_files or data.val_tasks:
         yield (
-            f"{key}: it cannot answer data.val_files or data.val_tasks; leave them out, and set data.val_loss_files to"
-            " held-out rows"
+            f"{key}: it cannot answer {k.data.val_files:key} or {k.data.val_tasks:key}; leave them out, and set"
+            " data.val_loss_files to held-out rows"
         )
     if config.sft.steps:
-        yield f"{key}: it cannot learn from sft.steps={config.sft.steps}; set sft.steps=0"
+        yield (f"{key}: it cannot learn from {k.sft.steps}; set sft.steps=0")
     if actor.use_kl_loss or algorithm.use_kl_in_reward:
-        yield f"{key}: there is no KL to a reference; set actor.use_kl_loss=false and algorithm.use_kl_in_reward=false"
+        yield (
+            f"{key}: there is no KL to a reference; set {k.actor.use_kl_loss:key}=false and"
+            " algorithm.use_kl_in_reward=false"
+        )
     if actor.entropy_coeff:
-        yield f"{key}: it has no entropy; set actor.entropy_coeff=0"
+        yield (f"{key}: it has no entropy; set {k.actor.entropy_coeff:key}=0")
     if config.reward_paths:
-        yield f"{key}, and reward_model.path or reward_models give rewards to drawn responses; leave them out"
+        yield (f"{key}, and {k.reward_model.path:key} or reward_models give rewards to drawn responses; leave them out")
     if actor.megatron.context_parallel_size > 1:
-        yield f"{key}: it reads whole sequences on each rank; set actor.megatron.context_parallel_size=1"
+        yield (f"{key}: it reads whole sequences on each rank; set {k.actor.megatron.context_parallel_size:key}=1")
     if facts.scores == "step" and config.rollout.multi_turn.environment is not None:
-        yield f"{key}: steps are of one answer, not of several turns; leave rollout.multi_turn.environment out"
+        yield (
+            f"{key}: steps are of one answer, not of several turns; leave {k.rollout.multi_turn.environment:key} out"
+        )

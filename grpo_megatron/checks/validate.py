@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,11 @@ from grpo_megatron.checks.inputs import read_train_prompts, read_val_prompts
 from grpo_megatron.checks.layout import (
     batch_problems,
     engine_expert_problems,
-    expert_problems,
     family_problems,
-    layout_problems,
     length_problems,
     sampling_problems,
     stop_problems,
+    world_problems,
 )
 from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
 from grpo_megatron.checks.methods import (
@@ -37,7 +36,7 @@ from grpo_megatron.checks.methods import (
     sharing_problems,
     with_total_steps,
 )
-from grpo_megatron.checks.model_folders import MAIN, OTHERS, ModelFolders, has_weights
+from grpo_megatron.checks.model_folders import MAIN, OTHERS, ModelFolders, critic_arch, has_weights
 from grpo_megatron.checks.names import (
     name_problems,
     reward_name_problems,
@@ -48,22 +47,23 @@ from grpo_megatron.checks.names import (
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, examples_of, report_trials
 from grpo_megatron.checks.scoring import critic_problems, reward_model_problems, score_head_problems
-from grpo_megatron.checks.shortage import SHORTAGE_KEYS, phase_shortages
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.passthrough import transformer_problems
-from grpo_megatron.config.problems import ProblemList, Problems
+from grpo_megatron.config.problems import Problem, ProblemList, Problems
 from grpo_megatron.data.benchmarks import read_task_prompts
-from grpo_megatron.data.item_table import one_of_each
+from grpo_megatron.data.items import one_of_each
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
+from grpo_megatron.memory.parameters import RunModels
+from grpo_megatron.memory.phases import phase_shortages
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.models.layers.precision import hardware_problems, precision_problems
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.types import Prompt
 
-# -- RunRows: the rows that a run reads, as prompts and examples of token ids ------------------------------------------
+# -- The rows that a run reads -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class RunRows:
         return [*one_of_each(self.train_prompts), *self.val_prompts]
 
 
-# -- RunStart: what is known about the start of a run besides its config -----------------------------------------------
+# -- The start of a run, and what is checked ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,13 @@ class RunStart:
 def _concerns(wrong: str, key: str) -> bool:
     is_part = f"{wrong}.".startswith(f"{key}.") or f"{key}.".startswith(f"{wrong}.")
     return is_part or bool(difflib.get_close_matches(wrong, [key], cutoff=0.8))
+
+
+SHORTAGE_KEYS = (  # keys and sections that the arithmetic of memory reads
+    *("model", "actor", "ref", "critic", "reward_model", "reward_models", "rollout", "algorithm"),
+    *("data.max_prompt_length", "data.max_response_length", "data.train_files", "data.val_files"),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device"),
+)
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,12 @@ class Checked:
         """The one of reward_model.path first."""
         return [*filter(None, [self.reward_folder]), *self.reward_folders.values()]
 
+    def models(self, config: Config) -> RunModels:
+        """The models of the run."""
+        rewards = tuple(folder.arch for folder in self.all_reward_folders)
+        critic = critic_arch(config, self.arch, self.critic_folder)
+        return RunModels(self.arch, rewards, critic, has_head=self.scored_folder is None)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -206,7 +219,7 @@ def validate(
     models = ModelFolders.read(config, problems)
     has_layout = problems.add(_layout_problems(config, world_size, models.arch)) and models.are_complete(config)
     others = (problem for arch in models.other_archs for problem in _layout_problems(config, world_size, arch))
-    has_layout &= all(str(problem).startswith("rollout.") for problem in others)  # only the policy is in the engine
+    has_layout &= all(problem.is_of("rollout") for problem in others)  # only the policy is in the engine
     problems.add(_setting_problems(config, models.arch))
     problems.add(reward_model_problems(config, world_size, models.arch, models.rewards))
     problems.add(critic_problems(config, world_size, models.arch, models.critic))
@@ -228,7 +241,8 @@ def validate(
     rows = RunRows()
     if task_problem(config) is None and start.knows("data.task", "data.sources"):  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run)
+        is_launcher = world_size > 1 and "RANK" not in os.environ  # its ranks measure all prompts
+        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run or is_launcher)
 
     has_rewards &= problems.add(column_problems(config, rows.examples))
     problems.add(epoch_problems(config, rows.num_trained))
@@ -237,7 +251,7 @@ def validate(
     if rows.num_trained or config.trainer.total_epochs is None:  # else nobody knows the number of steps
         problems.add(schedule_problems(config))
         problems.add(resume_problems(config) if not elsewhere else [])
-        problems.add(profile_problems(start.profiled, config.trainer.total_training_steps))
+        problems.add(profile_problems(config, start.profiled))
     calls = messages = None
     if rehearsed:
         problems.add(in_use_problems(config) if not dry_run else [])
@@ -246,7 +260,8 @@ def validate(
         if environment is not None and start.knows("rollout.multi_turn"):
             messages = problems.attempt("rollout.multi_turn", rehearse, config, rows.first_of_each)
     if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.problems or not dry_run):  # else the plan's verdict
-        problems.add(phase_shortages(config, world_size, models, start.device, elsewhere=elsewhere))
+        known = models.models(config)
+        problems.add(phase_shortages(config, world_size, known, start.device, elsewhere=elsewhere), "actor.megatron")
     problems.raise_if_any()
     assert models.arch is not None
     if not dry_run:
@@ -274,12 +289,12 @@ def validate(
 
 def _layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:
     """What must hold of a model before its memory can be counted."""
-    megatron = config.actor.megatron
-    yield from layout_problems(config, world_size, arch)
-    on_cpu = config.trainer.device == "cpu"
-    yield from expert_problems(megatron, world_size, arch, on_cpu=on_cpu)
-    yield from engine_expert_problems(config.rollout, arch, on_cpu=on_cpu)
-    yield from transformer_problems(megatron.override_transformer_config)
+    yield from world_problems(config, world_size, arch)
+    yield from engine_expert_problems(config, arch)
+    yield from _about(
+        "actor.megatron.override_transformer_config",
+        transformer_problems(config.actor.megatron.override_transformer_config),
+    )
 
 
 def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
@@ -287,7 +302,7 @@ def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
     yield from family_problems(config, arch)
     yield from batch_problems(config)
     yield from sampling_problems(config)
-    yield from stop_problems(config.rollout, arch)
+    yield from stop_problems(config, arch)
     yield from name_problems(config)
     yield from source_problems(config) if task_problem(config) is None else ()
     yield from score_head_problems(config)
@@ -295,18 +310,23 @@ def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
     yield from sharing_problems(config, arch)
     yield from environment_problems(config)
     yield from output_problems(config)
-    yield from precision_problems(config, arch)
+    yield from _about("actor.megatron.fp8", precision_problems(config, arch))
     if config.draws:
-        yield from engine_problems(config.rollout)
+        yield from _about("rollout.engine", engine_problems(config.rollout))
     yield from length_problems(config, arch)
     yield from inputs.missing_keys(config)
+
+
+def _about(key: str, texts: Iterable[str]) -> Problems:
+    """Problems of rooms that know no keys."""
+    return (Problem(text, (key,)) for text in texts)
 
 
 def _machine_problems(config: Config, world_size: int) -> Problems:
     """What a run needs here, and a plan does not."""
     yield from package_problems(config)
     yield from device_problems(config, world_size)
-    yield from hardware_problems(config)
+    yield from _about("actor.megatron", hardware_problems(config))
 
 
 def _read_tokenizer(config: Config, arch: Architecture | None, problems: ProblemList, elsewhere: bool) -> Any:

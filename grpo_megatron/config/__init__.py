@@ -32,7 +32,7 @@ from grpo_megatron.config.model import (
     OptimConfig,
     RefConfig,
 )
-from grpo_megatron.config.problems import ConfigError, Problem, ProblemList, Problems, mistake
+from grpo_megatron.config.problems import ConfigError, Problem, ProblemList, Problems, check, keys_of
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import Section
 from grpo_megatron.config.trainer import Band, GuardsConfig, TrainerConfig
@@ -74,11 +74,14 @@ __all__ = [
     "SftConfig",
     "TrainerConfig",
     "ValKwargs",
-    "mistake",
+    "check",
+    "keys_of",
 ]
 
 
 class Config(Section):
+    """The whole config of a run: one section per topic."""
+
     model: ModelConfig
     data: DataConfig = DataConfig()
     sft: SftConfig = SftConfig()

@@ -1,47 +1,68 @@
 """Problem: one mistake of the user, as an object that knows the keys it is about until it is printed.
 
-A check is a generator of problems. Its messages are templates: `mistake(config, "{actor.ppo_epochs} is ...")` prints
-`actor.ppo_epochs=2 is ...`, and the problem is about this key. All problems of a start are gathered in a ProblemList and
-raised as one ConfigError.
+A check is a generator of messages under the decorator `check`. With `k = keys_of(config)` the message
+`f"{k.actor.ppo_epochs} is ..."` prints `actor.ppo_epochs=2 is ...`, and the problem is about this key. All problems of a
+start are gathered in a ProblemList and raised as one ConfigError.
 """
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
+KEY_MARK = "\0"  # before and after a key in a message; no text of a config may hold it
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: `text` names key, value, arithmetic and remedy. `keys`: the keys of the config that it is about.
+    """One mistake. `message`: key, value, arithmetic and remedy, with marked keys. `others`: further keys that it is about."""
 
-    The first key is the one to change: it gives the problem its place in the order of the file. Where one of the keys could
-    not be read, the problem may be caused by its default.
-    """
+    message: str
+    others: tuple[str, ...] = ()
 
-    text: str
-    keys: tuple[str, ...] = ()
+    @property
+    def text(self) -> str:
+        """The message as the user reads it."""
+        return self.message.replace(KEY_MARK, "")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the config that the problem is about.
+
+        The first one gives the problem its place in the order of the file. Where one of them could not be read, the problem
+        may be caused by its default.
+        """
+        return tuple(dict.fromkeys([*self.message.split(KEY_MARK)[1::2], *self.others]))
+
+    def about(self, *keys: str) -> Problem:
+        """The problem, if it knows no keys, as one about `keys`."""
+        return self if self.keys else Problem(self.message, keys)
+
+    def is_of(self, section: str) -> bool:
+        """Whether its first key is in a section."""
+        return bool(self.keys) and self.keys[0].startswith(f"{section}.")
 
     def __str__(self) -> str:
         return self.text
 
-    def is_of(self, section: str) -> bool:
-        """Whether the key to change is `section`, or in it."""
-        return f"{self.keys[0] if self.keys else ''}.".startswith(f"{section}.")
+    def __format__(self, form: str) -> str:
+        """Within another message, which is then about the same keys."""
+        return self.message
 
 
-Problems = Iterator[Problem | str]  # what a check yields
+Problems = Iterator[Problem]  # what a check yields
+Findings = Iterator[Problem | str]  # what it yields before `check` has made problems of its messages
 
 
 class ConfigError(ValueError):
     """Mistakes in the user's input: `problems`. Each names key, value, arithmetic and remedy; the CLI exits with code 2."""
+
+    tells_what_to_do = True  # the command line prints it without a traceback
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems = [given if isinstance(given, Problem) else Problem(given) for given in problems]
@@ -59,7 +80,7 @@ class ProblemList:
 
         `keys`: those that a plain text is about. Rooms that know no keys of a config yield plain texts.
         """
-        found = [given if isinstance(given, Problem) else Problem(given, keys) for given in problems]
+        found = [(given if isinstance(given, Problem) else Problem(given)).about(*keys) for given in problems]
         self.problems += found
         return not found
 
@@ -71,7 +92,7 @@ class ProblemList:
         try:
             return read(*args, **kwargs)
         except ConfigError as error:
-            self.add((problem if problem.keys else problem.text for problem in error.problems), *key.split())
+            self.add(error.problems, *key.split())
             return None
 
     def raise_if_any(self) -> None:
@@ -80,45 +101,44 @@ class ProblemList:
             raise ConfigError(*{problem.text: problem for problem in self.problems}.values())
 
 
-def mistake(config: object, template: str, *values: object, keys: Sequence[str] = ()) -> Problem:
-    """A problem from a template for `str.format`, in which a key stands for itself and its value.
+def check(function: Callable[P, Findings]) -> Callable[P, Problems]:
+    """Decorates a generator of messages, in which `keys_of(config)` has written the keys: it then yields problems."""
 
-    `{trainer.seed}` becomes `trainer.seed=42`, `{trainer.seed:key}` and `{trainer.seed:value}` a half of it; texts are
-    quoted by `!r`. The keys of the template are the problem's, in this order, and then `keys`. `{}` is the next of `values`.
+    @functools.wraps(function)
+    def check_problems(*args: P.args, **kwargs: P.kwargs) -> Problems:
+        for message in function(*args, **kwargs):
+            yield message if isinstance(message, Problem) else Problem(message)
+
+    return check_problems
+
+
+def keys_of(config: T) -> T:
+    """The config as its keys, for messages: `f"{keys_of(config).trainer.seed}"` is `trainer.seed=42`, with the key marked.
+
+    `!r` quotes the value, and the format `key` leaves it out.
     """
-    writer = _KeyWriter(config)
-    text = writer.vformat(template, values, {})
-    return Problem(text, (*dict.fromkeys(writer.keys), *keys))
+    return cast("T", _Keys(config, ""))
 
 
-@dataclass(frozen=True)
-class _Key:
-    name: str
-    value: object
-    is_quoted: bool = False
-
-    def __format__(self, half: str) -> str:
-        value = repr(self.value) if self.is_quoted else written(self.value)
-        return {"key": self.name, "value": value, "": f"{self.name}={value}"}[half]
+def marked(key: str) -> str:
+    """A key in a message, where its name is put together from parts."""
+    return f"{KEY_MARK}{key}{KEY_MARK}"
 
 
-class _KeyWriter(string.Formatter):
-    """Writes a template's keys with their values, and remembers them."""
+class _Keys:
+    """A value of the config with the name of its key."""
 
-    def __init__(self, config: object) -> None:
-        self.config = config
-        self.keys: list[str] = []
+    def __init__(self, value: object, name: str) -> None:
+        self._value, self._name = value, name
 
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Any) -> Any:
-        if field_name.isdigit():
-            return super().get_field(field_name, args, kwargs)
-        self.keys.append(field_name)
-        return _Key(field_name, attrgetter(field_name)(self.config)), field_name
+    def __getattr__(self, part: str) -> _Keys:
+        return _Keys(getattr(self._value, part), f"{self._name}.{part}" if self._name else part)
 
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        if isinstance(value, _Key) and conversion == "r":
-            return _Key(value.name, value.value, is_quoted=True)
-        return super().convert_field(value, conversion)
+    def __format__(self, form: str) -> str:
+        return marked(self._name) + ("" if form == "key" else f"={written(self._value)}")
+
+    def __repr__(self) -> str:
+        return f"{marked(self._name)}={self._value!r}"
 
 
 def written(value: object) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.curation.tally import ProblemTally, ResponsePlace, ResponseReader, Tally
-from grpo_megatron.data.questions import problem_digest, question_text
-from grpo_megatron.data.rows import raw_rows, type_name
+from grpo_megatron.data.fields import problem_digest, question_text, type_name
+from grpo_megatron.data.rows import open_rows
 from grpo_megatron.data.task import Task
 
 # -- Which problems to keep, by their measured pass rates --------------------------------------------------------------
@@ -50,6 +50,7 @@ class RateBand:
 
 
 def kept_problems(tally: Tally, band: RateBand) -> list[ProblemTally]:
+    """The problems that the filters keep, in order."""
     return [problem for problem in tally.problems.values() if band.reason(problem) is None]
 
 
@@ -76,6 +77,7 @@ def pass_rate_rows(tally: Tally, reader: ResponseReader) -> Iterator[dict[str, A
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """One line of JSON per row."""
     return (json.dumps(row) + "\n" for row in rows)
 
 
@@ -130,13 +132,20 @@ class FilteredRows:
 
     def lines(self) -> Iterator[str]:
         """Raises ConfigError for an unreadable file or row, and if no row is left."""
-        for place, line, row in raw_rows(self.path):
-            problem = self._problem(place, row)
+        rows = open_rows(self.path)
+        for number, row in enumerate(rows.rows(0, len(rows))):
+            try:
+                if not isinstance(row, dict):
+                    raise row if isinstance(row, ValueError) else ValueError(f"is {type_name(row)}, not an object")
+                problem = self.tally.problems.get(problem_digest(*self.task.read_row(row)))
+            except ValueError as error:
+                raise ConfigError(f"data file {str(self.path)!r} {rows.place(number)}: {error}") from error
             self.measured += problem is not None
             if reason := self._reason(problem):
                 self.left_out[reason] += 1
                 continue
             self.kept += 1
+            line = rows.line(number)  # of JSON lines, so that the row is written as it was
             yield (json.dumps(row) if line is None else line.decode()) + "\n"
         if not self.measured:
             raise ConfigError(
@@ -155,16 +164,6 @@ class FilteredRows:
     def _reasons(self) -> str:
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
 
-    def _problem(self, place: str, row: Any) -> ProblemTally | None:
-        try:
-            if isinstance(row, ValueError):
-                raise row
-            if not isinstance(row, dict):
-                raise ValueError(f"is {type_name(row)}, not an object")
-            return self.tally.problems.get(problem_digest(*self.task.read_row(row)))
-        except ValueError as error:
-            raise ConfigError(f"data file {str(self.path)!r} {place}: {error}") from error
-
     def _reason(self, problem: ProblemTally | None) -> str | None:
         if problem is not None:
             return self.band.reason(problem)
@@ -178,6 +177,7 @@ _BAR = 40  # characters of the longest bar
 
 
 def describe_tally(tally: Tally, band: RateBand) -> str:
+    """The printed summary: counts, and the problems by pass rate."""
     problems = list(tally.problems.values())
     truncated = sum(problem.truncated for problem in problems)
     mean = sum(problem.rate for problem in problems) / len(problems)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.fields import Question, missing_field, problem_digest, read_question, text_field, type_name
 from grpo_megatron.data.pass_rates import wilson
-from grpo_megatron.data.questions import problem_digest
-from grpo_megatron.data.rows import Question, missing_field, read_question, text_field, type_name
-from grpo_megatron.reading import ReadError, cut, lines_of, parse_json, shown
+from grpo_megatron.data.rows import LineFile
+from grpo_megatron.reading import ReadError, cut, shown
 from grpo_megatron.storage.run_files import rollout_files
 
 # -- Responses with their scores, read one by one from rollout files and from the samples of an evaluation -------------
@@ -26,10 +26,10 @@ MAX_SAMPLES_LINE = 1 << 28  # bytes: a problem of an evaluation has all its resp
 
 
 class ResponsePlace(NamedTuple):
-    """The bytes of a line, and the number of the response in it."""
+    """A line of a file, and the number of the response in it."""
 
     file: int
-    offset: int
+    line: int
     number: int
 
 
@@ -66,51 +66,43 @@ def source_files(sources: Sequence[Path]) -> list[Path]:
     return files
 
 
-def read_responses(files: Sequence[Path]) -> Iterator[tuple[ResponsePlace, Response]]:
-    """Every response, in order. Raises ConfigError, which names file and line."""
-    for number, path in enumerate(files):
-        offset = 0
-        try:
-            for line_number, line in enumerate(lines_of(path, MAX_SAMPLES_LINE), start=1):
-                if isinstance(line, ReadError):
-                    raise ConfigError(f"{shown(str(path))} line {line_number} {line}")
-                if line.strip():
-                    for index, response in enumerate(_parsed(line, path, line_number)):
-                        yield ResponsePlace(number, offset, index), response
-                offset += len(line) + 1
-        except OSError as error:
-            raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from error
-        except ReadError as error:
-            raise ConfigError(f"{shown(str(path))} {error}") from error
-
-
 class ResponseReader:
-    """Reads single responses again. Keeps the last line."""
+    """The responses of files: all of them, or one again. Keeps the last line. Raises ConfigError: a file cannot be read."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.files = files
-        self._at: tuple[int, int] | None = None
-        self._responses: list[Response] = []
+        self.files: list[LineFile] = []
+        for path in files:
+            try:
+                self.files.append(LineFile(path, MAX_SAMPLES_LINE))
+            except OSError as error:
+                raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from error
+            except ReadError as error:
+                raise ConfigError(f"{shown(str(path))} {error}") from error
+        self._last: tuple[tuple[int, int], list[Response]] | None = None
+
+    def all(self) -> Iterator[tuple[ResponsePlace, Response]]:
+        """Every response, in order. Raises ConfigError, which names file and line."""
+        for file, lines in enumerate(self.files):
+            for line, row in enumerate(lines.rows(0, len(lines))):
+                for number, response in enumerate(self._responses(file, line, row)):
+                    yield ResponsePlace(file, line, number), response
 
     def read(self, place: ResponsePlace) -> Response:
-        """Raises ConfigError if the file has changed meanwhile."""
-        if self._at != (place.file, place.offset):
-            path = self.files[place.file]
-            try:
-                with path.open("rb") as file:
-                    file.seek(place.offset)
-                    self._responses = responses_of(parse_json(file.readline()))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{shown(str(path))} has changed while it was read: {error}") from error
-            self._at = (place.file, place.offset)
-        return self._responses[place.number]
+        """One response again. Raises ConfigError if the file has changed meanwhile."""
+        at = place.file, place.line
+        if self._last is None or self._last[0] != at:
+            row = next(self.files[place.file].rows(place.line, place.line + 1))
+            self._last = at, self._responses(*at, row)
+        return self._last[1][place.number]
 
-
-def _parsed(line: bytes, path: Path, number: int) -> list[Response]:
-    try:
-        return responses_of(parse_json(line))
-    except ValueError as error:  # a ReadError is one
-        raise ConfigError(f"{shown(str(path))} line {number}: {cut(str(error), 500)}") from error
+    def _responses(self, file: int, line: int, row: Any) -> list[Response]:
+        try:
+            if isinstance(row, ReadError):
+                raise row
+            return responses_of(row)
+        except ValueError as error:
+            lines = self.files[file]
+            raise ConfigError(f"{shown(str(lines.path))} {lines.place(line)}: {cut(str(error), 500)}") from error
 
 
 def responses_of(row: Any) -> list[Response]:
@@ -270,6 +262,7 @@ class Tally:
 
 
 def tally_responses(responses: Iterable[tuple[ResponsePlace, Response]], rules: CountingRules) -> Tally:
+    """Counts all responses by problem."""
     tally = Tally(rules)
     for place, response in responses:
         tally.add(place, response)

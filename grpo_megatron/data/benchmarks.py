@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.fields import Question, question_text
 from grpo_megatron.data.prompts import chat_of, render_prompt, source_of_row
-from grpo_megatron.data.questions import question_text
 from grpo_megatron.data.rendering import encode_prompts
-from grpo_megatron.data.rows import Question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
 from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.processes.process import time_limit
@@ -154,7 +154,7 @@ def _read_example(task: Task, fewshot: Fewshot, row: dict[str, Any]) -> Example:
     return Example(question, solution)
 
 
-# -- Validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
+# -- validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
 # The prompts are rendered as those of training: chat or plain text, with `data.system_prompt` if it is set. The samples
 # are drawn as `rollout.val_kwargs` says, within `data.max_response_length`, and reported as
 # `val-core/<task>/acc/mean@n`. Few-shot examples and stop texts belong to the scripted evaluation.

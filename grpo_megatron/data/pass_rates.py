@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, SamplingConfig
-from grpo_megatron.data.questions import problem_digest
-from grpo_megatron.data.row_prompt import RowPrompt
-from grpo_megatron.data.rows import missing_field, read_question, read_rows, text_field, type_name
+from grpo_megatron.data.fields import missing_field, problem_digest, read_question, text_field, type_name
+from grpo_megatron.data.prompts import RowPrompt
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -124,8 +124,9 @@ def _weight(measured: Measured, name: str) -> float:
     return PROMPT_WEIGHTS[name](measured.rate)
 
 
-# -- Wilson's interval of a share (1927, JASA 22:209), at 95 %: the shares p from which the observed one is z of their o
-# standard errors sqrt(p (1 - p) / n) away. It has a width at 0 and at 100 %, too.
+# -- Wilson's interval of a share (1927, JASA 22:209), at 95 % ---------------------------------------------------------
+# The shares p from which the observed one is z of their own standard errors sqrt(p (1 - p) / n) away. It has a width at 0 and
+# at 100 %, too.
 
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 

@@ -14,11 +14,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from grpo_megatron.data.item_table import one_of_each
+from grpo_megatron.data.items import LazySequence, one_of_each
 from grpo_megatron.types import Prompt
 
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class SourcePrompts:
     weight: float
 
 
-class Mixture(Sequence[Prompt]):
+class Mixture(LazySequence[Prompt]):
     """The prompts of all sources, one source after the other."""
 
     def __init__(self, sources: Sequence[SourcePrompts]) -> None:
@@ -153,15 +153,7 @@ class Mixture(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def item(self, index: int) -> Prompt:
         source = bisect.bisect_right(self._ends, index)
         prompts = self.sources[source].prompts
         return prompts[index - (self._ends[source] - len(prompts))]

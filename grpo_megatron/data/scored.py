@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_megatron.config import DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.rows import Question, missing_field, read_question, text_field, type_name
+from grpo_megatron.data.fields import Question, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.written import (
     OfflineGroup,
     Written,
@@ -106,7 +106,7 @@ def load_pairs(
             )
         return replace(response, labels=[(ends[-1], reward)])
 
-    return load_written_groups(data, files, tokenizer, read_pairs, label, renderer, kind=["pairs", pad_token_id])
+    return load_written_groups(data, files, tokenizer, read_pairs, label, renderer)
 
 
 def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separator: str) -> Sequence[OfflineGroup]:
@@ -118,9 +118,7 @@ def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separato
     def label(response: WrittenResponse, labels: Sequence[bool]) -> WrittenResponse:
         return replace(response, labels=step_labels(response.ids, labels, decode, separator))
 
-    return load_written_groups(
-        data, files, tokenizer, lambda row: [read_steps(row, separator)], label, kind=["steps", separator]
-    )
+    return load_written_groups(data, files, tokenizer, lambda row: [read_steps(row, separator)], label)
 
 
 def read_pairs(row: dict[str, Any]) -> list[WrittenGroup]:

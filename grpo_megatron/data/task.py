@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import MultiTurnConfig, Section
-from grpo_megatron.data.rows import (
+from grpo_megatron.data.fields import (
     Messages,
     Question,
     is_plain_text,

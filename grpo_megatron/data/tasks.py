@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.row_file import open_rows
-from grpo_megatron.data.rows import Question, type_name
+from grpo_megatron.data.fields import Question, type_name
+from grpo_megatron.data.rows import open_rows
 from grpo_megatron.data.task import RowFormat, Task
 from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_regular, shown
 from grpo_megatron.registry import import_function, no_exit
@@ -182,7 +182,7 @@ def _source_sha256(module_name: str) -> str:
     return hashlib.sha256(Path(path).read_bytes() if path else module_name.encode()).hexdigest()
 
 
-# -- Recognises the form of data files where `data.task` is not set: verl's rows, TRL's rows, or those of the default ta
+# -- The form of data files where `data.task` is not set: verl's rows, TRL's, or others --------------------------------
 
 FORMS = {"verl": "reward_model.ground_truth", "trl": "prompt, and no question"}  # task -> what its rows are known by
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,11 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.item_table import ITEM_BITS, ItemTable, MappedTable, kept_items
+from grpo_megatron.data.fields import Messages, Question, missing_field, read_question, text_field, type_name
+from grpo_megatron.data.items import ItemTable, MappedTable, kept_items
 from grpo_megatron.data.prompts import check_round_trip, render_prompt
-from grpo_megatron.data.rendering import encode_prompts
-from grpo_megatron.data.row_set import RowSet
-from grpo_megatron.data.rows import Messages, Question, missing_field, read_question, text_field, type_name
-from grpo_megatron.data.survey import Numbers, Survey
-from grpo_megatron.data.survey_key import survey_key
+from grpo_megatron.data.rendering import LengthBound, encode_prompts, most_tokens
+from grpo_megatron.data.rows import RowSet
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.types import Prompt, Turn
@@ -139,7 +138,7 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
     return messages
 
 
-# -- Written groups: rows with responses -> prompts and responses as token ids, for supervised training, pairs and scala
+# -- Written groups: rows with responses as token ids, for supervised training, pairs and scalar heads -----------------
 # As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
 
 SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
@@ -186,7 +185,6 @@ def load_offline_groups(
         None,
         renderer,
         end_token_ids,
-        kind=["written", *fields],
     )
 
 
@@ -198,25 +196,24 @@ def load_written_groups(
     label: Label | None,
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
-    *,
-    kind: Sequence[object],
 ) -> ItemTable[OfflineGroup]:
     """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
 
-    `kind`: everything besides `data`, the files and the tokenizer that lengths depend on, as JSON (survey_key.py).
     `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
     """
     rows = RowSet(files, get_task(data.task).name)
     ends = tuple(sorted({tokenizer.eos_token_id, *end_token_ids}))
     reader = GroupReader(data, get_task(data.task), rows, tokenizer, read, label, renderer, ends)
-    key = survey_key([*kind, ends], rows.paths, reader.task, data, tokenizer, renderer)
-    numbers = Survey(rows, read, reader.measure, key).run().astype(np.int64)
-    places = numbers[:, 0] << ITEM_BITS | numbers[:, 1]
-    fits = (numbers[:, 2] <= data.max_prompt_length) & (numbers[:, 3] <= data.max_response_length)
+    places: list[tuple[int, int]] = []
+    fits: list[bool] = []
+    for chunk in rows.parsed(read):
+        written = [(number, group) for number, groups in chunk for group in groups]
+        places += [(number, item) for number, groups in chunk for item in range(len(groups))]
+        fits += reader.fit(written)
     what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"
-    kept = kept_items(data, fits, what, lambda number: f"row {number}", len(numbers))
-    places = places if kept is None else places[kept]
-    return ItemTable(rows, reader.make, places, len(places), [0])
+    kept = kept_items(data, np.array(fits, np.bool_), what, lambda number: f"row {number}", len(fits))
+    found = np.array(places, np.int64)
+    return ItemTable(reader.make, found if kept is None else found[kept], [0])
 
 
 @dataclass(frozen=True)
@@ -232,27 +229,52 @@ class GroupReader:
     renderer: TurnRenderer | None
     ends: Sequence[int]  # the tokens that end a response
 
-    def measure(self, parsed: list[tuple[int, list[WrittenGroup]]]) -> Numbers:
-        """[groups, 4]: row, number of the group in it, the prompt's length, the longest response's, in tokens."""
-        places = [(number, item) for number, groups in parsed for item in range(len(groups))]
-        groups = self.groups([(number, group) for number, of_row in parsed for group in of_row])
-        if places and places[0][0] == 0:
-            check_round_trip(groups[0][0].text, self.tokenizer)
-        lengths = [(len(prompt.prompt_ids), max(map(len, responses), default=0)) for prompt, responses, _ in groups]
-        return np.array([(*p, *n) for p, n in zip(places, lengths, strict=True)], np.int32).reshape(-1, 4)
+    def fit(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
+        """Whether the prompt and all responses of each (row number, group) have at most the configured lengths, in tokens."""
+        if written and written[0][0] == 0:
+            check_round_trip(self._text(*written[0]), self.tokenizer)
+        unsure = [place for place, (_, group) in enumerate(written) if not self._certainly_fits(group)]
+        groups = self.groups([written[place] for place in unsure])
+        fits = [True] * len(written)
+        for place, (prompt, responses, _) in zip(unsure, groups, strict=True):
+            longest = max(map(len, responses), default=0)
+            fits[place] = (
+                len(prompt.prompt_ids) <= self.data.max_prompt_length and longest <= self.data.max_response_length
+            )
+        return fits
 
-    def make(self, number: int, row: dict[str, Any], item: int) -> OfflineGroup:
-        return self.groups([(number, self.read(row)[item])])[0]
+    def make(self, place: tuple[int, int]) -> OfflineGroup:
+        """The group at (row number, number of the group in the row)."""
+        number, item = map(int, place)
+        return self.groups([(number, self.read(self.rows.row(number))[item])])[0]
+
+    def _certainly_fits(self, group: WrittenGroup) -> bool:
+        """By the bytes of its texts. Labels are checked by their tokens, and turns by their rendering."""
+        question, responses, _ = group
+        longest = self.data.max_response_length - 1  # the end-of-sequence token
+        are_short = all(isinstance(one, str) and most_tokens(one) <= longest for one in responses)
+        return self.label is None and are_short and self._bound.fits(question)
+
+    @cached_property
+    def _bound(self) -> LengthBound:
+        def render(question: Question) -> str:
+            return self._text(0, (question, [], []))
+
+        return LengthBound(self.data.max_prompt_length, render, self._encode)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
+
+    def _text(self, number: int, group: WrittenGroup) -> str:
+        tools = self.renderer.tools if self.renderer else ()
+        where = f"row {self.rows.uid(number)}"
+        return render_prompt(self.data, self.task, group[0], self.tokenizer, where, tools)
 
     def groups(self, written: list[tuple[int, WrittenGroup]]) -> list[OfflineGroup]:
         """The groups of (row number, group as written), in order. Raises ConfigError."""
-        data, tools = self.data, self.renderer.tools if self.renderer else ()
         uids = [self.rows.uid(number) for number, _ in written]
-        texts = [
-            render_prompt(data, self.task, question, self.tokenizer, f"row {uid}", tools)
-            for uid, (_, (question, _, _)) in zip(uids, written, strict=True)
-        ]
-        encoded = encode_prompts(texts, self.tokenizer, is_chat=data.apply_chat_template)
+        texts = [self._text(number, group) for number, group in written]
+        encoded = self._encode(texts)
         responses = iter(self._render_responses([one for _, (_, ones, _) in written for one in ones]))
         groups: list[OfflineGroup] = []
         for uid, (_, (_, ones, rewards)), text, ids in zip(uids, written, texts, encoded, strict=True):

@@ -22,7 +22,7 @@ FORMAT_ERROR, TRUNCATED, FAILED = 1, 2, 4  # bits of a row's flags, and of a sam
 
 
 def render_page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], num_texts: int) -> str:
-    """The page of `result`. `graded` has the problems of each task, `num_texts` is per task."""
+    """Make the page of `result`. `graded` has the problems of each task, `num_texts` is per task."""
     tasks = result["tasks"]
     return html_page(
         "evaluation",
@@ -84,7 +84,7 @@ def _task_parts(name: str, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int) -> dict[str, Any]:
-    """The data of one task for the script of the page."""
+    """Collect the data of one task for the script of the page."""
     subjects = sorted({item.problem.subject for item in graded if item.problem.subject is not None})
     levels = sorted({item.problem.level for item in graded if item.problem.level is not None})
     texts = _problem_texts(graded, num_texts)
@@ -117,7 +117,7 @@ def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int)
 
 
 def histogram(samples: Sequence[GradedSample]) -> dict[str, Any]:
-    """Tokens of the right and the wrong samples in at most BINS bins of `size` tokens, from 0."""
+    """Count tokens of the right and the wrong samples in at most BINS bins of `size` tokens, from 0."""
     most = max((sample.entry.num_tokens for sample in samples), default=0)
     size = max(1, -(-(most + 1) // BINS))
     bins = {name: [0] * (most // size + 1) for name in ("right", "wrong")}

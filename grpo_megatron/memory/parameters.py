@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from grpo_megatron.algo.needs import needs_reference
-from grpo_megatron.checks.layout import stage_layers
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
@@ -26,6 +26,7 @@ from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam
 
 
@@ -40,6 +41,9 @@ class StageParameters:
     @property
     def total(self) -> int:
         return self.dense + self.experts
+
+
+Stages = list[StageParameters]  # of a model
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,43 @@ def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
     return sum(math.prod(row.local_shape(arch, tp)) for row in rows)
 
 
+@dataclass(frozen=True)
+class RunModels:
+    """The models of a run: the policy, all reward models (that of `reward_model.path` first), and the critic if there is one.
+
+    `has_head`: the policy has an output head; a model that learns to score has none.
+    """
+
+    arch: Architecture
+    reward_archs: tuple[Architecture, ...] = ()
+    critic: Architecture | None = None
+    has_head: bool = True
+    _known: dict[tuple[object, ...], Stages] = field(default_factory=dict, repr=False, compare=False)
+
+    def stages(self, config: Config) -> tuple[Stages, list[Stages], Stages | None]:
+        """Parameters of every stage of the policy, of each reward model, of the critic. The layout must be valid."""
+        critic = None if self.critic is None else self._stages(self.critic, config, has_head=False)
+        rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
+        return self._stages(self.arch, config, has_head=self.has_head), rewards, critic
+
+    def counted_stages(self, config: Config, world_size: int) -> tuple[Stages, list[Stages], Stages | None]:
+        """The same as Megatron-Core builds them, where it is installed. Slower: one layout takes up to a second."""
+        critic = None
+        if self.critic is not None:
+            critic = count_parameters(self.critic, config, world_size, is_reward_model=True)
+        rewards = [count_parameters(arch, config, world_size, is_reward_model=True) for arch in self.reward_archs]
+        return count_parameters(self.arch, config, world_size, is_reward_model=not self.has_head), rewards, critic
+
+    def _stages(self, arch: Architecture, config: Config, *, has_head: bool) -> Stages:
+        megatron = config.actor.megatron
+        layers = str(sorted(megatron.override_transformer_config.items()))
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size)
+        if key not in self._known:
+            self._known[key] = parameters_from_table(arch, megatron, has_output_head=has_head)
+        return self._known[key]
+
+
 def memory_of_stages(
     config: Config,
     world_size: int,
@@ -171,3 +212,18 @@ def _optimizer(config: Config, world_size: int, stage: StageParameters) -> float
     replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
     expert_replicas = replicas // megatron.expert_model_parallel_size
     return per_parameter * (stage.dense / replicas + stage.experts / expert_replicas)
+
+
+def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
+    """Layers of each pipeline stage, as Megatron cuts them (evenly or not); None if it cannot."""
+    ends: list[Any] = [megatron.override_transformer_config.get(end) for end in (FIRST, LAST)]
+    given = [n for n in ends if n is not None]
+    if not all(isinstance(n, int) and n > 0 for n in given):
+        return None
+    middle, rest = megatron.pipeline_model_parallel_size - len(given), num_layers - sum(given)
+    if middle == 0:
+        return given if rest == 0 else None
+    if middle < 0 or rest < middle or rest % middle:
+        return None
+    stages = [ends[0], *[rest // middle] * middle, ends[1]]
+    return [n for n in stages if n is not None]

@@ -31,8 +31,16 @@ from dataclasses import dataclass
 
 from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference
 from grpo_megatron.config import Config
+from grpo_megatron.device import device_bytes
 from grpo_megatron.memory.activations import forward_bytes, head_bytes, kept_bytes, recomputes_all, working_bytes
-from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, StageMemory, StageParameters, memory_of_stages
+from grpo_megatron.memory.parameters import (
+    DTYPE_BYTES,
+    GRADIENT_BYTES,
+    RunModels,
+    StageMemory,
+    StageParameters,
+    memory_of_stages,
+)
 from grpo_megatron.models.architecture import Architecture
 
 GIB = 2**30
@@ -212,6 +220,20 @@ def memory_phases(
         or (policy[number], memories[number]) != (policy[number - 1], memories[number - 1])
     ]
     return [max(same, key=lambda phase: phase.total) for same in zip(*stages, strict=True)]
+
+
+def phase_shortages(
+    config: Config, world_size: int, models: RunModels, device: float | None = None, *, elsewhere: bool = False
+) -> Iterator[str]:
+    """The phases of a valid layout that cannot fit a device of `device` bytes. None on the CPU.
+
+    `device` None: this rank's GPU; nothing is known of it if the run is for another machine. Not run on a GPU yet.
+    """
+    if device is None and not elsewhere:
+        device = device_bytes(config.trainer.device)
+    if device is not None and config.trainer.device != "cpu":
+        phases = memory_phases(config, models.arch, world_size, *models.stages(config))
+        yield from phase_problems(config, models.arch, phases, device)
 
 
 def phase_problems(config: Config, arch: Architecture, phases: list[Phase], device: float) -> Iterator[str]:

@@ -13,6 +13,8 @@ from grpo_megatron.reading import shown
 class UnsupportedModel(ValueError):
     """A config.json with a feature that Megatron-Core or this project cannot express. The message names it."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -82,7 +84,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Routing:
-    """How DeepSeek's routers select and weight experts.
+    """The selection and the weights of experts in DeepSeek's routers.
 
         V2, arXiv 2405.04434: softmax scores; a group's score is that of its best expert; the weights are not renormalised
         V3, arXiv 2412.19437: sigmoid scores; experts are chosen by score + bias, a group by its two best; the weights are
@@ -147,7 +149,7 @@ class Architecture:
         return self.num_query_groups * self.head_dim
 
     def is_extra(self, tensor_name: str) -> bool:
-        """Whether a Hugging Face tensor belongs to a layer after the last."""
+        """Returns whether a Hugging Face tensor belongs to a layer after the last."""
         names = [f"model.layers.{self.num_layers + index}." for index in range(self.num_extra_layers)]
         return tensor_name.startswith(tuple(names))
 
@@ -362,7 +364,7 @@ ENGINE_VOCABULARY_MULTIPLE = 64  # vLLM pads the embedding to it, for every tp (
 
 
 def split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = False) -> list[str]:
-    """Why `tp` ranks cannot share a model; empty when they can. `has_whole_experts`: they do not cut experts."""
+    """Returns why `tp` ranks cannot share a model: nothing if they can. `has_whole_experts`: they do not cut experts."""
     mlp = ("rows of an expert's MLP" if arch.num_experts else "rows of the MLP", arch.ffn_hidden_size)
     sizes = (
         ("attention heads", arch.num_attention_heads),

@@ -29,7 +29,7 @@ from grpo_megatron.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What the last stage returns: log-probabilities [N] and entropies [N]. It can be unpacked like a tuple.
+    """The output of the last stage: log-probabilities [N] and entropies [N]. It can be unpacked like a tuple.
 
     A reward model returns its scores as `values`, and has no entropy. MoE layers read `output.device`.
     """
@@ -54,7 +54,7 @@ class LogprobModel(GPTModel):
     real_vocab_size: int
 
     def _preprocess(self, *, position_ids: Tensor, packed_seq_params: Any, **inputs: Any) -> Any:
-        """In a pack of trees, a token's angle is that of its position id. Megatron-Core takes one angle per token too."""
+        """Takes a token's angle from its position id in a pack of trees, where Megatron-Core would take it from its place."""
         outputs = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **inputs)
         if not isinstance(packed_seq_params, TreeParams):
             return outputs

@@ -131,7 +131,7 @@ class LossPass:
 
 
 def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> LossInputs:
-    """What a loss reads of `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
+    """Returns what a loss reads of `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
 
     Where the batch has no old log-probabilities, they are the model's own.
     """

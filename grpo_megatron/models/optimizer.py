@@ -167,7 +167,7 @@ def prepare_for_load(optimizer: MegatronOptimizer) -> None:
 
 @contextlib.contextmanager
 def steps_of_empty_parts(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """In the block, a part without parameters has the step count of the others.
+    """Gives a part without parameters the step count of the others inside the block.
 
     A pipeline stage whose layers have no experts has such a part. Megatron-Core reads a step count from the state of torch's
     Adam, and asserts that there is one; rank 0's is stored for all ranks.

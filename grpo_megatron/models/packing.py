@@ -22,7 +22,7 @@ from grpo_megatron.types import Batch
 
 @dataclass(frozen=True)
 class Targets:
-    """What the last stage computes: the log-probability of `tokens` [N] from the hidden states `state_indices` [N]."""
+    """The work of the last stage: the log-probability of `tokens` [N] from the hidden states `state_indices` [N]."""
 
     state_indices: Tensor  # into this rank's tokens of the pack
     tokens: Tensor
@@ -125,7 +125,7 @@ def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
 
 
 def num_padding_tokens(lengths: list[int], multiple: int, cp: int = 1) -> int:
-    """How many tokens `pack` adds to sequences of these lengths; none at all is a pack of padding."""
+    """The number of tokens that `pack` adds to sequences of these lengths. Without sequences it is a whole pack."""
     aligned = sum(n + (-n % (2 * cp) if cp > 1 else 0) for n in lengths)
     return max(aligned + (-aligned % multiple), multiple) - sum(lengths)
 
@@ -228,7 +228,7 @@ def _prompt(batch: Batch, row: int) -> Tensor:
 
 
 def pack_trees(batch: Batch, rows: list[int], *, multiple: int, temperature: float, chunk: int, device: Device) -> Pack:
-    """As `pack`, with one copy of the prompt for each run of rows that share it. `rows` is not empty."""
+    """Does what `pack` does, with one copy of the prompt for each run of rows that share it. `rows` is not empty."""
     tokens, positions, states, targets = [], [], [], []
     branches: list[Branch] = []
     size = 0

@@ -40,12 +40,14 @@ from grpo_megatron.types import Batch, WeightBucket
 class TooManySkippedSteps(RuntimeError):
     """More than `actor.max_skipped_steps` updates in a row were skipped."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 class Guard(Protocol):
     """Decides over an optimizer step (training/guards.py)."""
 
     def __call__(self, batch: Batch, micro_batches: list[list[int]], sums: MetricSums, norm: float) -> bool:
-        """Whether the optimizer step on this mini-batch is made. Collective: the same on every rank.
+        """Returns whether the optimizer step on this mini-batch is made. Collective: the same on every rank.
 
         `sums` and `norm` are this rank's metric sums, and its gradient's norm before clipping.
         """
@@ -130,7 +132,7 @@ class Policy(LanguageModel):
 
     @contextlib.contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """Inside, the gradient buffers have no memory. Every update sets them to zero before it adds to them."""
+        """Frees the gradient buffers inside the block. Every update sets them to zero before it adds to them."""
         if self._offloaded.is_offloaded:
             yield
             return
@@ -241,7 +243,7 @@ class Policy(LanguageModel):
         return loss_pass
 
     def loss_inputs(self, batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> Any:
-        """What the loss reads of `rows`, from the model's `logprobs` and `entropy` [len(rows), R]."""
+        """Returns what the loss reads of `rows`, from the model's `logprobs` and `entropy` [len(rows), R]."""
         return loss_inputs(batch, rows, logprobs, entropy)
 
     @torch.no_grad()
@@ -271,11 +273,11 @@ class Policy(LanguageModel):
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
-        """Whether all weights of this rank are finite."""
+        """Returns whether all weights of this rank are finite."""
         return bool(torch.stack([torch.isfinite(parameter).all() for parameter in self.ddp.parameters()]).all())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the sharded tensors."""
+        """The plain values that a checkpoint needs besides the sharded tensors."""
         schedule = {"num_steps": self.lr_scheduler.num_steps, "period": self._period}
         return {"schedule": schedule, "num_skipped_in_a_row": self.num_skipped_in_a_row}
 

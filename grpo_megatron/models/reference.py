@@ -46,7 +46,7 @@ class FrozenModel(ShardedModel):
 
     @contextlib.contextmanager
     def _on_device(self, *, unchanged: bool = True) -> Iterator[None]:
-        """Inside, the weights are on the device."""
+        """Keeps the weights on the device inside the block."""
         was_offloaded = self._offloaded.is_offloaded
         self._offloaded.onload()
         try:
@@ -91,12 +91,12 @@ class Reference(FrozenModel, LanguageModel):
         super().__init__(inner, arch, actor, mesh, device, temperature)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, as for the policy."""
+        """See ShardedModel."""
         with self._on_device():
             yield from super().hf_weights(bucket_megabytes)
 
     def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
-        """As for the policy. (RFT draws from the reference.)"""
+        """See ShardedModel. (RFT draws from the reference.)"""
         with self._on_device():
             yield from super().engine_weights(resharding, version)
 

@@ -24,9 +24,13 @@ from typing import Any, NamedTuple
 
 COPYING = ("update_weights", "save_checkpoint", "dump_rollout_generations")
 BETWEEN, AFTER = "between phases", "log and checks"  # inside the phase `step` but no other one; after it
-COMMUNICATION = ("gloo:", "nccl")  # beginnings of names of events: operations of gloo, kernels of NCCL
+COMMUNICATION = (
+    "gloo:",
+    "ncclDevKernel",
+    "ncclKernel",
+)  # beginnings of names of events: operations of gloo, kernels of NCCL
 
-Span = tuple[int, int]  # [begin, end), nanoseconds since the epoch
+_Span = tuple[int, int]  # [begin, end), nanoseconds since the epoch
 
 
 class Cut(NamedTuple):
@@ -71,7 +75,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """The phase of this name, inside the one that is open."""
+        """Enter the phase of this name, inside the one that is open."""
         self._cut()
         self._open.append(BETWEEN if name == "step" else name)
         try:
@@ -88,8 +92,8 @@ class PhaseClock:
 
 
 def phase_seconds(cuts: Sequence[Cut], events: Sequence[Any], num_steps: int) -> dict[str, PhaseSeconds]:
-    """The seconds per step of one rank. `events`: torch's kineto events of the same steps, with the times of `time.time_ns`."""
-    on_host, on_device, kernels = list[Span](), list[Span](), list[Span]()
+    """Sum the seconds per step of one rank. `events`: kineto's of the same steps, on the clock of `time.time_ns`."""
+    on_host, on_device, kernels = list[_Span](), list[_Span](), list[_Span]()
     for event in events:
         is_host, span = event.device_type().name == "CPU", (event.start_ns(), event.end_ns())
         if event.name().startswith(COMMUNICATION):
@@ -114,7 +118,7 @@ def phase_seconds(cuts: Sequence[Cut], events: Sequence[Any], num_steps: int) ->
 class _Union:
     """A union of spans, and how much of it lies within a span."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[_Span]) -> None:
         self._begins: list[int] = []
         self._ends: list[int] = []
         for begin, end in sorted(spans):
@@ -132,7 +136,7 @@ class _Union:
 
 
 def divide(ranks: Sequence[Mapping[str, PhaseSeconds]]) -> list[dict[str, TimeParts]]:
-    """Per rank: phase -> its parts. `ranks[r]` is rank r's `phase_seconds`."""
+    """Divide the time of each rank: phase -> its parts. `ranks[r]` is rank r's `phase_seconds`."""
     least: dict[str, float] = {}
     for phases in ranks:
         for phase, seconds in phases.items():
@@ -151,7 +155,7 @@ def _parts(phase: str, seconds: PhaseSeconds, least: float) -> TimeParts:
 
 
 def profile_tables(steps: range, ranks: Sequence[Mapping[str, TimeParts]]) -> tuple[str, str]:
-    """The mean of all ranks per phase, and the table of every rank and phase, as texts; the longest phase first."""
+    """Format the mean of all ranks per phase, and the table of every rank and phase; the longest phase comes first."""
     phases: dict[str, list[float]] = {}
     for parts in ranks:
         for phase, seconds in parts.items():

@@ -22,17 +22,17 @@ STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 
 
 def visible(text: str) -> str:
-    """The text with characters that steer a terminal, or reorder its text, as <U+001B>."""
+    """Show characters that steer a terminal, or reorder its text, as <U+001B>."""
     return STEERING.sub(lambda match: f"<U+{ord(match[0]):04X}>", text)
 
 
 def visible_line(text: str) -> str:
-    """The visible text in one line."""
+    """Make the text visible, in one line."""
     return " ".join(visible(text).split())
 
 
 def html_page(kind: str, title: str, data: Any, **parts: Any) -> str:
-    """The page of the template page/KIND.html and the script page/KIND.js, which reads `data`. `parts` is for the template.
+    """Fill the template page/KIND.html; the script page/KIND.js reads `data`. `parts` is for the template.
 
     The page ends with a script element, without closing tags, so that further ones can be appended to the file.
     """

@@ -17,7 +17,7 @@ LONGEST_SETTING = 400  # characters of a config's value
 
 
 def render_report(runs: Sequence[RunFolder], *, is_live: bool = False) -> str:
-    """The page of what `update` has read of one or two runs. `is_live`: its run will write it again, or append to it."""
+    """Make the page of one or two runs as `update` has read them. `is_live`: the run will write or append to it again."""
     panels, constants = drawn_panels(runs)
     drawn = {name for panel in panels for name, _ in panel.curves}
     data = {
@@ -30,14 +30,14 @@ def render_report(runs: Sequence[RunFolder], *, is_live: bool = False) -> str:
 
 
 def appended_step(step: int, metrics: Mapping[str, float]) -> str:
-    """What the page of one run gets at its end for a further step. It is about one kilobyte per thirty metrics."""
+    """Make what is appended to the page of one run for a further step: about one kilobyte per thirty metrics."""
     values = {name: rounded(value) for name, value in metrics.items()}
     row = embedded_json({"step": step, "time": round(time.time(), 1), "metrics": values})
     return f'<script type="application/json" class="step">{row}</script>\n'
 
 
 def drawn_panels(runs: Sequence[RunFolder]) -> tuple[list[PagePanel], dict[str, list[float | None]]]:
-    """The panels with something to see, and the metrics that never change: name -> value in each run."""
+    """Choose the panels with something to see, and the metrics that never change: name -> value in each run."""
     names = sorted({name for run in runs for name in run.curves.names()})
     constants = {name: values for name in names if (values := _constants(runs, name)) is not None}
     guards: dict[str, dict[str, Any]] = {}

@@ -13,19 +13,20 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference, reasons_for_old_pass
 from grpo_megatron.config import Config
 from grpo_megatron.memory.engine import kv_token_bytes
-from grpo_megatron.memory.parameters import DTYPE_BYTES
+from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import flops_per_pass, model_shape
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.gpus import Gpu
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.models import PlannedModels
 
-# -- PlannedMachine: GPUs on nodes, and the seconds that bytes need between them ---------------------------------------
+# -- The machine -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlannedMachine:
+    """GPUs on nodes, and the seconds that bytes need between them."""
+
     gpu: Gpu
     world_size: int
     per_node: int = 8
@@ -45,7 +46,7 @@ class PlannedMachine:
         return size / (self.gpu.host_bytes_per_s * speeds.HOST)
 
 
-# -- Workload: what one training step computes, whatever the layout. Lengths are means; only the longest response is a m
+# -- The workload of a step --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Workload:
         return self.samples * self.sample_tokens
 
     @classmethod
-    def of(cls, config: Config, models: PlannedModels, response_tokens: float | None = None) -> Workload:
+    def of(cls, config: Config, models: RunModels, response_tokens: float | None = None) -> Workload:
         """Of a step of `config`. Unknown lengths: the prompt is half of its maximum, and the response too by default."""
         actor, algorithm, data = config.actor, config.algorithm, config.data
         n = config.rollout.n
@@ -111,7 +112,7 @@ def _old_pass(config: Config) -> list[str]:
     return reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size)
 
 
-# -- Seconds that the engines need to draw a step's samples: an estimate with the fractions of speeds.py ---------------
+# -- Generation --------------------------------------------------------------------------------------------------------
 # An engine decodes b sequences at a time: as many as its samples, its cache and max_num_seqs allow. One decoding step:
 #
 # memory    the weights that b tokens visit, and the cache of b sequences, read once, over the engine's ranks
@@ -169,7 +170,7 @@ def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sam
     return flops / (layout.rollout_tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
 
 
-# -- Seconds of the forward and backward passes of a step: an estimate with the fractions of speeds.py -----------------
+# -- Training ----------------------------------------------------------------------------------------------------------
 # compute      FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
 # fraction     MATMUL (or EXPERTS) x t / (t + HALF_TOKENS), for a micro-batch of t tokens
 # tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
@@ -262,6 +263,8 @@ def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> 
 
 @dataclass(frozen=True)
 class StepSeconds:
+    """The estimated seconds of the parts of a training step."""
+
     generate: float
     score: float
     update: float

@@ -13,10 +13,10 @@ from grpo_megatron.checks.layout import ROLLOUT_TP, TP, data_parallel_size
 from grpo_megatron.checks.machine import is_for_this_machine
 from grpo_megatron.config import Config
 from grpo_megatron.device import device_bytes
+from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.memory.phases import GIB, shortage
 from grpo_megatron.planning.cost import PlannedMachine, Workload, step_seconds
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
-from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.planning.run_page import describe_run
 from grpo_megatron.planning.search import Fit, PlannedLayout, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
 
-# -- Warnings of a plan: what is allowed and works, but costs more than the user may think. Each with its numbers ------
+# -- Warnings: what works, but costs more than the user may think ------------------------------------------------------
 
 IDLE = 0.02  # a share of idle ranks that is worth a warning
 BUBBLE = 0.2  # a share of the pipeline's time
 
 
 def plan_warnings(
-    config: Config, models: PlannedModels, work: Workload, machine: PlannedMachine, found: Fit | None, checked: Checked
+    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, found: Fit | None, checked: Checked
 ) -> Iterator[str]:
     """`found`: the fit to a GPU, if one was named."""
     yield from _groups_over_nodes(config, work, machine)
@@ -92,7 +92,7 @@ def _small_cache(config: Config, work: Workload, machine: PlannedMachine, found:
         )
 
 
-def _copied_cache(config: Config, models: PlannedModels) -> Iterator[str]:
+def _copied_cache(config: Config, models: RunModels) -> Iterator[str]:
     tp, groups = _rollout_tp(config), models.arch.num_query_groups
     if models.arch.latent is not None and tp > 1:
         yield f"{ROLLOUT_TP}={tp}: the latents of each token are in the cache of all {tp} ranks of an engine"
@@ -143,13 +143,13 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
             yield f"{key}={batch} and {found} rows: every step has each row {batch / found:.2g} times on average"
 
 
-# -- The verdict that ends a plan: whether the run fits a GPU, what to change if not, and the nearest layouts that do --
+# -- The verdict: whether the run fits a GPU, what to change if not, and the nearest layouts that do -------------------
 
 PAGE_WIDTH = 120  # characters per line of a plan, where the width of the terminal is not known
 
 
 def verdict_lines(
-    config: Config, models: PlannedModels, work: Workload, machine: PlannedMachine, found: Fit, width: int = PAGE_WIDTH
+    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, found: Fit, width: int = PAGE_WIDTH
 ) -> Iterator[str]:
     """For a named GPU. The last line is the verdict itself."""
     if machine.gpu.remark:
@@ -205,7 +205,7 @@ def _described(planned: PlannedLayout, config: Config) -> Iterator[str]:
     yield from (f"      {change}" for change in changes)
 
 
-def verdict_without_gpu(config: Config, models: PlannedModels, world_size: int) -> Iterator[str]:
+def verdict_without_gpu(config: Config, models: RunModels, world_size: int) -> Iterator[str]:
     """Which of the known GPUs fit."""
     if config.trainer.device == "cpu":
         yield "NO VERDICT for trainer.device=cpu: only the memory of GPUs is counted"
@@ -246,7 +246,7 @@ def plan_page(
     `gpu`: the one to fit; None: that of this machine, if it has one. `elsewhere`: the plan is for other machines.
     """
     gpu = gpu if gpu is not None or elsewhere else _own_gpu(config)
-    models = PlannedModels.of(config, checked)
+    models = checked.models(config)
     work = Workload.of(config, models)
     machine = PlannedMachine(gpu or GPUS[REFERENCE], world_size, min(config.trainer.n_gpus_per_node, world_size))
     fits_gpu = gpu is not None and config.trainer.device != "cpu"
@@ -285,7 +285,7 @@ def _own_gpu(config: Config) -> Gpu | None:
     return None if size is None else replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB)
 
 
-def _border_lines(config: Config, models: PlannedModels, work: Workload, world_size: int) -> Iterator[str]:
+def _border_lines(config: Config, models: RunModels, work: Workload, world_size: int) -> Iterator[str]:
     traffic = border_traffic(config, models, work, world_size)
     for item in traffic:
         yield f"{item.name if item.is_exact else f'~ {item.name}':<18}{item.size / 1e9:>12,.1f} GB"

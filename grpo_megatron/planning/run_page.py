@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from math import ceil
 from typing import TYPE_CHECKING
 
 from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.needs import (
+    folds_old_logprobs,
+    forward_only_at_zero_advantage,
+    has_kl_in_reward,
+    has_kl_loss,
+    needs_old_logprobs,
+    needs_reference,
+    reasons_for_old_pass,
+)
 from grpo_megatron.checks.environment import environment_lines
 from grpo_megatron.checks.layout import data_parallel_size
 from grpo_megatron.checks.machine import device_lines
-from grpo_megatron.checks.methods import partial_lines, pass_lines, steps_of_epochs
-from grpo_megatron.checks.model_folders import critic_arch
+from grpo_megatron.checks.methods import steps_of_epochs
+from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.checks.names import sources_of
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
-from grpo_megatron.checks.scoring import critic_lines, reward_model_lines
-from grpo_megatron.config import Config, TrainerConfig
+from grpo_megatron.config import (
+    Config,
+    ScoringModel,
+    TrainerConfig,
+)
 from grpo_megatron.data.sampler import Mixture
 from grpo_megatron.memory.engine import engine_cache
 from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,
     SAVED_OPTIMIZER_BYTES,
     StageParameters,
-    count_parameters,
     is_counted_by_megatron,
     memory_of_stages,
 )
 from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.planning.traffic import weight_sync_lines
 from grpo_megatron.types import Prompt
 
@@ -36,7 +49,7 @@ if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
 
-# -- The data of a run in its printed plan: rows, epochs, validations --------------------------------------------------
+# -- The data ----------------------------------------------------------------------------------------------------------
 
 
 def data_lines(config: Config, checked: Checked) -> Iterator[tuple[str, str]]:
@@ -107,16 +120,18 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-# -- Rows "name   text" of a printed plan: all texts begin in the same column, and long ones go on below it ------------
+# -- Rows: all texts begin in the same column, and long ones go on below it --------------------------------------------
 
 NAME_WIDTH = 18
 
 
 def named_row(name: str, text: str) -> str:
+    """A row of the page: a name of a fixed width, and a text."""
     return f"{name:<{NAME_WIDTH}}{text}"
 
 
 def named_rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """One row for each (name, text)."""
     return (named_row(name, text) for name, text in pairs)
 
 
@@ -131,7 +146,7 @@ def fitted_row(line: str, width: int) -> list[str]:
     )
 
 
-# -- One prompt of the run as text, for the printed plan: special tokens are shown as the tokenizer writes them --------
+# -- One prompt, with special tokens as the tokenizer writes them ------------------------------------------------------
 
 MAX_CHARACTERS = 3000  # of a long prompt, both ends
 
@@ -171,7 +186,7 @@ def describe_run(
     `device_gib`: the memory of one device in GiB, to say which phases fit it. `width`: characters of a line, apart from
     tables and the prompt.
     """
-    models = count_models(config, checked, world_size)
+    models = checked.models(config).counted_stages(config, world_size)
     source = "by the weight table: Megatron-Core is not installed here"
     if is_counted_by_megatron():
         source = "parameters counted in Megatron-Core's own modules"
@@ -308,19 +323,6 @@ def _model_lines(config: Config, checked: Checked) -> Iterator[str]:
     yield from (named_row("critic", text) for text in critic_lines(config, checked.critic_folder))
 
 
-def count_models(
-    config: Config, checked: Checked, world_size: int
-) -> tuple[list[StageParameters], list[list[StageParameters]], list[StageParameters] | None]:
-    """Parameters of every stage of the policy, of each reward model (that of `reward_model.path` first), of the critic."""
-    reward_models = [
-        count_parameters(folder.arch, config, world_size, is_reward_model=True) for folder in checked.all_reward_folders
-    ]
-    own = critic_arch(config, checked.arch, checked.critic_folder)
-    critic = None if own is None else count_parameters(own, config, world_size, is_reward_model=True)
-    is_scored = checked.scored_folder is not None
-    return count_parameters(checked.arch, config, world_size, is_reward_model=is_scored), reward_models, critic
-
-
 def _memory_lines(
     config: Config,
     world_size: int,
@@ -411,3 +413,92 @@ def _cells(label: str, cells: list[str]) -> str:
 def _divided(number: int, parts: int) -> str:
     """The quotient, with one decimal if it is no whole number."""
     return f"{number // parts:,}" if number % parts == 0 else f"{number / parts:,.1f}"
+
+
+# -- What a step computes, and with which models ------------------------------------------------------------------------
+
+
+def critic_lines(config: Config, folder: RewardFolder | None) -> Iterator[str]:
+    """The plan's line about the critic; none without one."""
+    if not has_critic(config.algorithm):
+        return
+    section, only = config.critic, config.critic_only_steps
+    parts = ["the model that the policy starts from" if folder is None else str(folder.path)]
+    if folder is None or not folder.has_head:
+        parts.append("new head")
+    parts.append(f"gamma {config.algorithm.gamma:g}, lambda {_shown_lambda(config)}")
+    updates = section.num_updates(1, config.actor, config.data.train_batch_size)
+    parts.append(f"{updates} updates per step")
+    if only:
+        parts.append(f"trained alone before step {only}")
+    yield ", ".join(parts)
+
+
+def _shown_lambda(config: Config) -> str:
+    """Of the policy's advantages, and of the value's targets where that differs."""
+    alpha, lam = config.critic.lam_alpha, config.algorithm.lam
+    of_policy = f"{lam:g}" if alpha is None else f"1 - 1 / ({alpha:g} x length)"
+    targets = lam if config.critic.lam is None else config.critic.lam
+    return of_policy if alpha is None and targets == lam else f"{of_policy} (targets {targets:g})"
+
+
+def reward_model_lines(config: Config, main: RewardFolder | None, others: Mapping[str, RewardFolder]) -> Iterator[str]:
+    """One line of the plan per model."""
+    if main is not None:
+        learns = config.algorithm.iteration_steps is not None
+        yield _description(main, config.reward_model, learns=learns)
+    for name, folder in others.items():
+        yield f"{name}: {_description(folder, config.reward_models[name], learns=False)}"
+
+
+def _description(folder: RewardFolder, model: ScoringModel, *, learns: bool) -> str:
+    parts = [f"{folder.path}: {folder.arch.num_parameters():,} parameters", "learns" if learns else "frozen"]
+    if folder.kind == "process":
+        parts.append(f"scores steps, which end with {model.step_separator!r}")
+    if model.coefficient != 1:
+        parts.append(f"x {model.coefficient:g}")
+    return ", ".join(parts)
+
+
+def partial_lines(config: Config) -> Iterator[tuple[str, str]]:
+    """The line about responses that take several steps; none without them."""
+    partial, batch = config.rollout.partial, config.data.train_batch_size
+    if partial.is_on:
+        yield (
+            "partial rollouts",
+            f"{ceil(batch * partial.over_sample)} prompts in progress for a batch of {batch}, in rounds of"
+            f" {partial.chunk_tokens:,} tokens; none waits more than {partial.max_staleness} steps",
+        )
+
+
+def pass_lines(config: Config) -> Iterator[tuple[str, str]]:
+    """(name, text) of each line: old log-probabilities, reference, what is left out of the update."""
+    actor, algorithm, batch = config.actor, config.algorithm, config.data.train_batch_size
+    name = "old log-probs"
+    if folds_old_logprobs(algorithm, actor, batch):
+        yield name, "of the update's own forward pass"
+    elif not needs_old_logprobs(algorithm, actor):
+        yield name, f"not read by {actor.loss_mode}"
+    for reason in reasons_for_old_pass(algorithm, actor, batch):
+        yield name, f"a pass before the update: {reason}"
+    yield "reference", "; ".join(_uses_of_reference(config))
+    if forward_only_at_zero_advantage(algorithm, actor):
+        yield "backward pass", "left out for rows of advantage 0, where the plan finds this cheaper"
+    if actor.share_prompts:
+        yield "prompts", "one copy for the responses in a micro-batch, where the heaviest rank gets lighter"
+
+
+def _uses_of_reference(config: Config) -> Iterator[str]:
+    """What the reference model is used for."""
+    actor, algorithm = config.actor, config.algorithm
+    if not needs_reference(algorithm, actor):
+        yield "no reference model" + (", as actor.kl_loss_coef=0" if actor.use_kl_loss else "")
+        return
+    if has_kl_loss(actor):
+        yield f"{actor.kl_loss_coef:g} x {actor.kl_loss_type} in the loss"
+    if has_kl_in_reward(algorithm):
+        yield f"{algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty} in the reward"
+    if algorithm.source == "initial":
+        yield "draws the responses"
+    if not (has_kl_loss(actor) or has_kl_in_reward(algorithm) or algorithm.source == "initial"):
+        yield f"read by {actor.loss_mode}"

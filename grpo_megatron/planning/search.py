@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 from grpo_megatron.config import Config
 from grpo_megatron.memory.engine import EngineCache, engine_cache
-from grpo_megatron.memory.parameters import DTYPE_BYTES
+from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.memory.phases import Phase, memory_phases
 from grpo_megatron.planning.cost import PlannedMachine, StepSeconds, Workload, step_seconds
 from grpo_megatron.planning.layout import Layout, micro_batches, shapes, variants
-from grpo_megatron.planning.models import PlannedModels
 
 # -- Fit: every phase of a layout against the memory of a GPU, and the engine's cache ----------------------------------
 
@@ -67,7 +66,7 @@ class Fit:
         return name, sizes[name]
 
 
-def fit(config: Config, models: PlannedModels, world_size: int, device: float) -> Fit:
+def fit(config: Config, models: RunModels, world_size: int, device: float) -> Fit:
     """The config as it is on GPUs of `device` bytes. Its layout must be valid."""
     phases = memory_phases(config, models.arch, world_size, *models.stages(config))
     cache = None
@@ -77,7 +76,7 @@ def fit(config: Config, models: PlannedModels, world_size: int, device: float) -
     return Fit(Layout.of(config), phases, cache, device, length)
 
 
-def proposed_fit(config: Config, models: PlannedModels, world_size: int, device: float) -> Fit:
+def proposed_fit(config: Config, models: RunModels, world_size: int, device: float) -> Fit:
     """`fit`, with the engine's share lowered to a multiple of SHARE_STEP where only this makes every phase fit."""
     found = fit(config, models, world_size, device)
     if found.has_margin or not any(phase.utilization for phase in found.phases):
@@ -97,7 +96,7 @@ def proposed_fit(config: Config, models: PlannedModels, world_size: int, device:
     )
 
 
-# -- The layouts nearest to a config that fit a GPU: fewest changed keys, then fewest levels, then fastest -------------
+# -- The layouts nearest to a config -----------------------------------------------------------------------------------
 # A level is a factor of two in a size, a switch, or 0.1 of the engine's share of the GPU.
 
 LARGEST_SEARCH = 20_000  # layouts that are tried
@@ -116,12 +115,13 @@ class PlannedLayout:
 
 
 def estimated(found: Fit, work: Workload, machine: PlannedMachine) -> PlannedLayout:
+    """A layout that fits, with its estimated step."""
     tokens = found.cache.tokens if found.cache is not None else 0
     return PlannedLayout(found, step_seconds(work, found.layout, machine, tokens))
 
 
 def nearest_layouts(
-    config: Config, models: PlannedModels, work: Workload, machine: PlannedMachine, count: int = 3
+    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, count: int = 3
 ) -> list[PlannedLayout]:
     """At most `count` layouts that fit, the nearest first. None of them is the config's own."""
     now = Layout.of(config)
@@ -137,7 +137,7 @@ def nearest_layouts(
     return found[:count]
 
 
-def _candidates(config: Config, models: PlannedModels, machine: PlannedMachine) -> Iterator[Layout]:
+def _candidates(config: Config, models: RunModels, machine: PlannedMachine) -> Iterator[Layout]:
     now = Layout.of(config)
     switches = (
         {now.recompute, True},
@@ -172,7 +172,7 @@ class SearchResult:
     num_fitting: int
 
 
-def search(config: Config, models: PlannedModels, work: Workload, machine: PlannedMachine) -> SearchResult:
+def search(config: Config, models: RunModels, work: Workload, machine: PlannedMachine) -> SearchResult:
     """Every valid layout. A layout in which a data-parallel rank or an engine would get no sample is left out."""
     best: list[PlannedLayout] = []
     num_tried = num_fitting = 0

@@ -22,20 +22,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_megatron.checks.layout import stage_layers
 from grpo_megatron.config import Config
-from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, StageParameters
+from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters, stage_layers
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.models import PlannedModels
 from grpo_megatron.rollout.build import find_engine
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
 from grpo_megatron.sync.rounds import RankPlan, Rounds, Traffic, plan_rounds
 
-# -- What one weight sync costs, from its plan: bytes, operations, memory, and seconds at stated bandwidths ------------
+# -- One weight sync ---------------------------------------------------------------------------------------------------
 # The seconds are an estimate: in every round all ranks wait for the one that sends or receives most. The network and the
 # links within the nodes work at the same time, on different rounds, so the slower of the two counts. Not counted: latency,
 # and loading into the engine, which overlaps as well.
@@ -94,6 +92,7 @@ def planned_sync(
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
+    """The grid of ranks that the config's layout makes."""
     megatron = config.actor.megatron
     return Grid(
         world_size,
@@ -153,7 +152,7 @@ class BorderTraffic:
     is_exact: bool
 
 
-def border_traffic(config: Config, models: PlannedModels, work: Workload, world_size: int) -> list[BorderTraffic]:
+def border_traffic(config: Config, models: RunModels, work: Workload, world_size: int) -> list[BorderTraffic]:
     """What crosses borders, without what does not. Empty on one node."""
     grid = grid_of(config, world_size)
     if grid.num_nodes == 1:
@@ -207,7 +206,7 @@ def _pipeline(config: Config, grid: Grid) -> float:
     return copies * crossing / per_stage
 
 
-def _experts(models: PlannedModels, grid: Grid) -> float:
+def _experts(models: RunModels, grid: Grid) -> float:
     """Hidden states of a token that cross borders to its experts and back, in all layers."""
     arch = models.arch
     if grid.ep == 1:
@@ -218,7 +217,7 @@ def _experts(models: PlannedModels, grid: Grid) -> float:
     return 2 * arch.experts_per_token * (arch.num_layers - arch.num_dense_layers) * elsewhere
 
 
-def _tensor(models: PlannedModels, grid: Grid, size: int) -> float:
+def _tensor(models: RunModels, grid: Grid, size: int) -> float:
     """Hidden states of a token that cross borders between `size` tensor-parallel ranks: 4 gathers or scatters per layer."""
     return 4 * models.arch.num_layers * _ring(grid, list(range(size)))
 

@@ -17,7 +17,7 @@ from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage, Outcome, Step
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.processes.process import KeptProblem
+from grpo_megatron.processes.pool import KeptProblem
 from grpo_megatron.sampling.trajectory import Answer, Trajectory
 
 # -- Truncation of observations ----------------------------------------------------------------------------------------

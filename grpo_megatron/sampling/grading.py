@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_megatron.data.reward_item import reward_item
+from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.data.scored import tokens_at
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.processes.process import KeptProblem
+from grpo_megatron.processes.pool import KeptProblem
 from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult, rewards

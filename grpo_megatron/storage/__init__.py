@@ -11,3 +11,5 @@ from __future__ import annotations
 
 class StorageError(ValueError):
     """Stored files are damaged, or another process is writing them. The message names every file."""
+
+    tells_what_to_do = True  # the command line prints it without a traceback

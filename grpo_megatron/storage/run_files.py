@@ -1,4 +1,6 @@
-"""The folders of a run's checkpoints: their names, and the small file of each that says what it holds.
+"""Files of a run by name: checkpoints, rollouts, events, and the times of starts.
+
+Each checkpoint has a small file that says what it holds.
 
     output_dir/checkpoints/step_000020/trainer.json
                                        critic/critic.json            in a run with a critic
@@ -52,6 +54,7 @@ OWNER_FILE = "run.json"
 
 
 def rollout_file(folder: Path, step: int) -> Path:
+    """The file with the samples of a step."""
     return folder / f"step_{step:06d}.jsonl"
 
 
@@ -95,7 +98,8 @@ def remove_rollouts_from(folder: Path, first_step: int) -> None:
     sync_path(folder)
 
 
-# -- Events of a run, one JSON line each, in output_dir/events.jsonl: when it was started, resumed, stopped, or went wro
+# -- Events of a run, one JSON line each, in output_dir/events.jsonl ---------------------------------------------------
+# A run notes when it was started, resumed or stopped, and when something went wrong:
 # {"time": 1700000000.0, "kind": "resumed", "step": 12, "text": "..."}
 #
 # The file is only appended to, over all attempts. `time` is Unix time in seconds; `step` counts from 0, or is null.
@@ -132,19 +136,8 @@ def read_events(output_dir: Path) -> list[dict[str, Any]]:
     return events
 
 
-# -- The user's cache folder: what is made again when it is missing. It may be deleted at any time ---------------------
-
-CACHE_VARIABLE = "GRPO_MEGATRON_CACHE"
-
-
-def cache_folder() -> str:
-    """$GRPO_MEGATRON_CACHE, or else grpo_megatron in $XDG_CACHE_HOME or ~/.cache. A home that is not known stays "~"."""
-    own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.environ.get(CACHE_VARIABLE) or os.path.join(own, "grpo_megatron")
-
-
 # -- How long the last start with the same model took, so that the first line of the next run can say it ---------------
-# The file starts.json in the cache folder, {"2 ranks of MODEL": seconds}, has the last MAX_STARTS. It may be deleted at any time.
+# The file starts.json, {"2 ranks of MODEL": seconds}, has the last MAX_STARTS. It may be deleted at any time.
 
 STARTS_FILE, MAX_STARTS = "starts.json", 50
 LONGEST_S = 1e6  # of a start; what is longer was not written here
@@ -152,7 +145,9 @@ BEGAN = "GRPO_MEGATRON_START"  # in the environment of ranks: the start's Unix t
 
 
 def starts_path() -> Path:
-    return Path(cache_folder()) / STARTS_FILE
+    """starts.json in $GRPO_MEGATRON_CACHE, or else in grpo_megatron of $XDG_CACHE_HOME or ~/.cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("GRPO_MEGATRON_CACHE") or os.path.join(caches, "grpo_megatron")) / STARTS_FILE
 
 
 def begin_start(name: str) -> float | None:

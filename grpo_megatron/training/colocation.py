@@ -24,12 +24,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import Config
+from grpo_megatron.device import Device, DeviceMemory
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.layers.transformer_config import DTYPES
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.resharding import Resharding
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.sync.digest import Expected, compare
+from grpo_megatron.sync.tensors import EngineTensors
 from grpo_megatron.types import Batch, Sample, WeightBucket
 
 # -- Probe -------------------------------------------------------------------------------------------------------------
@@ -309,3 +319,94 @@ class Colocation(PolicyAlone):
             metrics.max("rollout/probe_logp_diff_mean", difference.mean().item())
             metrics.max("rollout/probe_logp_diff_max", difference.max().item())
             self.mesh.agree(self.probe.problem(name, difference, is_attested=self._is_attested))
+
+
+# -- Construction ------------------------------------------------------------------------------------------------------
+
+
+def build_colocation(config: Config, checked: Checked, policy: Policy) -> PolicyAlone:
+    """The policy, with a sleeping engine beside it if the run draws. Collective. Raises RankError if too little memory is free.
+
+    The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
+    buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
+    """
+    max_length = config.data.max_prompt_length + config.data.max_response_length
+    algorithm = config.algorithm
+    provenance = Provenance(
+        policy.mesh,
+        max_staleness=config.max_staleness,
+        is_drawn=algorithm.source != "file",
+    )
+    if not config.draws:
+        return PolicyAlone(provenance)
+    policy.offload()
+    policy.device.empty_cache()
+    with awaited("building the engine of the rollouts (importing it, loading weights)", policy.mesh.rank == 0):
+        engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
+    colocation = Colocation(
+        policy,
+        engine,
+        policy.mesh,
+        build_resharding(config, policy),
+        probe=Probe(
+            policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
+        ),
+        provenance=provenance,
+    )
+    policy.device.empty_cache()
+    policy.onload()
+    return colocation
+
+
+def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
+    """The engine, awake and without usable weights. Collective. Raises RankError if too little memory is free."""
+    assert checked.end_tokens is not None, "only a dry run has no tokenizer"
+    mesh.agree(memory_problem(config, device.memory()))
+    return build_engine(
+        config.rollout,
+        config.model.path,
+        mesh,
+        device,
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        eos_token_ids=checked.end_tokens.ids,
+        tensors=_engine_tensors(config, checked.arch),
+    )
+
+
+def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
+    """Why the engine cannot be built now: vLLM requires gpu_memory_utilization x the device to be free. None: it can."""
+    utilization = config.rollout.gpu_memory_utilization
+    if memory is None or memory.free >= utilization * memory.total:
+        return None
+    free, total, reserved = (size / 2**30 for size in memory)
+    is_offloaded = config.actor.megatron.offload_optimizer
+    remedy = "" if is_offloaded else "actor.megatron.offload_optimizer=true, which frees the gradient buffers, or "
+    return (
+        f"rollout.gpu_memory_utilization={utilization:g} x {total:.2f} GiB = {utilization * total:.2f} GiB must be free"
+        f" when the engine is built, and {free:.2f} GiB are: this process's tensors have {reserved:.2f} GiB, and"
+        f" {total - free - reserved:.2f} GiB are of CUDA, NCCL and other processes; set {remedy}a lower"
+        " gpu_memory_utilization (train --dry-run --gpu-memory GIB shows every phase)"
+    )
+
+
+def build_resharding(config: Config, policy: Policy) -> Resharding:
+    """The plan from the policy's layout to the engine's. Collective."""
+    is_delta = config.rollout.sync == "delta"
+    return Resharding(
+        policy.arch,
+        policy.mesh,
+        policy.stage_of,
+        _engine_tensors(config, policy.arch),
+        dtype=DTYPES[config.model.dtype],
+        device=policy.device.torch_device,
+        bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
+        delta=DeltaLimits(config.rollout.delta_full_every, config.rollout.delta_max_density) if is_delta else None,
+    )
+
+
+def _engine_tensors(config: Config, arch: Architecture) -> EngineTensors:
+    rollout = config.rollout
+    reads_shards = find_engine(rollout.engine).reads_shards
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    return engine_tensors(arch, tp, reads_shards=reads_shards, rollout_ep=ep)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from grpo_megatron.algo.correction import MetricRecords, correction_weights, importance_weights, rejection_mask
 from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
-from grpo_megatron.algo.losses import LossInputs
-from grpo_megatron.algo.needs import folds_old_logprobs, has_kl_in_reward, is_corrected
+from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
+from grpo_megatron.algo.needs import folds_old_logprobs, has_kl_in_reward, has_kl_loss, is_corrected
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
 from grpo_megatron.models.forward import LossFunction, MetricSums
@@ -148,3 +148,13 @@ def _add_records(metrics: Metrics, records: MetricRecords) -> None:
 def _mean_in_row_order(values: dict[int, float]) -> float:
     """The mean of the values, added in row order, so that no layout changes a bit; 0 without any."""
     return sum(values[row] for row in sorted(values)) / len(values) if values else 0.0
+
+
+def build_loss(actor: ActorConfig) -> LossFunction:
+    policy_loss = policy_losses.get(actor.loss_mode)
+    penalty = kl_penalties.get(actor.kl_loss_type) if has_kl_loss(actor) else None
+
+    def loss(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
+        return total_loss(inputs, actor, policy_loss, penalty)
+
+    return loss

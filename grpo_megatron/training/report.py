@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.config import ActorConfig, DataConfig
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import ActorConfig, Config, DataConfig
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.device import Device
-from grpo_megatron.models.flops import ModelShape, mfu_metrics, throughput
+from grpo_megatron.models.flops import ModelShape, mfu_metrics, model_shape, peaks, throughput
 from grpo_megatron.models.forward import MetricSums
 from grpo_megatron.models.packing import num_padding_tokens, packed_lengths
+from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sampling.generator import record_reward_metrics, record_source_metrics
 from grpo_megatron.sampling.trajectory import ENDINGS
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.samples import RolloutWriter, ShownSamples
+from grpo_megatron.training.samples import RolloutWriter, ShownSamples, build_rollout_files
 from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample
 
 # -- Metrics of trajectories -------------------------------------------------------------------------------------------
@@ -136,6 +138,32 @@ class StepReport:
         )
 
 
+def record_reward_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    """Means of what the reward functions reported besides the reward, and the shares of samples that they failed on."""
+    for sample in samples:
+        if sample.index == GREEDY:
+            continue
+        for name, value in sample.reward_metrics.items():
+            if name == "ok":
+                metrics.mean("reward/failed_ratio", 1.0 - value, 1)
+            elif name == "timeout":
+                metrics.mean("reward/timeout_ratio", value, 1)
+            else:
+                metrics.mean(f"reward/{name}/mean", value, 1)
+
+
+def record_source_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    """For each source: the mean reward, the number of samples, the mean length of responses in tokens."""
+    for sample in samples:
+        if sample.index == GREEDY:
+            continue
+        source = sample.prompt.source
+        metrics.sum(f"data/source/{source}/samples", 1)
+        metrics.mean(f"response_length/source/{source}/mean", len(sample.response_ids), 1)
+        if not math.isnan(sample.reward):
+            metrics.mean(f"reward/source/{source}/mean", sample.reward, 1)
+
+
 # -- Metrics of an update ----------------------------------------------------------------------------------------------
 # What an update reports, as metrics of the step: the policy's, the critic's, the warm-up's.
 
@@ -154,3 +182,21 @@ def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[
                 local.mean(name, part.total, part.num_tokens)
     for name, value in constants.items():
         metrics.constant(name, value)
+
+
+def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks, guards: Guards) -> StepReport:
+    shape = model_shape(checked.arch)
+    return StepReport(
+        config.data,
+        config.actor,
+        policy.mesh,
+        policy.device,
+        sinks,
+        guards,
+        policy.has_finite_weights,
+        build_rollout_files(config.trainer, policy.mesh, checked.tokenizer),
+        ShownSamples(policy.mesh, checked.tokenizer, config.draws),
+        shape=shape,
+        peaks=peaks(config, policy.device.name, shape.num_layers),
+        multiple=policy.multiple,
+    )

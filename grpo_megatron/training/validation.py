@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.scores import Calibration, calibration, calibration_table
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
@@ -49,6 +49,8 @@ class ValidationRow:
 
 
 class Validator:
+    """Validates with `prompts`, as `rollout.val_kwargs` says. `generator` None: the run has no engine and must not call `run`."""
+
     def __init__(
         self,
         generator: Generator | None,
@@ -56,12 +58,11 @@ class Validator:
         data: DataConfig,
         rollout: RolloutConfig,
         mesh: Mesh,
-        output_dir: Path,
-        num_logged_samples: int,
+        trainer: TrainerConfig,
     ) -> None:
         self.generator, self.prompts, self.mesh = generator, list(prompts), mesh
         self.max_tokens, self.val = data.max_response_length, rollout.val_kwargs
-        self.output_dir, self.num_logged_samples = output_dir, num_logged_samples
+        self.output_dir, self.num_logged_samples = trainer.output_dir, trainer.num_logged_samples
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
         """Draw, grade, and return the `val-core/...` and `val-aux/...` metrics, the same on every rank. Collective."""
@@ -351,3 +352,11 @@ def _described(file: str, result: Calibration, what: str) -> str:
         f" {result.brier:.4f}, expected calibration error {result.ece:.4f}"
     )
     return f"{head}\n{calibration_table(result)}\n"
+
+
+def build_validation_loss(
+    config: Config, checked: Checked, policy: Policy, references: References, cadence: Cadence
+) -> ValidationLoss:
+    """The loss of held-out rows; with a scalar head, its calibration too."""
+    kind = ValidationLoss if checked.scored_folder is None else ScoreValidation
+    return kind(checked.val_loss_groups, config, policy, references, cadence)

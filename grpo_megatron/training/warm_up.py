@@ -14,7 +14,7 @@ from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
-from grpo_megatron.data.item_table import MappedTable
+from grpo_megatron.data.items import MappedTable
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.models.policy import Policy
@@ -25,10 +25,10 @@ from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.storage.run_files import add_event, steps_of
 from grpo_megatron.training.beside.references import WARMUP_FOLDER
-from grpo_megatron.training.build import build_loss, build_report
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
+from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.report import record_update
+from grpo_megatron.training.report import build_report, record_update
 from grpo_megatron.training.stopping import Cadence, Stopping
 from grpo_megatron.types import Prompt
 

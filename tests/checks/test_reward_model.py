@@ -35,12 +35,12 @@ def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> l
     """What `validate` finds about the reward model, in its order."""
     config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
     found = ProblemList()
-    read = {key: found.attempt(read_reward_model, model, key) for key, model in scoring_models(config).items()}
+    read = {key: found.attempt(key, read_reward_model, model, key) for key, model in scoring_models(config).items()}
     folders = {key: folder for key, folder in read.items() if folder is not None}
     found.add(reward_model_problems(config, world, read_architecture(config.model.path), folders))
     for key, folder in folders.items():
-        found.attempt(check_reward_folder, folder, key)
-    return found.messages
+        found.attempt(key, check_reward_folder, folder, key)
+    return runs.texts(found.problems)
 
 
 def changed(run: Path, target: Path, **config: Any) -> Path:

@@ -188,15 +188,15 @@ BIG = {"num_hidden_layers": 4, "hidden_size": 4096, "intermediate_size": 11008, 
        "num_key_value_heads": 8, "vocab_size": 32001}  # fmt: skip
 MEASURE = """
 import json, resource, sys, torch
-from grpo_megatron.convert.cli import main
+from grpo_megatron.cli.main import main
 tiny, source, *outs = sys.argv[1:]  # a tiny conversion first: it allocates what the libraries allocate once
 tinies = [out + "-tiny" for out in outs]
-assert main(["to-megatron", tiny, tinies[0], "--quiet"]) == main(["to-hf", *tinies, "--quiet"]) == 0
+assert main(["convert", "to-megatron", tiny, tinies[0], "--quiet"]) == main(["convert", "to-hf", *tinies, "--quiet"]) == 0
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 peaks = [peak()]
-assert main(["to-megatron", source, outs[0], "--quiet"]) == 0
+assert main(["convert", "to-megatron", source, outs[0], "--quiet"]) == 0
 peaks.append(peak())
-assert main(["to-hf", *outs, "--quiet"]) == 0
+assert main(["convert", "to-hf", *outs, "--quiet"]) == 0
 peaks.append(peak())
 print(json.dumps(peaks))
 """

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from tests import tiny
+from tests.models import policy_ranks
 from tests.models.gradients import named_gradients
 
 Layout = tuple[int, int, int, bool]
+HEADS = ("score.weight", "score.bias")
 _meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layout for its whole life
 
 
@@ -146,19 +148,9 @@ def stream(model: Any) -> dict[str, torch.Tensor]:
 
 def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Hugging Face gradients from all ranks' gradients. Ranks with the same head must have the same gradient. Collective."""
-    import torch.distributed as dist
-
-    from grpo_megatron.models.weights.load import model_rows
-
-    gathered: list[Any] = [None] * model.mesh.world_size
-    dist.all_gather_object(gathered, (model.mesh.tp_rank, local))
-    heads = [held["score.weight"] for _, held in gathered if "score.weight" in held]
-    assert all(torch.equal(head, heads[0]) for head in heads)
-    out = {"score.weight": heads[0]}
-    for name, row in model_rows(model.arch).items():
-        shards = {tp_rank: held[name] for tp_rank, held in gathered if name in held}
-        out.update(zip(row.hf, row.merge([shards[t] for t in sorted(shards)], model.arch), strict=True))
-    return out
+    held = [part for part in model.mesh.all_gather({name: local[name] for name in HEADS if name in local}) if part]
+    assert all(torch.equal(head[name], held[0][name]) for head in held for name in held[0])
+    return policy_ranks.whole(model, {name: tensor for name, tensor in local.items() if name not in HEADS}) | held[0]
 
 
 def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:

@@ -13,7 +13,6 @@ from tests.models import policy_ranks, reward_ranks
 from tests.models.gradients import named_gradients
 
 CLIPRANGE = 0.5  # the default of critic.cliprange_value
-HEADS = ("score.weight", "score.bias")
 
 
 def build(
@@ -59,7 +58,7 @@ def update(folder: Path, pairs: Any, layout: reward_ranks.Layout) -> dict[str, A
 
     loss = functools.partial(value_loss, cliprange=CLIPRANGE)
     model.backward(batch, batch.mini_batches[0], loss, [])
-    gradients = whole(model, named_gradients(model))
+    gradients = reward_ranks.whole(model, named_gradients(model))
     return {"gradients": gradients, **trained_offloaded_or_not(folder, batch, layout)}
 
 
@@ -89,17 +88,6 @@ def trained(model: Any, batch: Any) -> dict[str, Any]:
         weights = reward_ranks.stream(model)
     totals = {name: (float(part.total), part.num_tokens) for name, part in sums[0].items()}
     return {"values": first, "metrics": metrics, "sums": totals, "weights": weights, "on_device": on_device}
-
-
-def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face gradients from all ranks' gradients. Ranks with the same head must have the same gradient. Collective."""
-    import torch.distributed as dist
-
-    held: list[Any] = [None] * model.mesh.world_size
-    dist.all_gather_object(held, {name: local[name] for name in HEADS if name in local})
-    heads = [gradients for gradients in held if gradients]
-    assert all(torch.equal(head[name], heads[0][name]) for head in heads for name in HEADS)
-    return policy_ranks.whole(model, local) | heads[0]
 
 
 def saved(folder: Path, pairs: Any, layout: reward_ranks.Layout, target: Path) -> torch.Tensor:

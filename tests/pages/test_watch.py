@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.pages.run_folder import RunFolder
-from grpo_megatron.report.cli import watch_main
+from grpo_megatron.report.cli import WatchOptions, watch
 from grpo_megatron.report.watch import sparkline, watch_lines
 from tests.pages.material import HOSTILE, event, group, make_run, sample
 
@@ -96,7 +96,7 @@ def test_sparklines(values: list[float | None], width: int, line: str) -> None:
 
 def test_without_a_terminal_it_prints_once(tmp_path: Path) -> None:
     out = io.StringIO()
-    assert watch_main([str(make_run(tmp_path / "run"))], stdout=out) == 0
+    assert watch(WatchOptions(run=make_run(tmp_path / "run")), stdout=out) == 0
     assert out.getvalue().startswith("run: running, 40 of 40 steps") and "\x1b" not in out.getvalue()
 
 
@@ -105,7 +105,7 @@ def test_on_a_terminal_it_follows_until_the_run_ends(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", events=[event("done", 40)])
     master, slave = pty.openpty()
     with open(slave, "w") as terminal:
-        assert watch_main([str(folder), "--every", "0.1"], stdin=io.StringIO(), stdout=terminal) == 0
+        assert watch(WatchOptions(run=folder, every=0.1), stdin=io.StringIO(), stdout=terminal) == 0
     parts = []
     with contextlib.suppress(OSError):  # of Linux, where the other end is closed and everything has been read
         while part := os.read(master, 1 << 16):

@@ -32,7 +32,7 @@ class Run:
     """One policy in a layout, and a batch of six rows with one mini-batch."""
 
     def __init__(self, folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> None:
-        from grpo_megatron.training.build import build_loss
+        from grpo_megatron.training.correction_step import build_loss
 
         _, tp, pp, sp = layout
         self.folder, self.out = folder, out
@@ -127,11 +127,11 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
 
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.training.replay import replay
+    from grpo_megatron.cli.inspecting import ReplayOptions, replay_dump
 
     results = []
     for dump in dumps:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            code = replay.main([str(dump)])
+            code = replay_dump(ReplayOptions(dump=dump))
         results.append((code, out.getvalue()))
     return results

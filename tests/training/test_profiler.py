@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.cli.commands import parse_command
+from grpo_megatron.cli.commands import TrainOptions
+from grpo_megatron.config import ConfigError
+from grpo_megatron.config.options import parse
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.training.profiler import Profiler
 
@@ -67,12 +69,12 @@ def test_a_failing_step_ends_the_recording_and_a_full_disk_does_not_end_the_run(
 
 
 def test_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_command(["train", "run.yaml", "--profile", "3-5"]).profile == range(3, 6)
-    assert parse_command(["train", "run.yaml", "--profile", "3"]).profile == range(3, 4)
-    assert parse_command(["train", "run.yaml"]).profile is None
+    assert parse(TrainOptions, ["run.yaml", "--profile", "3-5"]).profile == range(3, 6)
+    assert parse(TrainOptions, ["run.yaml", "--profile", "3"]).profile == range(3, 4)
+    assert parse(TrainOptions, ["run.yaml"]).profile is None
     for arguments in (["5-3"], ["-1"], ["x"], ["3", "--dry-run"]):
-        with pytest.raises(SystemExit):
-            parse_command(["train", "run.yaml", "--profile", *arguments])
+        with pytest.raises((SystemExit, ConfigError)):
+            parse(TrainOptions, ["run.yaml", "--profile", *arguments])
     assert "5-3' is not a step like 3" in capsys.readouterr().err
 
 

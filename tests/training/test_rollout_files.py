@@ -14,6 +14,7 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.training.samples import RolloutFiles, mean_advantage, parts_of
 from grpo_megatron.types import GroupTable, Plan, Sample, Turn
+from tests.runs import texts
 from tests.sampling.fakes import LoneMesh, prompt
 from tests.training.fake_run import run
 
@@ -69,7 +70,7 @@ def test_the_phase_is_timed_with_its_own_step(tmp_path: Path) -> None:
 
 def problems(output_dir: Path, rollouts: Path, **sections: Any) -> list[str]:
     trainer = {"output_dir": output_dir, "rollout_data_dir": rollouts, **sections.pop("trainer", {})}
-    return list(curation_problems(Config.model_validate({"model": {"path": "m"}, "trainer": trainer, **sections})))
+    return texts(curation_problems(Config.model_validate({"model": {"path": "m"}, "trainer": trainer, **sections})))
 
 
 def test_another_run_does_not_write_over_rollouts(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     ],
 )
 def test_sampling_that_cannot_be(data: dict[str, Any], message: str) -> None:
-    [problem] = curation_problems(Config.model_validate({"model": {"path": "m"}, "data": data}))
+    [problem] = texts(curation_problems(Config.model_validate({"model": {"path": "m"}, "data": data})))
     assert message in problem
 
 

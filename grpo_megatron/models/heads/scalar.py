@@ -153,7 +153,7 @@ class ScalarReader(ShardedModel):
     places: Places | None = None
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
-        """As ShardedModel, with the places of this model as targets."""
+        """The micro-batches on the device, with the places of this model as targets."""
         packs = super().packs(batch, micro_batches, temperature)
         return packs if self.places is None else [self._read_at_places(batch, pack) for pack in packs]
 
@@ -235,7 +235,7 @@ class ScalarPolicy(ScalarReader, Policy):
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, everything is on the device. Afterwards, what `offload` or `offload_optimizer` names is not."""
+        """Keeps everything on the device inside the block. Afterwards, what `offload` or `offload_optimizer` names leaves it."""
         self._weights.onload()
         self.onload()
         yield
@@ -301,7 +301,7 @@ class ValueModel(ScalarPolicy):
         return self.update(batch, functools.partial(value_loss, cliprange=cliprange), epochs=epochs)
 
     def loss_inputs(self, batch: Batch, rows: list[int], values: Tensor, entropy: Tensor) -> ValueInputs:
-        """What the value loss reads of `rows`. `values` [len(rows), R] are the model's."""
+        """Returns what the value loss reads of `rows`. `values` [len(rows), R] are the model's."""
         assert batch.values is not None and batch.returns is not None
 
         def of_rows(tensor: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str
 
 
 def hardware_problems(config: Config, hardware: Hardware | None = None) -> Iterator[str]:
-    """What the config needs and the hardware lacks, one line each. `hardware` None: this machine, read only if needed."""
+    """Yields what the config needs and the hardware lacks, one line each. `hardware` None: this machine, read if needed."""
     megatron, quantization = config.actor.megatron, config.rollout.quantization
     needs_hardware = (megatron.fp8.recipe, quantization, megatron.context_parallel_size > 1)
     if not any(needs_hardware) and megatron.transformer_impl != "transformer_engine":

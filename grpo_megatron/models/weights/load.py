@@ -30,6 +30,8 @@ CONSTANTS = (".router.expert_bias",)  # buffers with a row in the weight table
 class WeightsError(ValueError):
     """A Hugging Face folder that cannot be read, or whose tensors are not the model's. The message names wrong tensors."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 class SafetensorsFolder:
     """The safetensors files of a folder as one mapping from name to slice. Data is read when a slice is indexed."""

@@ -111,7 +111,7 @@ def check_plain(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 @contextlib.contextmanager
 def plain_data_only() -> Iterator[None]:
-    """Inside this block torch's readers of distributed checkpoints refuse what `check_plain` refuses.
+    """Makes torch's readers of distributed checkpoints refuse what `check_plain` refuses, inside the block.
 
     So a file that is replaced after the check runs no code either.
     """

@@ -38,7 +38,7 @@ class Constants:
                 self._of_stage.setdefault(stage_of[row.megatron], []).append((row.megatron, tensor))
 
     def shares(self) -> list[Share]:
-        """What this rank digests for the attestation: the constants of its stage, if it is the stage's first rank."""
+        """The constants that this rank digests for the attestation: those of its stage, if it is the stage's first rank."""
         if (self._mesh.tp_rank, self._mesh.cp_rank, self._mesh.dp_rank) != (0, 0, 0):
             return []
         readers = tuple(range(self._mesh.rollout_tp))
@@ -110,7 +110,7 @@ class Resharding:
 
     @property
     def bytes_received(self) -> int:
-        """By this rank in the last sync."""
+        """The bytes that this rank received in the last sync."""
         if self._delta is not None:
             return self._delta.bytes_received
         plan = self.plan.plan

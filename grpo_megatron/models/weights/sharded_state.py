@@ -134,7 +134,7 @@ class ShardedWrite:
         self._results.put(failed[0] if failed else dict(enumerate(outcomes)))
 
     def _write_file(self, number: int, bucket: Any) -> Any:
-        """What Megatron's own function for one file puts into a queue: its results, or the exception that ended it."""
+        """Returns what Megatron's own function for one file puts into a queue: its results, or the exception that ended it."""
         outcomes: queue.Queue[Any] = queue.Queue()
         counts: queue.Queue[int] = queue.Queue()
         counts.put(number)
@@ -165,7 +165,7 @@ class Writes:
             state.finish()
 
     def write(self) -> None:
-        """In the background: write all states, without communication."""
+        """Write all states if they are written in the background. No communication."""
         for state in self.states if self.in_background else []:
             state.write()
 

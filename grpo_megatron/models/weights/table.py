@@ -49,7 +49,7 @@ class WeightRow(ABC):
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.num_dense_layers)
 
     def dtype(self, of_model: torch.dtype) -> torch.dtype:
-        """In a model whose weights are `of_model`."""
+        """The dtype of this parameter in a model whose weights are `of_model`."""
         return torch.float32 if self.is_constant else of_model
 
     def expand(self, layer: int, expert: int | None = None) -> Self:
@@ -84,7 +84,7 @@ class WeightRow(ABC):
         return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
 
     def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
-        """Which parts of the Hugging Face tensors are where in this rank's parameter, along the dimension that is cut.
+        """The parts of the Hugging Face tensors in this rank's parameter, along the dimension that is cut.
 
         Padding rows are in none.
         """

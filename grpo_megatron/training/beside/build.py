@@ -1,13 +1,24 @@
-"""Builds the models beside the policy: reward models, the critic, the reference."""
+"""Builds the models of a run: the policy and its export, reward models, the critic, the reference."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ScoringModel
 from grpo_megatron.device import Device
 from grpo_megatron.models.heads.folder import RewardFolder, read_reward_folder
-from grpo_megatron.models.heads.scalar import FrozenScalar, ScalarPolicy, ValueModel, last_token
+from grpo_megatron.models.heads.scalar import (
+    FrozenScalar,
+    ScalarPolicy,
+    ValueModel,
+    last_token,
+    response_tokens,
+)
+from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.weights.export import Serving, save_hf
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.training.beside.critic import Critic, NoCritic
 from grpo_megatron.training.beside.references import References, policy_start
@@ -85,3 +96,31 @@ def build_references(
         first_step=first_step,
         temperature=config.rollout.temperature,
     )
+
+
+def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:
+    """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
+    if checked.scored_folder is not None:
+        folder = checked.scored_folder
+        return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
+    return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
+
+
+def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[[Path], None]:
+    """The function that writes the policy as a Hugging Face folder. Calling it is collective.
+
+    A server of the folder stops where rollouts stop: at every end token, and at `rollout.stop_token_ids`.
+    """
+    tokenizer_path = config.model.tokenizer_path or config.model.path
+    ends = set(checked.end_tokens.ids if checked.end_tokens else []) | set(config.rollout.stop_token_ids)
+    template = None if config.data.chat_template is None else checked.tokenizer.chat_template
+    serving = Serving(template, sorted(ends))
+
+    def export(target: Path) -> None:
+        if isinstance(policy, ScalarPolicy):
+            policy.save_hf(target, tokenizer_path)
+            return
+        stream = policy.hf_weights(config.rollout.update_weights_bucket_megabytes)
+        save_hf(stream, config.model.path, tokenizer_path, target, policy.mesh, serving=serving)
+
+    return export

@@ -37,7 +37,7 @@ class NoCritic(NoModel):
         """Does nothing."""
 
     def trains_policy(self, step: int) -> bool:
-        """Whether step `step` updates the policy: always."""
+        """Returns True: every step updates the policy."""
         return True
 
 
@@ -67,7 +67,7 @@ class Critic(TrainedModel, NoCritic):
             model.set_optimizer(config.optim, max(1, total_steps * per_step), period=per_step)
 
     def trains_policy(self, step: int) -> bool:
-        """Whether step `step` updates the policy, too."""
+        """Returns whether step `step` updates the policy too."""
         return step >= self.critic_only_steps
 
     def estimate(self, step: int, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:

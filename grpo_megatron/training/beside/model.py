@@ -36,7 +36,7 @@ class TrainedModel(NoModel):
     file_name: str
 
     def content(self) -> Any:
-        """What the JSON file holds."""
+        """The plain values that the JSON file holds."""
         return self.model.state()
 
     def restore(self, content: Any) -> None:

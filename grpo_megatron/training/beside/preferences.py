@@ -52,7 +52,7 @@ class PairHistory:
 
     @property
     def pairs(self) -> list[PreferencePair]:
-        """In the order in which they were added."""
+        """The pairs in the order in which they were added."""
         return [pair for _, pair in self._kept]
 
     def add(self, pairs: Sequence[PreferencePair]) -> None:

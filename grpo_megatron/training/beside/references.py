@@ -70,7 +70,7 @@ class References:
         return self.reference
 
     def is_due(self, step: int) -> bool:
-        """Whether there is a reference and it is renewed before step `step`."""
+        """Returns whether there is a reference and it is renewed before step `step`."""
         return isinstance(self.reference, Reference) and self.cadence.renews_reference_before(step)
 
     def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None], oldest_checkpoint: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_megatron.processes import family
 from grpo_megatron.rewards.pool import RewardPool
-from tests.rewards.workers.waiting import PATIENCE_S, wait_until
+from tests.processes.waiting import PATIENCE_S, wait_until
 
 TIMEOUT_S = 3.0
 

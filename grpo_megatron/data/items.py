@@ -1,9 +1,4 @@
-"""ItemTable: prompts or written groups of a RowSet, made from their row when they are read.
-
-It holds numbers, and the KEPT items that were made last: the rows of a smaller data set are read once.
-
-A row gives one item, or several (pairs of one prompt). Items that do not fit the configured lengths are not in the table.
-"""
+"""Sequences of prompts or of written groups whose items are made when they are read. Only numbers are held for each item."""
 
 from __future__ import annotations
 
@@ -14,30 +9,20 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.row_set import RowSet
 from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 KEPT = 8192  # items; with their rows and tokens some 50 MB
-ITEM_BITS = 20  # items per row: a million
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-Make = Callable[[int, dict[str, Any], int], T]  # (row number, row, number of the item in the row) -> item
 
 
-class ItemTable(Sequence[T]):
-    """`places`: (row, item of the row) of each item as `row << ITEM_BITS | item`; None: one item for each of `count` rows.
+class LazySequence(Sequence[T]):
+    """`item(index)` makes an item, for 0 <= index < len(self)."""
 
-    `first`: the number of an item of each kind, such as each reward, for checks that look at one of each.
-    """
-
-    def __init__(self, rows: RowSet, make: Make[T], places: Indices | None, count: int, first: Sequence[int]) -> None:
-        self.rows, self._make, self._places, self._count, self._first = rows, make, places, count, first
-        self._kept: dict[int, T] = {}  # oldest first
-
-    def __len__(self) -> int:
-        return self._count
+    def item(self, index: int) -> T:
+        raise NotImplementedError
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -45,15 +30,30 @@ class ItemTable(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        if not -self._count <= index < self._count:
+            return [self.item(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
             raise IndexError(index)
-        index %= self._count
+        return self.item(index % len(self))
+
+
+class ItemTable(LazySequence[T]):
+    """`make(place)` for each of `places`. The KEPT items that were made last are held, so a small data set is read once.
+
+    `first`: the number of an item of each kind, such as each reward, for checks that look at one of each.
+    """
+
+    def __init__(self, make: Callable[[Any], T], places: Sequence[Any] | Indices, first: Sequence[int]) -> None:
+        self._make, self._places, self._first = make, places, first
+        self._kept: dict[int, T] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def item(self, index: int) -> T:
         if index not in self._kept:
-            row, item = (index, 0) if self._places is None else divmod(int(self._places[index]), 1 << ITEM_BITS)
             if len(self._kept) == KEPT:
                 del self._kept[next(iter(self._kept))]
-            self._kept[index] = self._make(row, self.rows.row(row), item)
+            self._kept[index] = self._make(self._places[index])
         return self._kept[index]
 
     def one_of_each(self) -> list[T]:
@@ -61,7 +61,7 @@ class ItemTable(Sequence[T]):
         return [self[index] for index in self._first]
 
 
-class MappedTable(Sequence[U]):
+class MappedTable(LazySequence[U]):
     """`convert(number, item)` of each item of a table, when it is read."""
 
     def __init__(self, items: Sequence[T], convert: Callable[[int, T], U]) -> None:
@@ -70,13 +70,7 @@ class MappedTable(Sequence[U]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @overload
-    def __getitem__(self, index: int) -> U: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[U]: ...
-    def __getitem__(self, index: int | slice) -> U | list[U]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def item(self, index: int) -> U:
         return self._convert(index, self._items[index])
 
 
@@ -97,6 +91,11 @@ def kept_items(
         raise ConfigError(f"{message}; raise data.max_prompt_length, or set data.filter_overlong_prompts=true")
     logger.warning("%s and are dropped (data.filter_overlong_prompts)", message)
     return np.flatnonzero(fits)
+
+
+def first_of_each(kinds: np.ndarray[Any, np.dtype[np.int8]]) -> list[int]:
+    """The place of the first of each number from 0 on, in order. Without a copy: there may be millions."""
+    return sorted(int(np.argmax(kinds == kind)) for kind in range(int(kinds.max()) + 1) if (kinds == kind).any())
 
 
 def one_of_each(items: Sequence[T]) -> Sequence[T]:

@@ -1,14 +1,17 @@
-"""Rewards that grade several items in one call: batched ones, async ones, and those that compare all items."""
+"""How items reach rewards: calls of several items (batched, async, comparing), and batches that grow while the caller works."""
 
 from __future__ import annotations
 
+import select
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from grpo_megatron.rewards.pool import CallPlan, ItemQueue, RewardPool
 from grpo_megatron.rewards.reward import RewardItem, check_reward
+from tests.processes.waiting import PATIENCE_S, wait_until
 
 TIMEOUT_S = 1.5
 MODULE = """
@@ -45,6 +48,25 @@ async def waits(completion, answer):
     if completion == "hang": await asyncio.sleep(600)
     await asyncio.sleep(0)
     return {"score": float(completion), "inside": inside}  # all that one call has started
+
+@rewards.declare(batch_size=1)
+async def alone(completion, answer):
+    global queue
+    try: queue
+    except NameError: queue = asyncio.Queue()  # like a client: it belongs to the loop in which it is used first
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(queue.put_nowait, completion)
+    return {"score": float(await queue.get())}
+
+def texts(completion, answer): return {"score": 1, "acc": 1.0, "said": "red \\x1b[31m", "why": None}
+
+def plain(completion, answer):
+    match completion:
+        case "raise": raise KeyError("gone")
+        case "os._exit": os._exit(3)
+        case "sleep": time.sleep(600)
+        case "nan": return float("nan")
+        case _: return float(completion)
 """
 
 
@@ -53,7 +75,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("user")
     (folder / "shared_calls.py").write_text(MODULE)
     sys.path.insert(0, str(folder))
-    for name in ("many", "ranks", "short", "trl", "grows", "waits"):
+    for name in ("many", "ranks", "short", "trl", "grows", "waits", "alone", "texts", "plain"):
         check_reward(f"shared_calls:{name}")  # as before a run: from here on their signatures are known
     yield "shared_calls"
     sys.path.remove(str(folder))
@@ -113,6 +135,69 @@ def test_async_items_wait_together(pool: RewardPool) -> None:
     assert [r.metrics["inside"] for r in results if r.status == "ok"] == [5, 5]
     assert "no result after 1.5 s (reward.timeout_s)" in results[3].message
     assert pool.grade(items("waits", "7"))[0].metrics["inside"] == 6  # in the same process: no worker was killed
+
+
+def test_async_items_of_one_worker_share_an_event_loop(pool: RewardPool) -> None:
+    results = pool.grade(items("alone", "1", "word", "2", "3"))
+    assert [r.reward for r in results if r.status == "ok"] == [1, 2, 3]
+
+
+def test_entries_that_are_no_numbers_are_texts_and_named_once(
+    pool: RewardPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        (result,) = pool.grade(items("texts", ""))
+        assert (result.reward, result.metrics) == (1.0, {"acc": 1.0})
+        assert result.texts == {"said": "red ", "why": "None"}  # without what a terminal would obey
+    assert [record.message for record in caplog.records] == [
+        f"reward 'shared_calls:texts': its entry {key!r} is no finite number, so it is no metric; it is written beside the"
+        " logged samples"
+        for key in ("said", "why")
+    ]
+
+
+@pytest.mark.slow
+def test_a_batch_that_grows_while_the_caller_works_gives_the_same_results(pool: RewardPool) -> None:
+    names = ["1", "raise", "os._exit", "2", "sleep", "nan", "os._exit", "3", *map(str, range(4, 30))]
+    batch = items("plain", *names)
+    expected = pool.grade(batch)
+    pool.begin(["shared_calls:plain"])
+    pool.submit(batch[0])
+    wait_until(lambda: pool.serve() is None and pool._results[0] is not None)  # without `collect`
+    for item in batch[1:]:
+        pool.submit(item)
+        pool.serve()
+    results = pool.collect()
+    assert [(r.status, r.reward) for r in results[7:]] == [("ok", float(name)) for name in names[7:]]
+    assert [r.status for r in results] == [r.status for r in expected]
+    for number in (1, 4, 5):  # the messages of the others name signals and exit codes, and what was printed last
+        assert results[number].message == expected[number].message
+
+
+def test_an_interrupted_batch_leaves_nothing_to_the_next_one(pool: RewardPool) -> None:
+    pool.begin(["shared_calls:plain"])
+    for item in items("plain", *["sleep"] * 10):
+        pool.submit(item)
+    pool.begin(["shared_calls:plain"])
+    pool.submit(items("plain", "5")[0])
+    assert [result.reward for result in pool.collect()] == [5.0]
+    assert [result.reward for result in pool.grade(items("plain", "6"))] == [6.0]
+
+
+def test_time_in_which_the_caller_did_not_serve_fails_no_item(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item whose result is there, and one too large for the pipe, of which the host has only the beginning."""
+    with RewardPool(2, PATIENCE_S) as pool:
+        pool.grade(items("plain", *["1"] * 20))
+        clock, away = time.monotonic, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + away)
+        pool.begin(["shared_calls:plain"])
+        for item in items("plain", "1", "2" + " " * 4_000_000):
+            pool.submit(item)
+        (host,) = pool._processes._hosts
+        assert select.select([host.stdout], [], [], PATIENCE_S)[0]
+        away = 100 * PATIENCE_S
+        pool.serve()
+        assert [(r.status, r.reward) for r in pool.collect()] == [("ok", 1.0), ("ok", 2.0)]
 
 
 def test_free_workers_share_what_is_ready(module: str) -> None:

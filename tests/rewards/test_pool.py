@@ -14,17 +14,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool, WorkerProcess
+from grpo_megatron.rewards.pool import KNOWN_REWARDS, PendingCall, RewardPool
 from grpo_megatron.rewards.reward import RewardResult, parse_reward
-from tests.rewards.workers.waiting import PATIENCE_S, wait_until
+from tests.processes.waiting import PATIENCE_S, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3.0
 
 MODULE = '''
@@ -125,15 +125,15 @@ def _worker_pids(pool: RewardPool, count: int) -> set[int]:
         ("raise", "error", "KeyError: 'gone'"),
         ("unprintable", "error", "Unprintable"),
         ("exit", "error", "SystemExit: 2"),
-        ("os._exit", "error", "process died: exit code 3"),
-        ("segfault", "error", "process died: signal SIGSEGV"),
+        ("os._exit", "error", "process has ended: exit code 3"),
+        ("segfault", "error", "process has ended: signal SIGSEGV"),
         ("nan", "error", "nan, not a finite number"),
         ("none", "error", "NoneType, not a number"),
         ("late step", "error", "step 0 ends at 10; ends are integers above 0 and at most the completion's 9"),
         ("gives up", "timeout", "TimeoutError: enough"),
         ("huge dict", "error", "returned 100001 entries"),
         ("huge message", "error", "ValueError: xxx"),
-        ("pipes", "error", "wrote to its reply pipe"),
+        ("pipes", "error", "wrote to its connection"),
     ],
 )
 def test_a_misbehaving_reward_costs_its_sample_only(
@@ -218,18 +218,18 @@ def test_a_name_the_worker_cannot_load(pool: RewardPool, monkeypatch: pytest.Mon
     results = pool.grade(items)
     assert [result.status for result in results] == ["error", "ok", "error"]
     assert "cannot import module 'no_such_module'" in results[2].message
-    starts = []
+    started = []
 
-    class CountedWorker(WorkerProcess):
-        def __init__(self) -> None:
-            starts.append(self)
-            super().__init__()
+    class CountedCall(PendingCall):
+        def __init__(self, name: str, numbers: Sequence[int] = ()) -> None:
+            started.extend([name] if not numbers else [])
+            super().__init__(name, list(numbers))
 
-    monkeypatch.setattr("grpo_megatron.rewards.pool.WorkerProcess", CountedWorker)
+    monkeypatch.setattr("grpo_megatron.rewards.pool.PendingCall", CountedCall)
     results = pool.grade([("dying_import:reward", "", "")] * 50)
     assert {result.status for result in results} == {"error"}
-    assert "could not be imported" in results[-1].message
-    assert len(starts) <= 4  # the items in work when the first worker died, instead of one process per sample
+    assert "could not be imported; the reward's process has ended: signal SIGKILL" in results[-1].message
+    assert len(started) <= 2  # one import per worker, instead of one per sample
 
 
 def test_arguments_are_checked_before_any_process_starts() -> None:
@@ -266,14 +266,14 @@ def test_every_reward_of_the_package_is_known_for_right_and_wrong_completions() 
 def test_the_memory_of_a_built_in_reward_is_limited() -> None:
     script = textwrap.dedent("""
         import mmap
-        from grpo_megatron.rewards.worker import MEMORY_LIMIT, AddressSpaceLimit
-        memory = AddressSpaceLimit()
-        memory.enable(True)
+        from grpo_megatron.processes.process import MemoryLimit
+        memory = MemoryLimit(1 << 30)
+        memory.set()
         try:
-            mmap.mmap(-1, MEMORY_LIMIT + 1)  # pages that are never touched
+            mmap.mmap(-1, (1 << 30) + 1)  # pages that are never touched
         except OSError:
-            memory.enable(False)
-            mmap.mmap(-1, MEMORY_LIMIT + 1)
+            memory.set(False)
+            mmap.mmap(-1, (1 << 30) + 1)
             print("limited, then not")
     """)
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
@@ -282,7 +282,7 @@ def test_the_memory_of_a_built_in_reward_is_limited() -> None:
 
 def test_workers_that_cannot_start_are_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with RewardPool(1) as pool, pytest.raises(RuntimeError, match="reward workers do not start; .*exit code 1"):
+    with RewardPool(1) as pool, pytest.raises(RuntimeError, match="reward workers do not start: .*exit code 1"):
         pool.grade([("gsm8k", "", "1")])
 
 
