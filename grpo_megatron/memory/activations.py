@@ -26,6 +26,7 @@ from grpo_megatron.models.architecture import Architecture
 
 
 def recomputes_all(megatron: MegatronConfig) -> bool:
+    """Whether the layers compute their activations again in the backward pass."""
     return megatron.override_transformer_config.get("recompute_granularity") == "full"
 
 
