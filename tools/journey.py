@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-import os
 import sys
 import tempfile
 import threading
