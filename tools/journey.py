@@ -103,9 +103,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="transformers", help="rollout.engine")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.chdir(folder):
-            journey = count(args.engine)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        journey = count(args.engine)
     print("           files   functions")
     for name in ("check", "steps", "run"):
         files = journey.files(name)
